@@ -1,0 +1,55 @@
+# `make help` lists the targets. The environment is made once in .venv, and again when its description changes.
+PYTHON ?= python3
+TORCH := 2.13.0# the one place that pins torch
+TORCH_INDEX ?=
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format types same-loss bench
+
+help: ## this list
+	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## the environment in .venv: pinned torch, then everything else
+
+# Debian ships Python without ensurepip; its pip can then fill an environment that was made without one.
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' || \
+		{ echo "setup: $(PYTHON) is not Python 3.10 to 3.13; name one that is: make PYTHON=python3.12" >&2; exit 1; }
+	@$(RUN) -m pip --version >/dev/null 2>&1 || \
+		if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --clear $(VENV); \
+		else $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(RUN) install --quiet pip; fi || \
+		{ echo "setup: cannot make $(VENV) without Python's ensurepip; install it (apt install python3-venv)" >&2; exit 1; }
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+	$(RUN) -m pip install -e '.[cluster,dev]'
+	@touch $(STAMP)
+
+demo: setup ## distill an EAGLE head from the embedded target, verify it, write the report
+	$(RUN) train/run.py
+
+test: setup ## every test that needs no accelerator and no patience
+	$(RUN) -m pytest
+
+test-slow: setup ## the tests that take minutes
+	$(RUN) -m pytest -m "slow and not gpu"
+
+lint: setup ## ruff: rules and formatting, changing nothing
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: setup ## ruff: mend what can be mended
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+types: setup ## mypy, strict
+	$(RUN) -m mypy
+
+same-loss: setup ## a refactor must leave the loss bit-identical
+	$(RUN) -m pytest tests/train/test_same_loss.py -m slow
+
+bench: setup ## plain decoding in our engine against HF generate
+	$(RUN) benchmarks/plain.py

@@ -1,0 +1,145 @@
+"""Packing and order: whole documents into rows, rows into the micro-batches of a step. Pure, given a seed.
+
+The rows of a step depend on the seed and the step number alone: not on the number of processes, nor on the steps taken
+before. So a run resumes from its step number, and more processes see the same global batches.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from data.prompts import Sample
+
+
+class Packed(NamedTuple):
+    """All rows: tokens, the number of the document within its row (-1 on padding), and the loss mask."""
+
+    token: Int[Tensor, "R T"]
+    document: Int[Tensor, "R T"]
+    mask: Int[Tensor, "R T"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch; `index` is each row's number in `Packed`, -1 for a row that only fills up and has no mask."""
+
+    token: Int[Tensor, "B T"]
+    document: Int[Tensor, "B T"]
+    mask: Int[Tensor, "B T"]
+    index: Int[Tensor, " B"]
+
+
+def pack(samples: Sequence[Sample], length: int) -> Packed:
+    """Pack documents into rows of `length` tokens: best fit, longest first, which leaves few gaps.
+
+    No document that fits a row is split; of a longer one, every piece is a document of its own.
+    """
+    pieces = [
+        (sample.token[start : start + length], sample.mask[start : start + length])
+        for sample in samples
+        for start in range(0, len(sample.token), length)
+    ]
+    if not pieces:
+        raise ValueError("no samples to pack; give data with at least one")
+    rows = _best_fit([len(token) for token, _ in pieces], length)
+    token = np.zeros((len(rows), length), dtype=np.int32)
+    document = np.full((len(rows), length), -1, dtype=np.int32)
+    mask = np.zeros((len(rows), length), dtype=np.int8)
+    for r, row in enumerate(rows):
+        start = 0
+        for number, piece in enumerate(row):
+            end = start + len(pieces[piece][0])
+            token[r, start:end], mask[r, start:end] = pieces[piece]
+            document[r, start:end] = number
+            start = end
+    return Packed(torch.from_numpy(token), torch.from_numpy(document), torch.from_numpy(mask))
+
+
+def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
+    """Put each size into the fullest row that still holds it, the largest sizes first; return the rows' indices."""
+    rows: list[list[int]] = []
+    by_space: list[list[int]] = [[] for _ in range(length + 1)]
+    spaces = 0  # bit s is set where some row has s tokens left, so the tightest row is the lowest bit from the size on
+    for piece in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        fitting = spaces >> sizes[piece]
+        if fitting:
+            space = sizes[piece] + (fitting & -fitting).bit_length() - 1
+            row = by_space[space].pop()
+            if not by_space[space]:
+                spaces &= ~(1 << space)
+        else:
+            space, row = length, len(rows)
+            rows.append([])
+        rows[row].append(piece)
+        left = space - sizes[piece]
+        by_space[left].append(row)
+        spaces |= 1 << left
+    return rows
+
+
+class Batches:
+    """The micro-batches of one process, for any step.
+
+    Rows come from one endless stream, a fresh permutation an epoch; step s takes the next `rows_per_step` of it. Rank r
+    of `world` has every world-th row of those, from r on, in micro-batches of `micro_rows`. Every rank has as many.
+    """
+
+    def __init__(self, packed: Packed, rows_per_step: int, micro_rows: int, seed: int, rank: int, world: int) -> None:
+        """Check the sizes; nothing is drawn yet."""
+        if min(rows_per_step, micro_rows) < 1:
+            raise ValueError(f"{rows_per_step} rows a step in micro-batches of {micro_rows}: both must be at least 1")
+        assert 0 <= rank < world
+        self.packed, self.seed, self.rank, self.world = packed, seed, rank, world
+        self.rows_per_step, self.micro_rows = rows_per_step, micro_rows
+        self._order: tuple[int, Int[Tensor, " R"]] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every row was seen once."""
+        return -(-len(self.packed.token) // self.rows_per_step)
+
+    def rows(self, step: int) -> Int[Tensor, " S"]:
+        """Return the row numbers of a step's global batch, of all ranks."""
+        size = len(self.packed.token)
+        position = torch.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
+        epochs = range(int(position[0]) // size, int(position[-1]) // size + 1)
+        return torch.cat([self._permutation(epoch)[position[position // size == epoch] % size] for epoch in epochs])
+
+    def __call__(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of optimiser step `step`, counted from 0."""
+        mine = self.rows(step)[self.rank :: self.world]
+        count = -(-self.rows_per_step // self.world)  # rows of the best-off rank
+        batches = [self._batch(mine[start : start + self.micro_rows]) for start in range(0, len(mine), self.micro_rows)]
+        filler = self._filler()
+        return batches + [filler] * (-(-count // self.micro_rows) - len(batches))
+
+    def _batch(self, index: Int[Tensor, " B"]) -> Batch:
+        token, document, mask = (part[index].long() for part in self.packed)
+        return Batch(token, document, mask, index)
+
+    def _filler(self) -> Batch:
+        """Return a batch that trains nothing. It has a real row's tokens: a forward over padding alone may give NaN."""
+        first = self._batch(torch.zeros(1, dtype=torch.long))
+        return replace(first, mask=torch.zeros_like(first.mask), index=torch.full_like(first.index, -1))
+
+    def _permutation(self, epoch: int) -> Int[Tensor, " R"]:
+        if self._order is None or self._order[0] != epoch:
+            digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            self._order = epoch, torch.randperm(len(self.packed.token), generator=generator)
+        return self._order[1]
+
+
+def fingerprint(samples: Sequence[Sample]) -> str:
+    """Return the SHA-256 over the samples' lengths, tokens and masks, in their order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        for part in ([len(sample.token)], sample.token, sample.mask):
+            digest.update(np.asarray(part, dtype="<i4").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,118 @@
+"""Let the target answer the training prompts, or look at the loss mask.
+
+`python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=3`; conf/data.yaml has the
+other overrides.
+"""
+
+import sys
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from data.answers import AnswerSettings, write_answers
+from data.batches import fingerprint, pack
+from data.prompts import DataConfig, Sample, load_samples, training_prompts
+from heads.errors import user_errors
+from heads.resolvers import register_resolvers
+from heads.typed import typed
+from inference.target import Target
+
+register_resolvers()
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """One call, as conf/data.yaml composes it.
+
+    Attributes:
+        model: the target; its path, dtype, device and trust_remote_code are read here.
+        data: a DataConfig.
+        answers: the file that the target's answers are appended to; null: none.
+        inspect: samples to show with their loss masks.
+        limit: prompts to answer at most, or samples that the figures below the shown ones cover.
+        batch_size: prompts answered at once; the rest is AnswerSettings'.
+    """
+
+    model: Any
+    data: Any
+    answers: str | None
+    inspect: int
+    limit: int | None
+    batch_size: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    keep_unfinished: bool
+    seed: int
+
+
+def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
+    """Write the target's answers to the training prompts and say how many there are."""
+    settings = AnswerSettings(job.temperature, job.top_p, job.max_new_tokens, job.keep_unfinished, job.seed)
+    target = Target.load(job.model["path"], job.model["dtype"], job.model["device"], job.model["trust_remote_code"])
+    prompts = training_prompts(config, target.tokenizer, job.limit)
+    written = write_answers(target, prompts, settings, out, job.batch_size)
+    print(f"{out}: {written.answers} answers added to {len(prompts)} prompts; train on them with data.path={out}")
+
+
+def show(samples: list[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    """Print the first `count` samples, what is trained on standing out, and how much that is of each and of all."""
+    for sample in samples[:count]:
+        console.rule(f"{sample.id}: {_coverage([sample])}")
+        console.print(_coloured(sample, tokenizer, marks=not console.is_terminal))
+    filled = sum(len(sample.token) for sample in samples) / pack(samples, length).token.numel()
+    console.rule(f"{len(samples)} samples: {_coverage(samples)}")
+    console.print(f"rows of {length} tokens are {filled:.1%} full; fingerprint {fingerprint(samples)}")
+
+
+def _coverage(samples: list[Sample]) -> str:
+    trained, tokens = sum(sum(sample.mask) for sample in samples), sum(len(sample.mask) for sample in samples)
+    return f"{trained} of {tokens} tokens trained on ({trained / tokens:.1%})"
+
+
+def _coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marks: bool) -> Text:
+    """Return the sample's text; `marks` puts brackets around what is trained on, where colours cannot be seen."""
+    text = Text()
+    for on, pairs in groupby(zip(sample.mask, sample.token, strict=True), key=lambda pair: pair[0]):
+        part = str(tokenizer.decode([token for _, token in pairs]))
+        text.append(f"⟦{part}⟧" if on and marks else part, style="bold green" if on else "dim")
+    return text
+
+
+def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"model.path={path}: no tokenizer loads from there ({reason})") from error
+    return tokenizer
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="data")
+@user_errors()
+def main(cfg: DictConfig) -> None:
+    """Do what `answers` and `inspect` ask for."""
+    job = typed(JobConfig, cfg)
+    config = typed(DataConfig, cfg.data)
+    if job.answers is None and job.inspect < 1:
+        raise ValueError("nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks")
+    if job.inspect > 0:
+        tokenizer = _load_tokenizer(job.model["path"], job.model["trust_remote_code"])
+        samples = load_samples(config, tokenizer, max(job.inspect, job.limit or 0))
+        show(samples, job.inspect, config.length, tokenizer, Console())
+    if job.answers is not None:
+        answer(job, config, Path(job.answers))
+
+
+if __name__ == "__main__":
+    main()

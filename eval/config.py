@@ -1,0 +1,109 @@
+"""The types of conf/eval.yaml, and what a value may be."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from heads.resolvers import ROOT
+from heads.typed import typed
+from inference.target import DTYPES
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """One evaluation.
+
+    Attributes:
+        drafter: a key of `eval.run.DRAFTERS`.
+        run: a run's folder or a list of them; None for plain decoding alone.
+        compare: further runs of the same target.
+        out: folder of the report; None for the first run's.
+        model: what differs from the first run's `model`; a None differs in nothing.
+        tree: what differs from each head's own tree.
+        workload: a name, a file or a Hub data set; None for the model's `prompts`.
+        prompts: how many of them.
+        truncate: shorten prompts that fill the context.
+        temperature: a number or a list of them; the gate runs at 0 whatever they are.
+        top_k, top_p: filters at temperatures above 0.
+        batch_size: 1, which is all that the engine decodes at once.
+        seed: of sampling, of the order of measurement and of the intervals.
+        dtype: in which speed is measured.
+        gate_dtype: in which tokens are compared with plain decoding's.
+        repeats, warmup: timed passes over the prompts, and prompts that run before them.
+        hf: whether HF generate is timed too.
+    """
+
+    drafter: str
+    run: Any
+    compare: list[str]
+    out: str | None
+    model: dict[str, Any]
+    tree: dict[str, Any]
+    workload: str | None
+    prompts: int
+    truncate: bool
+    max_new_tokens: int
+    temperature: Any
+    top_k: int
+    top_p: float
+    batch_size: Any
+    seed: int
+    dtype: str
+    gate_dtype: str
+    repeats: int
+    warmup: int
+    hf: bool
+
+    def __post_init__(self) -> None:
+        """Check what the types cannot say.
+
+        Raises:
+            ValueError: naming the key, its value and the remedy.
+        """
+        least = {"prompts": 1, "max_new_tokens": 2, "repeats": 1, "warmup": 0}
+        for key, low in least.items():
+            if getattr(self, key) < low:
+                raise ValueError(f"{key} is {getattr(self, key)}: give {low} or more")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype is {self.dtype!r}: choose auto, {', '.join(DTYPES)}")
+        if self.gate_dtype not in DTYPES:
+            raise ValueError(f"gate_dtype is {self.gate_dtype!r}: choose {', '.join(DTYPES)}")
+        if self.runs() and not all(isinstance(run, str) for run in self.runs()):
+            raise ValueError(f"run is {self.run!r}: give a run's folder, or a list of them")
+        if any(temperature < 0 for temperature in self.temperatures()):
+            raise ValueError(f"temperature is {self.temperature}: give 0 for greedy decoding or positive numbers")
+        batches = numbers("batch_size", self.batch_size)
+        if batches != [1]:
+            raise ValueError(f"batch_size is {self.batch_size}: the engine decodes one prompt at a time, give 1")
+
+    def runs(self) -> list[str]:
+        """Return the folders of `run`."""
+        if self.run is None:
+            return []
+        return list(self.run) if isinstance(self.run, list | tuple) else [self.run]
+
+    def temperatures(self) -> list[float]:
+        """Return the temperatures as a list."""
+        return numbers("temperature", self.temperature)
+
+
+def eval_config(**values: Any) -> EvalConfig:
+    """Return conf/eval.yaml's evaluation with these values in place of its own, for callers without Hydra."""
+    own = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "eval.yaml"))
+    assert isinstance(own, dict)
+    return typed(
+        EvalConfig, {str(key): value for key, value in own.items() if key not in ("defaults", "hydra")} | values
+    )
+
+
+def numbers(key: str, value: Any) -> list[float]:
+    """Return a number or a list of numbers as a list.
+
+    Raises:
+        ValueError: it is neither, or empty.
+    """
+    found = list(value) if isinstance(value, list | tuple) else [value]
+    if not found or not all(isinstance(item, int | float) and not isinstance(item, bool) for item in found):
+        raise ValueError(f"{key} is {value!r}: give a number, or a list of them")
+    return [float(item) for item in found]

@@ -1,0 +1,190 @@
+"""The wall clock: plain decoding, every drafter and HF generate on the same prompts, interleaved, in one process."""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import GenerationConfig
+
+from data.prompts import Prompt
+from eval import metrics
+from eval.lossless import UNCHECKED, Gate
+from eval.machine import synchronize
+from eval.report import Row
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters import Drafter
+from inference.drafters.plain import Plain
+from inference.target import Target
+
+PLAIN, HF = "plain", "hf"  # the two baselines' names among the drafters'
+
+Runner = Callable[[list[int]], Generation]
+Runs = dict[str, list[list[Generation]]]  # by name, by prompt, the repeats
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all rows of one interleaved measurement share."""
+
+    workload: str
+    temperature: float
+    batch_size: int
+    memory_bytes: int
+    seed: int
+
+
+def measure(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    repeats: int,
+    warmup: int,
+    hf: bool,
+) -> Runs:
+    """Run plain decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
+
+    Returns:
+        For "plain", each drafter's name and "hf": the repeats of each prompt, in the prompts' order.
+    """
+    assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
+    runners: dict[str, Runner] = {PLAIN: partial(autoregress, target, settings=settings)}
+    for name, drafter in drafters.items():
+        runners[name] = partial(speculate, target, drafter, settings=settings)
+    if hf:
+        runners[HF] = partial(hf_generate, target, max_new_tokens=settings.max_new_tokens)
+    return interleave(runners, prompts, repeats, warmup, settings.seed)
+
+
+def interleave(runners: Mapping[str, Runner], prompts: Sequence[Prompt], repeats: int, warmup: int, seed: int) -> Runs:
+    """Call every runner `repeats` times on each prompt, in a new random order each time.
+
+    Clock rates, other processes and memory drift during a session; side by side they hit all runners alike, and the
+    order decides nothing. The first calls pay for lazy initialisation, so `warmup` prompts, the last ones first and
+    again where there are fewer, go through every runner before anything counts.
+    """
+    shuffle = random.Random(seed)
+    for index in range(warmup):
+        for run in runners.values():
+            run(prompts[-1 - index % len(prompts)].token)
+    runs: Runs = {name: [[] for _ in prompts] for name in runners}
+    console = Console(stderr=True)
+    shown = track(prompts, "measuring", console=console, transient=True, disable=not console.is_terminal)
+    for index, prompt in enumerate(shown):
+        for _ in range(repeats):
+            order = list(runners)
+            shuffle.shuffle(order)
+            for name in order:
+                runs[name][index].append(runners[name](prompt.token))
+    return runs
+
+
+def hf_generate(target: Target, prompt: list[int], max_new_tokens: int) -> Generation:
+    """Run HF's own greedy `generate` on the target's model, timed as our engine is.
+
+    `generate` does not say when its prefill ended. A second call that stops after one token does the prefill and
+    nothing else, so decoding took the difference. The runs hold no steps: the cost of one is not to be seen.
+    """
+    _, prefill_s = _timed_generate(target, prompt, 1)
+    tokens, total_s = _timed_generate(target, prompt, min(max_new_tokens, target.context - len(prompt)))
+    decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
+    finish = "eos" if tokens[-1] in target.eos else "length"
+    sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
+    return Generation(tokens=tokens, sources=sources, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
+
+
+def hf_generate_seconds(target: Target, prompt: list[int], max_new_tokens: int) -> float:
+    """Return the seconds HF's greedy `generate` takes to decode, its prefill excluded."""
+    return hf_generate(target, prompt, max_new_tokens).decode_s
+
+
+def _timed_generate(target: Target, prompt: list[int], count: int) -> tuple[list[int], float]:
+    """Return what `generate` adds to the prompt, at most `count` tokens, and the seconds it took."""
+    eos = sorted(target.eos)
+    # The sampling values are those of "no effect": the checkpoint's own would fill in for them, and warn.
+    configure: Any = GenerationConfig
+    settings = configure(
+        max_new_tokens=count,
+        do_sample=False,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=50,
+        repetition_penalty=1.0,
+        use_cache=True,
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
+    )
+    token = torch.tensor([prompt], device=target.device)
+    synchronize(target.device)
+    start = time.perf_counter()
+    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
+    out = generate(token, attention_mask=torch.ones_like(token), generation_config=settings)
+    synchronize(target.device)
+    return out[0, len(prompt) :].tolist(), time.perf_counter() - start
+
+
+def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], session: Session) -> list[Row]:
+    """Assemble the report's rows of one session, plain decoding first.
+
+    Args:
+        runs: what `measure` returned.
+        drafters: those it was called with.
+        gates: each drafter's verdict; a drafter without a green one gets no speedup, at any temperature.
+        session: what the rows share.
+    """
+    middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
+    hf = middle.pop(HF, None)
+    sources: dict[str, Drafter] = {PLAIN: Plain(torch.device("cpu")), **drafters}
+    made = []
+    for name, each in middle.items():
+        gate = gates.get(name, UNCHECKED)
+        trusted = name == PLAIN or gate.passed  # plain decoding is what the gate compares with
+        row = _row(name, sources[name], each, gate, session)
+        made.append(replace(row, **_speedups(each, middle[PLAIN], hf, session.seed)) if trusted else row)
+    return made
+
+
+def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, session: Session) -> Row:
+    """Return one drafter's row, without a speedup."""
+    found = metrics.acceptance(runs)
+    return Row(
+        drafter=name,
+        rule=drafter.rule,
+        tree=drafter.tree,
+        workload=session.workload,
+        temperature=session.temperature,
+        batch_size=session.batch_size,
+        steps=found.steps,
+        tokens=found.tokens,
+        tau=found.tau,
+        tau_ci=metrics.tau_interval(runs, session.seed),
+        tau_request_mean=found.tau_request_mean,
+        accepted_by_depth=found.accepted_by_depth,
+        conditional_by_depth=found.conditional_by_depth,
+        draft_tokens=found.draft_tokens,
+        accepted_per_draft_token=found.accepted_per_draft_token,
+        tokens_per_second=metrics.tokens_per_second(runs),
+        speedup=None,
+        speedup_ci=None,
+        speedup_hf=None,
+        seconds=metrics.seconds(runs),
+        memory_bytes=session.memory_bytes,
+        lossless=(gate if session.temperature == 0 else UNCHECKED).counts(),
+    )
+
+
+def _speedups(
+    runs: list[Generation], plain: list[Generation], hf: list[Generation] | None, seed: int
+) -> dict[str, Any]:
+    """Return the three columns of a row that only a lossless drafter has."""
+    return {
+        "speedup": metrics.speedup(runs, plain),
+        "speedup_ci": metrics.speedup_interval(runs, plain, seed),
+        "speedup_hf": None if hf is None else metrics.speedup(runs, hf),
+    }

@@ -1,0 +1,116 @@
+"""The losslessness gate: speculative greedy decoding must emit plain greedy decoding's tokens, prompt by prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inference.decode import Generation
+
+# A pass over a tree adds up the same numbers in another order than a pass over one token, so its logits differ by
+# rounding. If no logit is off by more than e, two tokens can only change places where both passes see a gap of at most
+# 2 e between them. float64 and float32 carry few units of rounding through the layers; the 16-bit numbers are coarse by
+# themselves: between 16 and 32, where lm_heads put their best logits, they stand 1/64 (float16) and 1/8 (bfloat16)
+# apart, and two steps of that grid are allowed. A wrong token of a defect shows gaps of whole units.
+EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torch.bfloat16: 2 / 8}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a run first left plain decoding; a token is None where that side had already stopped."""
+
+    prompt: str
+    position: int
+    plain: int | None
+    drafted: int | None
+    gap: float | None  # plain decoding's top-2 logit gap there
+
+    def __str__(self) -> str:
+        """Describe it for a message."""
+        gap = "unknown" if self.gap is None else f"{self.gap:.3g}"
+        plain, drafted = ("the end" if token is None else f"token {token}" for token in (self.plain, self.drafted))
+        return f"prompt {self.prompt}, position {self.position}: {drafted} instead of {plain} (top-2 logit gap {gap})"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The verdict over all prompts; every checked prompt is identical, a near tie, or failed."""
+
+    checked: int
+    identical: int
+    near_tie: int
+    failed: int
+    first: Divergence | None = None  # the first failure
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was checked and nothing failed."""
+        return self.failed == 0 and self.checked > 0
+
+    def counts(self) -> dict[str, int]:
+        """Return the four counts, as the report writes them."""
+        return {
+            "checked": self.checked,
+            "identical": self.identical,
+            "near_tie": self.near_tie,
+            "failed": self.failed,
+        }
+
+
+UNCHECKED = Gate(0, 0, 0, 0)
+
+
+def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergence | None:
+    """Return where two runs first differ, the end of the shorter one included; None where they are the same."""
+    ours, theirs = plain.tokens, drafted.tokens
+    shorter = min(len(ours), len(theirs))
+    position = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    if position == len(ours) == len(theirs):
+        return None
+    return Divergence(
+        prompt=prompt,
+        position=position,
+        plain=ours[position] if position < len(ours) else None,
+        drafted=theirs[position] if position < len(theirs) else None,
+        gap=plain.gaps[position] if position < len(plain.gaps) else None,
+    )
+
+
+def near_tie(found: Divergence, drafted: Generation, epsilon: float) -> bool:
+    """Whether rounding explains the divergence: both runs chose, and neither saw a clear winner.
+
+    A run that stopped where the other went on is never excused: where to stop follows from the tokens alone.
+    """
+    if found.plain is None or found.drafted is None or found.gap is None:
+        return False
+    return found.gap < epsilon and all(gap < epsilon for gap in drafted.gaps[found.position : found.position + 1])
+
+
+def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
+    """Compare runs at temperature 0 prompt by prompt.
+
+    Args:
+        plain: plain decoding's runs with their logit gaps, one a prompt.
+        drafted: the drafter's runs of the same prompts; where they carry gaps, those must be small as well.
+        ids: the prompts' names, for the message.
+        dtype: the target's, which decides how small a gap rounding can flip.
+
+    Returns:
+        The counts and the first failure.
+
+    Raises:
+        ValueError: for a dtype in which nothing is known of the rounding.
+    """
+    if dtype not in EPSILON:
+        raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")
+    identical = ties = 0
+    failures = []
+    for ours, theirs, prompt in zip(plain, drafted, ids, strict=True):
+        found = divergence(ours, theirs, prompt)
+        if found is None:
+            identical += 1
+        elif near_tie(found, theirs, EPSILON[dtype]):
+            ties += 1
+        else:
+            failures.append(found)
+    return Gate(len(ids), identical, ties, len(failures), failures[0] if failures else None)

@@ -1,0 +1,75 @@
+"""What a measurement depends on besides the models: the machine, the versions, and the revision of the code."""
+
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from heads.resolvers import ROOT
+
+
+def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the device, the arithmetic and the versions that the speed depends on."""
+    return {
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "type": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's model, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on the accelerator since the last reset, or resident in this process since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def provenance() -> dict[str, Any]:
+    """Return what it takes to measure again: the code's revision, the command, the date."""
+    revision = git("rev-parse", "HEAD")
+    return {
+        "revision": revision,
+        "dirty": None if revision is None else bool(git("status", "--porcelain")),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def git(*arguments: str) -> str | None:
+    """Return what git says about the checkout, None where there is no git, no checkout or no commit."""
+    if not (ROOT / ".git").exists():  # an installed package must not report the repository it happens to lie in
+        return None
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,140 @@
+"""Acceptance and speed out of recorded generations: pure functions, without a clock or a model.
+
+A run is one `Generation`. Its first token comes from the prefill, which drafts and verifies nothing; everything below
+counts the tokens after it and the target passes ("steps") that committed them. Ratios are ratios of sums over prompts,
+so a long answer weighs more than a short one; where nothing was measured the value is None, never NaN.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from inference.decode import Generation
+
+RESAMPLES = 2000
+LEVEL = 0.95
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How well the target accepted the drafts of a set of runs; depth d is at index d - 1."""
+
+    steps: int
+    tokens: int
+    tau: float | None  # tokens a target pass commits, its bonus token included, pooled over all steps
+    tau_request_mean: float | None  # the mean of each request's own tau
+    accepted_by_depth: list[float]  # P(a >= d)
+    conditional_by_depth: list[float]  # P(a >= d | a >= d - 1)
+    draft_tokens: int
+    accepted_per_draft_token: float | None
+
+
+def median_run(repeats: Sequence[Generation]) -> Generation:
+    """Return the repeat with the median decode time, the lower one of two middles.
+
+    A whole run and not a median of each number: its counts, its total and its split into parts then agree.
+    """
+    assert repeats, "a prompt was never measured"
+    return sorted(repeats, key=lambda run: run.decode_s)[(len(repeats) - 1) // 2]
+
+
+def decoded(run: Generation) -> int:
+    """Number of tokens after the prefill's."""
+    return max(len(run.tokens) - 1, 0)
+
+
+def acceptance(runs: Sequence[Generation]) -> Acceptance:
+    """Return the acceptance of one run a prompt."""
+    steps = [step for run in runs for step in run.steps]
+    tokens = sum(map(decoded, runs))
+    drafted = sum(step.drafted for step in steps)
+    deepest = max((step.accepted for step in steps), default=0)
+    reached = [sum(step.accepted >= depth for step in steps) for depth in range(deepest + 1)]
+    each = [decoded(run) / len(run.steps) for run in runs if run.steps]
+    return Acceptance(
+        steps=len(steps),
+        tokens=tokens,
+        tau=ratio(tokens, len(steps)),
+        tau_request_mean=ratio(sum(each), len(each)),
+        accepted_by_depth=[count / len(steps) for count in reached[1:]],
+        conditional_by_depth=[count / above for above, count in pairwise(reached)],
+        draft_tokens=drafted,
+        accepted_per_draft_token=ratio(sum(step.accepted for step in steps), drafted),
+    )
+
+
+def tokens_per_second(runs: Sequence[Generation]) -> float | None:
+    """Decoding speed, the prefill excluded: total tokens over total seconds."""
+    return ratio(sum(map(decoded, runs)), sum(run.decode_s for run in runs))
+
+
+def seconds(runs: Sequence[Generation]) -> dict[str, float]:
+    """Return the seconds of all steps together, by what they were spent on."""
+    steps = [step for run in runs for step in run.steps]
+    return {
+        "draft": sum((step.draft_s for step in steps), 0.0),
+        "verify": sum((step.verify_s for step in steps), 0.0),
+        "other": sum((step.other_s for step in steps), 0.0),
+    }
+
+
+def speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | None:
+    """Tokens per second of `runs` over those of `base`."""
+    fast, slow = tokens_per_second(runs), tokens_per_second(base)
+    return None if fast is None or slow is None else ratio(fast, slow)
+
+
+def tau_interval(runs: Sequence[Generation], seed: int) -> Interval | None:
+    """Return tau's confidence interval under resampling of the requests."""
+    counts = torch.tensor([[decoded(run), len(run.steps)] for run in runs], dtype=torch.float64)
+    return bootstrap(counts, lambda total: total[:, 0] / total[:, 1], seed)
+
+
+def speedup_interval(runs: Sequence[Generation], base: Sequence[Generation], seed: int) -> Interval | None:
+    """Return the speedup's confidence interval; `runs` and `base` hold the same requests in the same order.
+
+    Paired: a request is drawn with its run and its base, so what makes it slow for both cancels.
+    """
+    assert len(runs) == len(base), "a paired interval needs the same requests on both sides"
+    pairs = zip(runs, base, strict=True)
+    columns = [[decoded(run), run.decode_s, decoded(plain), plain.decode_s] for run, plain in pairs]
+    both = torch.tensor(columns, dtype=torch.float64)
+    return bootstrap(both, lambda total: (total[:, 0] / total[:, 1]) / (total[:, 2] / total[:, 3]), seed)
+
+
+def bootstrap(
+    columns: Float[Tensor, "n k"], statistic: Callable[[Float[Tensor, "r k"]], Float[Tensor, "r"]], seed: int
+) -> Interval | None:
+    """Return a percentile interval of a statistic of sums over requests (cluster bootstrap; Efron, 1979).
+
+    Steps of one request depend on each other, so requests are resampled and not steps.
+
+    Args:
+        columns: k numbers of each of n requests.
+        statistic: a function of their sums over the requests, for r resamples at once.
+        seed: of the resampling; the same seed gives the same interval.
+
+    Returns:
+        The lower and upper end, or None where one request or less leaves nothing to resample.
+    """
+    if len(columns) < 2:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(columns), (RESAMPLES, len(columns)), generator=generator)
+    values = statistic(columns[drawn].sum(1))
+    values = values[values.isfinite()]  # a draw of requests that all ended in the prefill says nothing
+    if not len(values):
+        return None
+    low, high = values.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=values.dtype)).tolist()
+    return low, high
+
+
+def ratio(above: float | int, below: float | int) -> float | None:
+    """Return the quotient, None where there is nothing to divide by."""
+    return above / below if below > 0 else None

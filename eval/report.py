@@ -1,0 +1,237 @@
+"""The report: what was measured, under which settings, and was it lossless? As JSON, Markdown and a terminal table."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from eval.lossless import Gate
+from eval.metrics import LEVEL, Interval
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One drafter on one workload at one temperature and batch size; None stands for what was not measured.
+
+    `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
+    """
+
+    drafter: str
+    rule: str
+    tree: str
+    workload: str
+    temperature: float
+    batch_size: int
+    steps: int
+    tokens: int
+    tau: float | None
+    tau_ci: Interval | None
+    tau_request_mean: float | None
+    accepted_by_depth: list[float]
+    conditional_by_depth: list[float]
+    draft_tokens: int
+    accepted_per_draft_token: float | None
+    tokens_per_second: float | None
+    speedup: float | None
+    speedup_ci: Interval | None
+    speedup_hf: float | None
+    seconds: dict[str, float]
+    memory_bytes: int
+    lossless: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows, and the greedy gate's verdict on each drafter."""
+
+    target: dict[str, Any]
+    device: dict[str, Any]
+    settings: dict[str, Any]
+    gates: dict[str, Gate]
+    rows: list[Row]
+
+    def __post_init__(self) -> None:
+        """Hold the promise that a drafter which changed the output is given no speedup."""
+        for row in self.rows:
+            told = (row.speedup, row.speedup_ci, row.speedup_hf) != (None, None, None)
+            assert not (told and self.red(row)), f"{row.drafter} has a speedup and a red gate"
+
+    def red(self, row: Row) -> bool:
+        """Whether the row's drafter failed the gate."""
+        return row.lossless["failed"] > 0 or (row.drafter in self.gates and not self.gates[row.drafter].passed)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every drafter is lossless; commands exit with a status that says so."""
+        return all(gate.passed for gate in self.gates.values())
+
+    def failures(self) -> list[str]:
+        """Return a line for each drafter whose gate is red."""
+        return [_failure(name, gate) for name, gate in self.gates.items() if not gate.passed]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for JSON; what is not finite becomes null."""
+        gates = {name: gate.counts() | {"first": gate.first} for name, gate in self.gates.items()}
+        told: dict[str, Any] = finite(
+            {
+                "schema": SCHEMA,
+                "target": self.target,
+                "device": self.device,
+                "settings": self.settings | {"gate": gates},
+                "rows": self.rows,
+            }
+        )
+        return told
+
+    def write(self, folder: Path) -> None:
+        """Write report.json and report.md; each is there whole, or as it was before.
+
+        Raises:
+            OSError: the folder cannot be written, or the disk is full.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "report.json", json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+        write_atomic(folder / "report.md", markdown(self))
+
+
+def finite(value: Any) -> Any:
+    """Return the value as dicts, lists and scalars, every number that is not finite replaced by None."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else finite(asdict(value))
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file through a neighbour that takes its place when complete."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+INTERVAL = f"[{LEVEL:.0%}]"
+HEADER = ("drafter", "T", f"τ {INTERVAL}", "P(a≥1) P(a≥2) …", "tok/s", f"speedup {INTERVAL}", "vs HF", "lossless")
+TIMES = ("draft", "verify", "other")
+TIME_HEADER = ("drafter", "T", "tree", "steps", *(f"{part} ms" for part in TIMES), "drafted", "accepted / drafted")
+NOTES = (
+    "τ is what a target pass commits on average, its bonus token included: the tokens after the prefill's over the "
+    "passes, pooled over all prompts. Intervals come from resampling the prompts.",
+    "Speed is that of decoding alone, without the prefill. Each prompt counts with its median repeat. Plain decoding, "
+    "every drafter and HF generate take turns on each prompt in random order.",
+    "speedup is over plain decoding in the same engine, dtype and session; vs HF is over `generate` of transformers.",
+    "Times and drafted tokens are per step, a step being one target pass with the draft before it. τ is what a step "
+    "gains, its time over that of plain decoding's step is what it costs, and the quotient is the speedup: a verify "
+    "time far above plain decoding's says that the tree is wide for this device, a long draft time, a slow head.",
+    "lossless counts the prompts whose greedy output is plain decoding's token for token, in the gate's dtype. A near "
+    "tie first differs where rounding decides between the two best tokens. A drafter that fails is given no speedup.",
+    "Memory is the peak of the whole session on an accelerator, else of the whole process, all drafters together.",
+)
+SAMPLED = (
+    "At temperatures above 0 there are no equal tokens to ask for: that the rule keeps the target's law is proven by "
+    "exact enumeration in the tests, and the greedy gate covers the engine it runs in."
+)
+
+
+def title(report: Report) -> str:
+    """Return one line: what, on what, in which arithmetic."""
+    return f"{report.target.get('name')} on {report.device.get('name')}, {report.device.get('dtype')}"
+
+
+def table(report: Report) -> Table:
+    """Return the table for the terminal."""
+    shown = Table(title=title(report))
+    for name in HEADER:
+        shown.add_column(name, justify="left" if name in ("drafter", "lossless") else "right")
+    for row in report.rows:
+        shown.add_row(*_cells(report, row))
+    return shown
+
+
+def markdown(report: Report) -> str:
+    """Return the report for reading."""
+    settings = ", ".join(f"{key} {value}" for key, value in report.settings.items() if not isinstance(value, dict))
+    device = ", ".join(f"{key} {value}" for key, value in report.device.items())
+    source = ", ".join(f"{key} {value}" for key, value in report.settings.get("provenance", {}).items())
+    notes = NOTES + ((SAMPLED,) if any(row.temperature > 0 for row in report.rows) else ())
+    memory = max((row.memory_bytes for row in report.rows), default=0) / 2**20
+    parts = [
+        f"# {title(report)}",
+        *(f"**Not lossless.** {failure}." for failure in report.failures()),
+        _grid(HEADER, [_cells(report, row) for row in report.rows]),
+        "## Where the time goes",
+        _grid(TIME_HEADER, [_time_cells(row) for row in report.rows]),
+        "## How it was measured",
+        f"Settings: {settings}. Device: {device}. Peak memory: {memory:.0f} MiB. Provenance: {source}.",
+        "\n".join(f"- {note}" for note in notes),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(report: Report, row: Row) -> list[str]:
+    """Return a row's cells under `HEADER`."""
+    red = report.red(row)
+    return [
+        row.drafter,
+        f"{row.temperature:g}",
+        _spread(row.tau, row.tau_ci),
+        " ".join(f"{share:.2f}" for share in row.accepted_by_depth) or "-",
+        _number(row.tokens_per_second, 1),
+        "withheld" if red else _spread(row.speedup, row.speedup_ci),
+        "withheld" if red else _number(row.speedup_hf, 2),
+        _verdict(row.lossless),
+    ]
+
+
+def _time_cells(row: Row) -> list[str]:
+    """Return a row's cells under `TIME_HEADER`."""
+    steps = row.steps or math.nan
+    times = [_number(1000 * row.seconds[part] / steps, 2) for part in TIMES]
+    drafted, kept = _number(row.draft_tokens / steps, 1), _number(row.accepted_per_draft_token, 2)
+    return [row.drafter, f"{row.temperature:g}", row.tree, str(row.steps), *times, drafted, kept]
+
+
+def _verdict(counts: dict[str, int]) -> str:
+    """Return the gate's counts in words."""
+    if not counts["checked"]:
+        return "-"
+    ties = f", {counts['near_tie']} near tie" if counts["near_tie"] else ""
+    failed = f", {counts['failed']} FAILED" if counts["failed"] else ""
+    return f"{counts['identical']}/{counts['checked']}{ties}{failed}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    """Return a number for reading, or a dash where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def _spread(value: float | None, interval: Interval | None) -> str:
+    """Return a number with its interval."""
+    return _number(value, 2) + ("" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]")
+
+
+def _grid(header: tuple[str, ...], body: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in ([*header], ["---"] * len(header), *body))
+
+
+def _failure(name: str, gate: Gate) -> str:
+    """Return one line on a red gate."""
+    if not gate.checked:
+        return f"{name}: no prompt was compared with plain decoding; speedup withheld"
+    return f"{name}: {gate.failed} of {gate.checked} prompts differ from plain decoding; speedup withheld; {gate.first}"

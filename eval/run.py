@@ -1,0 +1,174 @@
+"""python eval/run.py run=outputs/NAME: measure draft heads against plain decoding, prove them lossless, report."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script: the checkout's root in place of this folder, or `import heads` would fail
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+
+from data.prompts import Prompt
+from eval.config import EvalConfig
+from eval.live import PLAIN, Session, measure, rows
+from eval.lossless import Gate, gate
+from eval.machine import device_facts, peak_memory, provenance
+from eval.report import Report, Row, table
+from eval.sources import find_heads, model_of, overlay
+from eval.workloads import load_workload, short_name
+from heads.errors import user_errors
+from heads.resolvers import register_resolvers
+from heads.store import load_head, read_config
+from heads.typed import typed
+from inference.decode import Settings
+from inference.drafters import Drafter
+from inference.drafters.head import HeadDrafter
+from inference.policy import TreeConfig
+from inference.sample import GREEDY, Sampling
+from inference.target import Target, fast_dtype
+
+Drafters = dict[str, Drafter]
+
+
+def head_drafters(config: EvalConfig, target: Target) -> Drafters:
+    """Return the heads of all runs, each under its own tree, in the target's dtype and on its device."""
+    runs = [*config.runs(), *config.compare]
+    if not runs:
+        raise ValueError("run is missing: give run=outputs/NAME, or drafter=plain to measure the target alone")
+    drafters: Drafters = {}
+    for name, folder in find_heads(runs).items():
+        head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+        tree = typed(TreeConfig, overlay(read_config(folder)["tree"], config.tree))
+        drafters[name] = HeadDrafter(head, tree, name)
+    return drafters
+
+
+# Plain decoding is in every report; measuring nothing else needs no drafter.
+DRAFTERS: dict[str, Callable[[EvalConfig, Target], Drafters]] = {"head": head_drafters, "plain": lambda *_: {}}
+
+
+def evaluate(config: EvalConfig) -> Report:
+    """Measure as configured, print the table, and write report.json and report.md.
+
+    The gate compares every prompt's tokens in `gate_dtype`; then the target is loaded as it is fast, and timed. A
+    drafter that fails the gate has its acceptance reported but no speedup.
+
+    Returns:
+        The report; the caller's exit status should follow `passed`.
+
+    Raises:
+        ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
+    """
+    if config.drafter not in DRAFTERS:
+        raise ValueError(f"drafter is {config.drafter!r}: choose one of {', '.join(DRAFTERS)}")
+    runs = config.runs()
+    model = model_of(runs[0] if runs else None, config.model)
+    out = Path(config.out or (runs[0] if runs else "outputs/plain")).expanduser()
+    workload = config.workload or model.get("prompts")
+    if not workload:
+        raise ValueError("workload is missing: give a name, a file or a Hub data set")
+
+    target = load_target(model, config.gate_dtype)
+    prompts = load_workload(workload, target, config.prompts, config.truncate)
+    gates = check(config, target, prompts)
+    dtype = speed_dtype(config, model, target.device)
+    if dtype != config.gate_dtype:
+        del target
+        gc.collect()  # two copies of a large target may not fit
+        target = load_target(model, dtype)
+    report = Report(
+        target={"name": model["name"], "path": model["path"], **described(target)},
+        device=device_facts(target.device, target.dtype),
+        settings=settings_of(config, len(prompts)),
+        gates=gates,
+        rows=timed_rows(config, target, prompts, gates, short_name(workload)),
+    )
+    report.write(out)
+    show(report, out)
+    return report
+
+
+def load_target(model: Mapping[str, Any], dtype: str) -> Target:
+    """Load the target in a dtype."""
+    return Target.load(model["path"], dtype, model["device"], bool(model["trust_remote_code"]))
+
+
+def speed_dtype(config: EvalConfig, model: Mapping[str, Any], device: torch.device) -> str:
+    """Return the dtype to time in: the evaluation's, else the model's, else the one that is fast on the device."""
+    chosen: str = next((name for name in (config.dtype, model["dtype"]) if name != "auto"), "auto")
+    return str(fast_dtype(device)).removeprefix("torch.") if chosen == "auto" else chosen
+
+
+def check(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> dict[str, Gate]:
+    """Return the gate's verdict on each drafter: every prompt once, greedily."""
+    drafters = DRAFTERS[config.drafter](config, target)
+    if not drafters:
+        return {}
+    settings = Settings(config.max_new_tokens, GREEDY, seed=config.seed, gaps=True)
+    runs = measure(target, drafters, prompts, settings, repeats=1, warmup=0, hf=False)
+    once = {name: [repeats[0] for repeats in each] for name, each in runs.items()}
+    ids = [prompt.id for prompt in prompts]
+    return {name: gate(once[PLAIN], once[name], ids, target.dtype) for name in drafters}
+
+
+def timed_rows(
+    config: EvalConfig, target: Target, prompts: Sequence[Prompt], gates: dict[str, Gate], workload: str
+) -> list[Row]:
+    """Return the rows of all temperatures, each an interleaved session of its own."""
+    drafters = DRAFTERS[config.drafter](config, target)
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target.device)
+    made = []
+    for temperature in config.temperatures():
+        sampling = Sampling(temperature, config.top_k, config.top_p)
+        settings = Settings(config.max_new_tokens, sampling, seed=config.seed)
+        hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
+        runs = measure(target, drafters, prompts, settings, config.repeats, config.warmup, hf)
+        session = Session(workload, temperature, 1, peak_memory(target.device), config.seed)
+        made += rows(runs, drafters, gates, session)
+    return made
+
+
+def described(target: Target) -> dict[str, Any]:
+    """Return what identifies the target."""
+    parameters = sum(parameter.numel() for parameter in target.model.parameters())
+    spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}
+    return {**spec, "parameters": parameters, "context": target.context}
+
+
+def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:
+    """Return what the numbers depend on besides models and machine."""
+    keys = ("max_new_tokens", "top_k", "top_p", "seed", "gate_dtype", "repeats", "warmup", "truncate")
+    return {"prompts": prompts, **{key: getattr(config, key) for key in keys}, "provenance": provenance()}
+
+
+def show(report: Report, out: Path) -> None:
+    """Print the table, where the files are, and on stderr what failed."""
+    console = Console()
+    # A pipe has no width of its own, and rich's guess would break the lines.
+    console.print(table(report), width=None if console.is_terminal else 140)
+    console.print(f"report: {out / 'report.md'}", soft_wrap=True)
+    for failure in report.failures():
+        print(f"NOT LOSSLESS: {failure}", file=sys.stderr)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="eval")
+def main(cfg: DictConfig) -> None:
+    """Evaluate; exit with 1 if a drafter is not lossless, with 2 for an error of the user's."""
+    register_resolvers()
+    with user_errors():
+        report = evaluate(typed(EvalConfig, cfg))
+    if not report.passed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

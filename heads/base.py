@@ -1,0 +1,131 @@
+"""What a draft head is: the protocol, its records, and the legend of rows and depths that the whole project shares.
+
+Legend
+    row t     holds the target's features at position t and the token t+1 that is already chosen.
+    depth d   (from 1) predicts token t+1+d from row t and the tokens t+1 … t+d.
+    teacher   of (t, d) is the target's law at row t+d; its label is token t+1+d.
+    node      a drafted token at depth d of a tree whose root is token t+1; it reads position t+d.
+    layer i   is the output of the target's decoder layer i, counted from 0, before the final norm; `last` is the
+              final layer's output after the final norm, so lm_head(last) is the teacher.
+    p, q      are the target's and the draft's laws (Leviathan et al., 2023).
+
+Shape letters: B rows of a batch, T positions, L feature layers, D the target's width, V its vocabulary, N tree nodes.
+"""
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+
+class Features(NamedTuple):
+    """What a head may know of the target: one batch of packed token rows with the target's hidden states.
+
+    Documents are packed one after another; tokens of different documents never see each other. Padding is document -1.
+    """
+
+    token: Int[Tensor, "B T"]
+    hidden: Float[Tensor, "B T L D"]
+    last: Float[Tensor, "B T D"]
+    document: Int[Tensor, "B T"]
+
+
+class Level(NamedTuple):
+    """The head's answer for one level of a draft tree: the law of each node's children and what their expansion reads.
+
+    `hidden` is the state of each node (D is the head's own width) and `drafted` the keys and values of the tree's
+    drafted rows so far, which live here and not in the head's state: committing rows never has to undo them.
+    """
+
+    logits: Float[Tensor, "N V"]
+    hidden: Float[Tensor, "N D"]
+    drafted: tuple[Tensor, ...]
+
+
+class Draft(NamedTuple):
+    """One depth of `unroll`: the draft logits of every row and, where the head predicts features, those too."""
+
+    logits: Float[Tensor, "B T V"]
+    feature: Float[Tensor, "B T D"] | None
+
+
+class LayerShape(NamedTuple):
+    """The shape of the target's own decoder layer, from which a head takes what its configuration leaves null."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+
+
+@runtime_checkable
+class Ends(Protocol):
+    """The target's embedding and lm_head, which heads read and never train."""
+
+    hidden_size: int
+    vocab_size: int
+    layer: LayerShape
+
+    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+        """Return the target's input embeddings of `token`."""
+        ...
+
+    def logits(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
+        """Return the target's logits of final-normed hidden states."""
+        ...
+
+    def head_weight(self) -> Float[Tensor, "V D"]:
+        """Return the lm_head's weight, from which a head may start its own."""
+        ...
+
+
+@runtime_checkable
+class DraftHead(Protocol):
+    """The three methods every head has. A head is an nn.Module besides; `config` is its typed configuration."""
+
+    config: Any
+    feature_layers: tuple[int, ...]
+    max_depth: int
+
+    def unroll(self, features: Features, depths: int) -> list[Draft]:
+        """Training: score depths 1 … `depths` for all rows at once, as `extend` and `expand` would one by one."""
+        ...
+
+    def extend(self, state: Any, features: Features, token: Int[Tensor, "T"]) -> tuple[Any, Level]:
+        """Decoding: commit verified rows and score under the root.
+
+        Args:
+            state: what an earlier call returned, None for a new sequence.
+            features: the new rows, B = 1, of one document, following the committed ones without a gap.
+            token: row t's chosen next token, t+1; the last one is the root of the next tree.
+
+        Returns:
+            The new state, and the level of the root: N = 1, the law of depth 1.
+        """
+        ...
+
+    def expand(
+        self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Decoding: score one more tree level, all its nodes at once.
+
+        Args:
+            state: the committed rows, unchanged by this call.
+            level: the previous level (the root's at first).
+            token: the N new nodes' tokens.
+            parent: for each the index of its parent in `level`.
+            mask: which of the tree's M drafted nodes so far, in order of expansion and these N last, each sees:
+                its drafted ancestors and itself. The root is a committed row and always seen.
+        """
+        ...
+
+
+def parameter_count(head: nn.Module) -> int:
+    """Number of trainable parameters."""
+    return sum(p.numel() for p in head.parameters() if p.requires_grad)
+
+
+def device_of(head: nn.Module) -> torch.device:
+    """Return the device that the head's parameters live on."""
+    return next(head.parameters()).device

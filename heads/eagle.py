@@ -1,0 +1,147 @@
+"""EAGLE-1/2 (Li et al., arXiv 2401.15077 and 2406.16858): one decoder layer that extrapolates the target's features.
+
+Row t enters as fc(embedding of token t+1, feature t); the layer's output is the predicted feature t+1, which goes to
+the target's frozen lm_head as it is, and back into the head one depth later. Layer 0 has no input norm and there is no
+final norm, as in the authors' checkpoints. EAGLE-2 is the same head under a dynamic tree.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from heads import rows
+from heads.base import Draft, Ends, Features, LayerShape, Level
+from heads.layers import Block, drafted_attention, masked_attention
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+class Committed(NamedTuple):
+    """The verified rows' keys and values, one pair "1 G n E" a layer."""
+
+    layers: tuple[KeyValue, ...]
+
+    @property
+    def length(self) -> int:
+        """How many rows are committed."""
+        return self.layers[0][0].shape[2]
+
+
+class Eagle(nn.Module):
+    """The EAGLE head. Its feature is `Features.last`; embedding and lm_head stay the target's and frozen."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Numbers of the head; null takes the target's own."""
+
+        name: str
+        layers: int
+        num_heads: int | None
+        num_kv_heads: int | None
+        head_dim: int | None
+        intermediate_size: int | None
+        rope_theta: float
+        bias: bool
+        norm_eps: float
+
+    feature_layers: tuple[int, ...] = ()
+    max_depth = 64
+
+    def __init__(self, config: Config, ends: Ends) -> None:
+        super().__init__()
+        if config.layers < 1:
+            raise ValueError(f"head.layers is {config.layers}: an EAGLE head has at least one layer")
+        self.config = config
+        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width, own = ends.hidden_size, ends.layer
+        shape = LayerShape(
+            config.num_heads or own.num_heads,
+            config.num_kv_heads or own.num_kv_heads,
+            config.head_dim or own.head_dim,
+            config.intermediate_size or own.intermediate_size,
+        )
+        self.fc = nn.Linear(2 * width, width, bias=config.bias)
+        self.layers = nn.ModuleList(
+            Block(width, shape, theta=config.rope_theta, eps=config.norm_eps, input_norm=i > 0)
+            for i in range(config.layers)
+        )
+
+    @property
+    def ends(self) -> Ends:
+        """The target's embedding and lm_head."""
+        return self._ends[0]
+
+    def enter(self, token: Int[Tensor, "B T"], feature: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """Fuse a chosen token with the feature before it."""
+        return self.fc(torch.cat([self.ends.embed(token).to(feature.dtype), feature], -1))
+
+    def unroll(self, features: Features, depths: int) -> list[Draft]:
+        """Score all rows at every depth; depths beyond the first feed the head's own features back, undetached."""
+        seen, position = rows.visible(features.document), rows.positions(features.document)
+        true: list[KeyValue] = []
+        own: list[list[KeyValue]] = [[] for _ in self.layers]
+        feature, drafts = features.last, []
+        for depth in range(1, depths + 1):
+            x = self.enter(rows.drafted_token(features.token, depth), feature)
+            for i, layer in enumerate(self.layers):
+
+                def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i, depth: int = depth) -> Tensor:
+                    if depth == 1:
+                        true.append((key, value))
+                        return masked_attention(query, key, value, seen)
+                    own[i].append((key, value))
+                    return drafted_attention(query, true[i], own[i], seen)
+
+                x = layer(x, position + depth - 1, attend)
+            feature = x
+            drafts.append(Draft(self.ends.logits(feature), feature))
+        return drafts
+
+    def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
+        """Commit verified rows with their true features and score under the root."""
+        past = state.length if state else 0
+        new = token.shape[0]
+        position = torch.arange(past, past + new, device=token.device)
+        mask = torch.ones(new, past + new, dtype=torch.bool, device=token.device).tril(past)
+        grown: list[KeyValue] = []
+        x = self.enter(token[None], features.last)
+        for i, layer in enumerate(self.layers):
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
+                if state:
+                    key, value = (torch.cat(pair, 2) for pair in zip(state.layers[i], (key, value), strict=True))
+                grown.append((key, value))
+                return masked_attention(query, key, value, mask[None])
+
+            x = layer(x, position[None], attend)
+        hidden = x[0, -1:]
+        return Committed(tuple(grown)), Level(self.ends.logits(hidden), hidden, ())
+
+    def expand(
+        self,
+        state: Committed,
+        level: Level,
+        token: Int[Tensor, "N"],
+        parent: Int[Tensor, "N"],
+        mask: Bool[Tensor, "N M"],
+    ) -> Level:
+        """Score the next tree level: every node enters with its parent's predicted feature."""
+        depth = mask.sum(-1)
+        sees = torch.cat([mask.new_ones(mask.shape[0], state.length), mask], 1)
+        drafted: list[Tensor] = []
+        x = self.enter(token[None], level.hidden[parent][None])
+        for i, layer in enumerate(self.layers):
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
+                if level.drafted:
+                    key = torch.cat([level.drafted[2 * i], key], 2)
+                    value = torch.cat([level.drafted[2 * i + 1], value], 2)
+                drafted.extend((key, value))
+                key, value = (torch.cat(pair, 2) for pair in zip(state.layers[i], (key, value), strict=True))
+                return masked_attention(query, key, value, sees[None])
+
+            x = layer(x, (state.length - 1 + depth)[None], attend)
+        return Level(self.ends.logits(x[0]), x[0], tuple(drafted))

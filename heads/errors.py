@@ -1,0 +1,26 @@
+"""What a user sees of an error: one line on stderr and exit status 2, and the traceback only when asked for."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def one_line(error: BaseException) -> str:
+    """Return the error's message as one line, its type where it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn a ValueError or OSError of the block, or of the function it decorates, into one line and exit status 2.
+
+    HEADSTART_DEBUG=1 in the environment lets the error through with its traceback.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("HEADSTART_DEBUG") == "1":
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(2) from None

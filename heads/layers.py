@@ -1,0 +1,137 @@
+"""The decoder layer that all heads share: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Attention takes its pattern from the caller: a Block projects and rotates, then hands queries, keys and values to an
+`attend` function. Training, committing rows and expanding a tree differ in that function alone.
+Shape letters: B batch, T queries, S keys, H query heads, G key-value heads, E head width, X input width, D model width.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heads.base import LayerShape
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Normalise the last dimension."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def rotate(x: Float[Tensor, "B H T E"], position: Int[Tensor, "B T"], theta: float) -> Float[Tensor, "B H T E"]:
+    """Rotate queries or keys to their positions (Su et al., 2021), in the half-split layout of Llama."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    angle = (position[:, None, :, None].double() * frequency).to(torch.promote_types(x.dtype, torch.float32))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def repeat_groups(x: Float[Tensor, "B G S E"], heads: int) -> Float[Tensor, "B H S E"]:
+    """Give every query head its group's keys or values."""
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def masked_attention(
+    query: Float[Tensor, "B H T E"],
+    key: Float[Tensor, "B G S E"],
+    value: Float[Tensor, "B G S E"],
+    mask: Bool[Tensor, "#B T S"],
+) -> Float[Tensor, "B H T E"]:
+    """Attend where `mask` is true."""
+    heads = query.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, repeat_groups(key, heads), repeat_groups(value, heads), mask[:, None]
+    )
+
+
+def drafted_attention(
+    query: Float[Tensor, "B H T E"],
+    true: tuple[Tensor, Tensor],
+    own: list[tuple[Tensor, Tensor]],
+    mask: Bool[Tensor, "B T T"],
+) -> Float[Tensor, "B H T E"]:
+    """Attend from rows drafted after row t: to the true rows that row t sees, and to row t's own drafted rows.
+
+    This is the pattern of a chain drafted from the prefix that ends at row t, for all t at once: the training-time test
+    of EAGLE-3 (arXiv 2503.01840). `true` and each entry of `own` are keys and values "B G T E"; an own key is seen by
+    the query of the same t alone, so the scores grow by one column a step.
+    """
+    heads = query.shape[1]
+    keys, values = (repeat_groups(x, heads) for x in true)
+    scale = query.shape[-1] ** -0.5
+    scores = [((query @ keys.mT) * scale).masked_fill(~mask[:, None], float("-inf"))]
+    scores += [(query * repeat_groups(k, heads)).sum(-1, keepdim=True) * scale for k, _ in own]
+    weight = torch.cat(scores, -1).softmax(-1)
+    length = keys.shape[2]
+    out = weight[..., :length] @ values
+    for i, (_, v) in enumerate(own):
+        out = out + weight[..., length + i, None] * repeat_groups(v, heads)
+    return out
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention whose input may be wider than the model (EAGLE-3 feeds two states)."""
+
+    def __init__(self, input_width: int, width: int, shape: LayerShape, theta: float) -> None:
+        super().__init__()
+        self.shape, self.theta = shape, theta
+        self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, width, bias=False)
+
+    def forward(
+        self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], attend: Attend
+    ) -> Float[Tensor, "B T D"]:
+        """Project, rotate, attend by `attend(query, key, value)` and project back."""
+        split = (*x.shape[:2], -1, self.shape.head_dim)
+        query, key, value = (proj(x).view(split).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        out = attend(rotate(query, position, self.theta), rotate(key, position, self.theta), value)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer (Shazeer, 2020)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Apply the layer."""
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """A Llama decoder layer; `input_norm=False` leaves out the norm before attention, as EAGLE's first layer does."""
+
+    def __init__(self, width: int, shape: LayerShape, *, theta: float, eps: float, input_norm: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(width, eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(width, width, shape, theta)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = SwiGLU(width, shape.intermediate_size)
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], attend: Attend
+    ) -> Float[Tensor, "B T D"]:
+        """Apply the layer with the caller's attention pattern."""
+        x = x + self.self_attn(self.input_layernorm(x), position, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,63 @@
+"""The only index arithmetic on rows and depths; the legend stands in heads/base.py."""
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+
+
+def positions(document: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """Return each row's position within its own document, counted from 0."""
+    length = document.shape[1]
+    index = torch.arange(length, device=document.device).expand_as(document)
+    starts = torch.ones_like(document, dtype=torch.bool)
+    starts[:, 1:] = document[:, 1:] != document[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(1).values
+
+
+def visible(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
+    """Return which rows each row sees: itself and the earlier rows of its own document."""
+    same = document[:, :, None] == document[:, None, :]
+    return same & torch.ones_like(same[0]).tril()
+
+
+def ahead(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *rest"]:
+    """Return row t+count of `x` at row t; the last `count` rows, which have none, repeat the last row.
+
+    `valid` is false for those, so what stands there never matters.
+    """
+    if count == 0:
+        return x
+    index = (torch.arange(x.shape[1], device=x.device) + count).clamp_max(x.shape[1] - 1)
+    return x[:, index]
+
+
+def next_token(token: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """Return the token t+1 that row t holds."""
+    return ahead(token, 1)
+
+
+def drafted_token(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:
+    """Return the token t+d that the row drafted at depth d from row t holds, for d = `depth` - 1 steps after the root."""
+    return ahead(token, depth)
+
+
+def label(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:
+    """Return token t+1+d, what depth d predicts from row t."""
+    return ahead(token, 1 + depth)
+
+
+def teacher(x: Shaped[Tensor, "B T *rest"], depth: int) -> Shaped[Tensor, "B T *rest"]:
+    """Return row t+d of `x` at row t: of the target's last hidden states, the teacher of (t, d)."""
+    return ahead(x, depth)
+
+
+def valid(
+    document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"] | Bool[Tensor, "B T"], depth: int
+) -> Bool[Tensor, "B T"]:
+    """Return where (t, d) is trained: token t+1+d exists, is of row t's document, and the target would write it.
+
+    Shifting the mask with the label is what supervises the first draft after a prompt (SpecForge#885).
+    """
+    reach = 1 + depth
+    exists = torch.arange(document.shape[1], device=document.device) + reach < document.shape[1]
+    return exists & (ahead(document, reach) == document) & (document >= 0) & ahead(mask, reach).bool()

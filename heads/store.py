@@ -1,0 +1,219 @@
+"""A head on disk: a folder with config.json (head, target, tree) and model.safetensors (the head's own tensors alone).
+
+Saving swaps a finished folder for the old one, so that at every moment, also after a crash or on a full disk, one
+whole head can be loaded.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from heads import HEADS
+from heads.base import Ends
+from heads.typed import typed
+
+FORMAT = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """Which target a head belongs to. `name` is for people; the other fields must agree for a head to be loaded."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    fingerprint: str
+
+
+MUST_AGREE = {
+    "vocab_size": "vocabulary",
+    "hidden_size": "width",
+    "num_layers": "number of layers",
+    "fingerprint": "fingerprint of the weights",
+}
+
+
+def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, Any]) -> None:
+    """Write a head's folder whole, or leave the last one as it was.
+
+    Args:
+        folder: where; its parents are made.
+        head: one of HEADS.
+        spec: the target that it was trained for.
+        tree: the draft tree to decode with, as plain values.
+
+    Raises:
+        ValueError: a weight is not finite.
+        OSError: the disk is full or the folder cannot be written.
+    """
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in head.state_dict().items()}
+    _assert_finite(tensors, folder, "the last saved head is kept; lower trainer.lr and train again")
+    config: Any = head.config
+    name = next(name for name, kind in HEADS.items() if type(head) is kind)
+    content = {"format": FORMAT, "head": {"name": name, **asdict(config)}, "target": asdict(spec), "tree": tree}
+    new = folder.with_name(f".{folder.name}.new")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        for path in (new / WEIGHTS, new / CONFIG, new):
+            _flush(path)
+        _swap(new, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(new, ignore_errors=True)
+        reason = " ".join(str(error).split())
+        raise OSError(f"{folder}: the head could not be saved ({reason}); free space, the last one is whole") from error
+
+
+def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
+    """Load a head for a target, on the CPU and in the dtype that it was saved in.
+
+    Args:
+        folder: the head's folder.
+        ends: the target's embedding and lm_head.
+        spec: the target; another one's head is refused.
+
+    Raises:
+        ValueError: there is no head, it is damaged or of another target: one line with the remedy.
+    """
+    content = read_config(folder)
+    _assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
+    head: nn.Module = _kind(folder, content)(_head_config(folder, content), ends)
+    tensors = read_tensors(folder)
+    own: dict[str, Tensor] = head.state_dict(keep_vars=True)
+    missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or unknown:
+        raise ValueError(f"{folder}: the weights do not fit their config.json: missing {missing}, unknown {unknown}")
+    for name, tensor in tensors.items():
+        mine = own[name]
+        if mine.shape != tensor.shape or mine.is_floating_point() != tensor.is_floating_point():
+            found, wanted = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
+            raise ValueError(f"{folder}: {name} is {found} but its config.json and the target make it {wanted}")
+        mine.data = mine.data.to(tensor.dtype)
+    head.load_state_dict(tensors)
+    return head
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json, checked as far as is possible without the target.
+
+    Raises:
+        ValueError: no such folder, not a head's folder, or a key that is missing, unknown or of the wrong type.
+    """
+    path = last_good(folder) / CONFIG
+    if not path.parent.is_dir():
+        raise ValueError(f"{folder}: no such folder; give one that training or publishing has written")
+    if not path.is_file():
+        raise ValueError(f"{folder}: not a head's folder, it holds no {CONFIG}; a run keeps its head in head/")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); save or download the head again") from None
+    if not isinstance(content, dict) or set(content) != {"format", "head", "target", "tree"}:
+        raise ValueError(f"{path}: not the config of a head, whose keys are format, head, target and tree")
+    if content["format"] != FORMAT:
+        raise ValueError(f"{path}: format {content['format']!r} where this version reads {FORMAT}; update headstart")
+    try:
+        typed(TargetSpec, content["target"])
+    except ValueError as error:
+        raise ValueError(f"{path}: target.{error}") from None
+    _head_config(folder, content)
+    return content
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return a head's tensors.
+
+    Raises:
+        ValueError: the file is missing, truncated or damaged, or holds numbers that are not finite.
+    """
+    path = last_good(folder) / WEIGHTS
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: truncated, damaged or missing ({reason}); save or download the head again") from None
+    _assert_finite(tensors, folder, "train again from an earlier checkpoint")
+    return tensors
+
+
+def last_good(folder: Path) -> Path:
+    """Return where the head of `folder` lies: set aside, if saving was cut off amid the swap."""
+    aside = _aside(folder)
+    return aside if aside.is_dir() and not folder.exists() else folder
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """Put `new` in the place of `folder`, the old one aside until then; between the two moves `last_good` finds it."""
+    aside = _aside(folder)
+    if folder.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+    try:
+        os.replace(new, folder)
+    except OSError:
+        if aside.exists():
+            os.replace(aside, folder)
+        raise
+    _flush(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Push a file, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _kind(folder: Path, content: dict[str, Any]) -> Any:
+    """Return the head's class."""
+    head = content["head"]
+    name = head.get("name") if isinstance(head, dict) else None
+    if name not in HEADS:
+        raise ValueError(f"{folder}: head.name is {name!r} in its {CONFIG}; known heads: {', '.join(HEADS)}")
+    return HEADS[name]
+
+
+def _head_config(folder: Path, content: dict[str, Any]) -> Any:
+    """Return the head's typed configuration."""
+    schema = _kind(folder, content).Config
+    names = {field.name for field in fields(schema)}
+    try:
+        return typed(schema, {k: v for k, v in content["head"].items() if k != "name" or k in names})
+    except ValueError as error:
+        raise ValueError(f"{folder}/{CONFIG}: head.{error}") from None
+
+
+def _assert_same_target(folder: Path, saved: TargetSpec, wanted: TargetSpec) -> None:
+    for field, what in MUST_AGREE.items():
+        theirs, ours = getattr(saved, field), getattr(wanted, field)
+        if theirs != ours:
+            raise ValueError(
+                f"{folder}: the head is for another target, {saved.name}: its {what} is {theirs}, but that of "
+                f"{wanted.name} is {ours}; choose the head's own target with model.path"
+            )
+
+
+def _assert_finite(tensors: dict[str, Tensor], folder: Path, remedy: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{folder}: {name} holds values that are not finite; {remedy}")

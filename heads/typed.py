@@ -1,0 +1,91 @@
+"""The one border between values in YAML or JSON and types in dataclasses."""
+
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+T = TypeVar("T")
+
+
+def typed(schema: type[T], cfg: DictConfig | dict[str, Any]) -> T:
+    """Build the dataclass `schema` from `cfg`.
+
+    Interpolations of a DictConfig are resolved against its root. A plain dict, which may come from the Hub, must have
+    none: a resolver would let a foreign file read this machine's environment.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or a missing value, in one line with the key's full name.
+    """
+    prefix: str = ""
+    values: Any = cfg
+    if isinstance(cfg, DictConfig):
+        prefix = cfg._get_full_key(None)
+        try:
+            values = OmegaConf.to_container(cfg, resolve=True)
+        except OmegaConfBaseException as error:
+            raise ValueError(f"{error.full_key}: {first_line(error)}") from None
+    elif held := [key for key, value in cfg.items() if "${" in repr(value)]:
+        raise ValueError(f"{held[0]} is {cfg[held[0]]!r}: an interpolation is not allowed here, give the value")
+    built: T = build(schema, values, prefix)
+    return built
+
+
+def build(schema: Any, values: Any, prefix: str) -> Any:
+    """Build one dataclass; its nested ones first, because OmegaConf cannot merge into a frozen one below the root."""
+    names = [f.name for f in fields(schema) if f.init]
+    if not isinstance(values, dict):
+        raise ValueError(f"{prefix or 'the config'} is {values!r}, expected a mapping with the keys {', '.join(names)}")
+    hints = get_type_hints(schema)
+    for key in values:
+        if key not in names:
+            raise ValueError(f"{join(prefix, key)} is not a known key; valid keys: {', '.join(names)}")
+    required = [f.name for f in fields(schema) if f.init and f.default is MISSING and f.default_factory is MISSING]
+    missing = [n for n in required if values.get(n, "???") == "???"]
+    if missing:
+        keys = ", ".join(join(prefix, n) for n in missing)
+        raise ValueError(f"{keys} {'is' if len(missing) == 1 else 'are'} missing; valid keys: {', '.join(names)}")
+    nested = {n: convert(hints[n], v, join(prefix, n)) for n, v in values.items() if holds_dataclass(hints[n])}
+    leaves = {n: v for n, v in values.items() if n not in nested and v != "???"}
+    base = OmegaConf.structured(schema)
+    try:
+        merged = OmegaConf.to_container(OmegaConf.merge(base, leaves))
+    except OmegaConfBaseException as error:
+        key = join(prefix, str(error.full_key))
+        raise ValueError(f"{key}: {first_line(error)}; valid keys: {', '.join(names)}") from None
+    assert isinstance(merged, dict)
+    arguments = {n: merged[n] for n in names if not holds_dataclass(hints[n])}
+    # OmegaConf hands a tuple field back as a list.
+    arguments |= {n: tuple(v) for n, v in arguments.items() if get_origin(hints[n]) is tuple}
+    return schema(**arguments, **nested)
+
+
+def convert(hint: Any, value: Any, key: str) -> Any:
+    """Build the dataclasses inside a value whose type is a dataclass, or an optional, a list or a dict of one."""
+    origin, inner = get_origin(hint), [a for a in get_args(hint) if holds_dataclass(a)]
+    if origin is None:
+        return build(hint, value, key)
+    if origin in (Union, UnionType):
+        return None if value is None and NoneType in get_args(hint) else convert(inner[0], value, key)
+    if origin is list and isinstance(value, list):
+        return [convert(inner[0], v, f"{key}[{i}]") for i, v in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {k: convert(inner[0], v, join(key, k)) for k, v in value.items()}
+    raise ValueError(f"{key} is {value!r}, expected a {origin.__name__}")
+
+
+def holds_dataclass(hint: Any) -> bool:
+    """Say whether a type is or contains a dataclass."""
+    return is_dataclass(hint) or any(holds_dataclass(a) for a in get_args(hint))
+
+
+def join(prefix: str, key: Any) -> str:
+    """Return the full name of a key."""
+    return f"{prefix}.{key}" if prefix else str(key)
+
+
+def first_line(error: Exception) -> str:
+    """Return what was wrong without OmegaConf's lines on its own types."""
+    return str(error).splitlines()[0]

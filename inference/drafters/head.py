@@ -1,0 +1,43 @@
+"""A trained draft head as a draft source."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heads.base import DraftHead, Features, Level
+from inference.drafters import Commit, Context
+from inference.policy import TreeConfig, grow
+from inference.tree import DraftTree
+
+
+class HeadDrafter:
+    """Commits every verified row with the target's true features, and grows a tree by the policy."""
+
+    def __init__(self, head: DraftHead, tree: TreeConfig, name: str) -> None:
+        self.head, self.config, self.name = head, tree, name
+        self.tree = tree.label
+        self.rule = "recursive rejection (T>0)" if tree.kind in ("chain", "sampled") else "point mass"
+        self.feature_layers = head.feature_layers
+        self.state: Any = None
+        self.level: Level | None = None
+
+    def reset(self, prompt: list[int]) -> None:
+        """Forget the last sequence."""
+        self.state, self.level = None, None
+
+    @torch.no_grad()
+    def observe(self, commit: Commit) -> None:
+        """Commit rows: the features are those of the verification pass, never the drafted ones."""
+        rows = commit.rows
+        document = torch.zeros_like(commit.token)[None]
+        features = Features(commit.token[None], rows.hidden, rows.last, document)
+        self.state, self.level = self.head.extend(self.state, features, commit.token)
+
+    @torch.no_grad()
+    def propose(self, context: Context) -> tuple[DraftTree, Float[Tensor, "N V"] | None]:
+        """Grow the tree."""
+        assert self.level is not None, "propose before observe"
+        root = context.token[-1]
+        return grow(self.head, self.state, self.level, root, self.config, context.sampling, context.rng, context.room)

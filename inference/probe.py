@@ -1,0 +1,76 @@
+"""What a freshly loaded target must prove: its teacher, its tree pass, and its cache, on a handful of tokens.
+
+A wrong final norm or an ignored mask costs acceptance or losslessness and raises no error by itself; so it is measured.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from inference import tree
+from inference.tree import DraftTree
+
+if TYPE_CHECKING:
+    from inference.target import Target
+
+# A prompt of four, then a root with two children of which the second has a child.
+PROMPT, PARENTS = 4, [-1, 0, 0, 2]
+# Logits may differ by rounding alone; a wrong mask or norm moves them by about their own spread.
+TOLERANCE = 0.1
+
+
+@torch.no_grad()
+def check(target: "Target") -> bool:
+    """Return whether the target verifies trees exactly; false leaves chains.
+
+    Raises:
+        ValueError: lm_head of the last hidden state is not the model's logits, or even a chain cannot be verified.
+    """
+    generator = torch.Generator().manual_seed(0)
+    token = torch.randint(target.ends.vocab_size, (PROMPT + len(PARENTS),), generator=generator).to(target.device)
+    prompt, nodes = token[:PROMPT], token[PROMPT:]
+    drafted = DraftTree(nodes, torch.tensor(PARENTS, device=target.device))
+    full = target.model(input_ids=token[None], use_cache=False).logits[0, -1]
+    if not _close(target.prefill(token, target.cache()).logits, full):
+        raise ValueError(
+            f"{target.name}: lm_head(last hidden state) is not this model's logits; its architecture scales or caps them "
+            "in a way headstart does not know"
+        )
+    target.takes_trees = True
+    try:
+        if _tree_is_exact(target, prompt, drafted):
+            return True
+    except (ValueError, RuntimeError, TypeError, AttributeError):
+        pass  # an attention that rejects a 4-d mask says so in its own way; a chain needs none
+    target.takes_trees = False
+    chain = DraftTree(nodes, torch.arange(-1, len(nodes) - 1, device=target.device))
+    if not _tree_is_exact(target, prompt, chain):
+        raise ValueError(
+            f"{target.name}: its cache cannot be rolled back (a recurrent state?), so no draft can be verified"
+        )
+    return False
+
+
+def _tree_is_exact(target: "Target", prompt: Tensor, drafted: DraftTree) -> bool:
+    """Compare one tree pass with the plain pass of each path, and the compacted cache with a fresh prefill."""
+    for path in tree.paths(drafted):
+        cache = target.cache()
+        target.prefill(prompt, cache)
+        together = target.score(drafted, cache).logits
+        assert together is not None
+        sequence = torch.cat([prompt, drafted.token[path]])
+        alone = target.prefill(sequence, target.cache()).logits
+        cache.keep(len(prompt), path)
+        following = target.prefill(drafted.token[:1], cache).logits
+        fresh = target.prefill(torch.cat([sequence, drafted.token[:1]]), target.cache()).logits
+        if not (_close(together[0, path[-1]], alone) and _close(following, fresh)):
+            return False
+    return True
+
+
+def _close(found: Tensor | None, expected: Tensor | None) -> bool:
+    assert found is not None
+    assert expected is not None
+    found, expected = found.float().flatten(), expected.float().flatten()
+    return bool((found - expected).abs().max() < TOLERANCE * expected.std().clamp_min(1e-6))

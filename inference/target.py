@@ -1,0 +1,254 @@
+"""The frozen target, any AutoModelForCausalLM, seen as tokens -> features and logits.
+
+Every fact about the target's layers has its home here: which module is its decoder stack, what the feature layers are,
+how a tree mask reaches its attention. `Target.load` proves these on the loaded model before anything relies on them.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from heads import rows
+from heads.base import Features, LayerShape
+from heads.store import TargetSpec
+from inference import probe, tree
+from inference.cache import TargetCache
+from inference.tree import DraftTree
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class Pass(NamedTuple):
+    """One target pass: hidden states of the feature layers, the last one after the final norm, and logits if wanted."""
+
+    hidden: Float[Tensor, "B T L D"]
+    last: Float[Tensor, "B T D"]
+    logits: Float[Tensor, "B R V"] | None
+
+
+class TargetEnds(nn.Module):
+    """The target's embedding and lm_head, frozen; what a head needs of the target besides its features."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config = model.config.get_text_config()
+        self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.layer = layer_shape(config)
+
+    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+        """Return the input embeddings."""
+        return self.embedding(token)
+
+    def logits(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
+        """Return the logits of final-normed hidden states, in the lm_head's own dtype."""
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def head_weight(self) -> Float[Tensor, "V D"]:
+        """Return the lm_head's weight."""
+        weight: Tensor = self.lm_head.weight
+        return weight
+
+
+class Target:
+    """A frozen causal LM with its tokenizer.
+
+    Attributes:
+        feature_layers: the decoder layers whose outputs every pass returns; set by whoever knows the head.
+        takes_trees: whether its attention honours a tree mask (proven at load); else only chains are verified.
+        context: the most tokens that a sequence may have.
+        eos: the tokens that end an answer.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer, self.name = tokenizer, name
+        self.config = model.config.get_text_config()
+        self.device, self.dtype = model.device, model.dtype
+        self.base: nn.Module = model.base_model
+        self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
+        self.ends = TargetEnds(model)
+        self.feature_layers: tuple[int, ...] = ()
+        self.context: int = getattr(self.config, "max_position_embeddings", None) or 2**31
+        self.eos = _end_tokens(model, tokenizer)
+        self.spec = TargetSpec(
+            name, self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers, _fingerprint(model)
+        )
+        self.takes_trees = probe.check(self)
+
+    @classmethod
+    def load(
+        cls, path: str, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
+    ) -> "Target":
+        """Load a target from a folder or the Hub.
+
+        Args:
+            path: folder or Hub name.
+            dtype: a name in DTYPES, or "auto" for the one that is fast on the device.
+            device: torch device; None takes an accelerator if there is one.
+            trust_remote_code: passed to transformers.
+
+        Raises:
+            ValueError: the model or its tokenizer cannot be loaded or cannot be verified, and why.
+        """
+        if dtype != "auto" and dtype not in DTYPES:
+            raise ValueError(f"model.dtype is {dtype!r}: choose auto or one of {', '.join(DTYPES)}")
+        place = torch.device(device or default_device())
+        kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
+        options = {"trust_remote_code": trust_remote_code}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, **options)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(f"model.path={path}: no causal LM with tokenizer loads from there ({reason})") from error
+        return cls(model.to(place), tokenizer, path)
+
+    def cache(self) -> TargetCache:
+        """Return an empty cache for one sequence."""
+        return TargetCache()
+
+    @torch.no_grad()
+    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
+        """Return the features of packed rows; documents do not see each other and each starts at position 0."""
+        token, document = token.to(self.device), document.to(self.device)
+        out = self._forward(token, rows.positions(document), rows.visible(document), None)
+        return Features(token, out.hidden, out.last, document)
+
+    @torch.no_grad()
+    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache) -> Pass:
+        """Append a sequence of committed tokens; logits of the last one alone (R = 1)."""
+        position = torch.arange(cache.length, cache.length + len(token), device=self.device)
+        out = self._forward(token[None], position[None], None, cache)
+        return out._replace(logits=self.ends.logits(out.last[:, -1:]))
+
+    @torch.no_grad()
+    def score(self, drafted: DraftTree, cache: TargetCache) -> Pass:
+        """Verify a tree in one pass: append its N nodes to the cache and return their logits (R = N).
+
+        The caller compacts the cache to the accepted path afterwards.
+        """
+        prefix, size = cache.length, len(drafted.token)
+        if size == 1:
+            position, seen = torch.tensor([[prefix]], device=self.device), None
+        else:
+            position = tree.positions(drafted, prefix)[None]
+            seen = self._seen(drafted, prefix)
+        out = self._forward(drafted.token[None], position, seen, cache)
+        return out._replace(logits=self.ends.logits(out.last))
+
+    def _seen(self, drafted: DraftTree, prefix: int) -> Tensor | None:
+        """Return the tree's mask; none for a chain where the attention takes no mask of ours."""
+        if self.takes_trees:
+            return tree.mask(drafted, prefix)[None]
+        if drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
+            raise ValueError(f"{self.name}: its attention does not honour a tree mask; draft with tree=chain")
+        return None
+
+    def _forward(self, token: Tensor, position: Tensor, seen: Tensor | None, cache: TargetCache | None) -> Pass:
+        """Run the decoder stack without the lm_head; `seen` "B T S" overrides the causal pattern."""
+        mask = None if seen is None else self._attention_mask(seen, position, cache)
+        with self._captured() as captured:
+            out = self.base(
+                input_ids=token,
+                attention_mask=mask,
+                position_ids=position,
+                past_key_values=cache.hf if cache else None,
+                use_cache=cache is not None,
+            )
+        last = out.last_hidden_state
+        hidden = torch.stack(captured, 2) if captured else last.new_zeros((*last.shape[:2], 0, last.shape[2]))
+        return Pass(hidden, last, None)
+
+    def _attention_mask(self, seen: Tensor, position: Tensor, cache: TargetCache | None) -> Any:
+        """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
+        window: int | None = getattr(self.config, "sliding_window", None)
+        kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        if "sliding_attention" not in kinds or window is None:
+            return self._additive(seen)
+        earlier = torch.arange(cache.length if cache else 0, device=self.device).expand(len(position), -1)
+        near = position[:, :, None] - torch.cat([earlier, position], 1)[:, None] < window
+        if kinds == {"sliding_attention"}:
+            return self._additive(seen & near)
+        return {"full_attention": self._additive(seen), "sliding_attention": self._additive(seen & near)}
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        shut = torch.finfo(self.dtype).min
+        return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
+
+    @contextmanager
+    def _captured(self) -> Iterator[list[Tensor]]:
+        """Collect the outputs of the feature layers, in the order of `feature_layers`, during one pass."""
+        outputs: dict[int, Tensor] = {}
+        captured: list[Tensor] = []
+
+        def hook(index: int) -> Any:
+            def keep(module: nn.Module, args: Any, output: Any) -> None:
+                outputs[index] = output[0] if isinstance(output, tuple) else output
+
+            return keep
+
+        handles = [self.decoder_layers[i].register_forward_hook(hook(i)) for i in self.feature_layers]
+        try:
+            yield captured
+            captured.extend(outputs[i] for i in self.feature_layers)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def layer_shape(config: PreTrainedConfig) -> LayerShape:
+    """Return the shape of a decoder layer from the model's (text) configuration."""
+    heads = config.num_attention_heads
+    return LayerShape(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
+    )
+
+
+def default_device() -> str:
+    """Return the accelerator if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return bf16 where the device multiplies it natively, else fp32: a CPU without such units emulates it slowly."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return torch.bfloat16 if able.get("amx_bf16") or able.get("avx512_bf16") else torch.float32
+
+
+def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"{type(base).__name__}: no stack of {count} decoder layers found; this architecture is not supported"
+    )
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ends = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in [*ends, tokenizer.eos_token_id] if isinstance(token, int))
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Hash a few values of every parameter in bf16, so that the same weights in any float dtype agree."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        few = parameter.detach().flatten()[:16].to(torch.bfloat16)
+        digest.update(name.encode() + few.cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]

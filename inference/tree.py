@@ -1,0 +1,107 @@
+"""Draft trees: a frozen pair of tensors, and pure functions on it.
+
+Node 0 is the root, the last committed token, whose target law is not known yet. Parents come before children.
+N counts the nodes, the root included; P the committed tokens before the root.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+class DraftTree(NamedTuple):
+    """Tokens and parents of a draft tree; the root's parent is -1."""
+
+    token: Int[Tensor, "N"]
+    parent: Int[Tensor, "N"]
+
+
+def root(token: int, device: torch.device) -> DraftTree:
+    """Return the tree that drafts nothing: plain decoding."""
+    return DraftTree(torch.tensor([token], device=device), torch.tensor([-1], device=device))
+
+
+def ancestors(tree: DraftTree) -> Bool[Tensor, "N N"]:
+    """Return for each node which nodes lie on its path from the root, itself included."""
+    size = len(tree.parent)
+    index = torch.arange(size, device=tree.parent.device)
+    reach = (index[:, None] == index) | (tree.parent[:, None] == index)
+    for _ in range(max(size - 1, 1).bit_length()):  # each squaring doubles the distance that is covered
+        wide = reach.float()
+        reach = wide @ wide > 0
+    return reach
+
+
+def depth(tree: DraftTree) -> Int[Tensor, "N"]:
+    """Return each node's distance from the root."""
+    return ancestors(tree).sum(-1) - 1
+
+
+def positions(tree: DraftTree, prefix: int) -> Int[Tensor, "N"]:
+    """Return each node's position in the sequence after `prefix` committed tokens."""
+    return prefix + depth(tree)
+
+
+def mask(tree: DraftTree, prefix: int, window: int | None = None) -> Bool[Tensor, "N S"]:
+    """Return which of the prefix's and the tree's S = P + N rows each node attends to.
+
+    Args:
+        tree: the draft tree.
+        prefix: committed rows before the root.
+        window: sliding-window width in positions, the query's own included; None for full attention.
+    """
+    lineage = ancestors(tree)
+    seen = torch.cat([lineage.new_ones(len(lineage), prefix), lineage], 1)
+    if window is not None:
+        query = prefix + lineage.sum(-1) - 1
+        key = torch.cat([torch.arange(prefix, device=query.device), query])
+        seen = seen & (query[:, None] - key < window)
+    return seen
+
+
+def children(tree: DraftTree) -> list[list[int]]:
+    """Return each node's children in the order in which they were drafted."""
+    result: list[list[int]] = [[] for _ in range(len(tree.parent))]
+    for node, parent in enumerate(tree.parent.tolist()):
+        if parent >= 0:
+            result[parent].append(node)
+    return result
+
+
+def paths(tree: DraftTree) -> list[list[int]]:
+    """Return every path from the root to a leaf, as node indices."""
+    parent, below = tree.parent.tolist(), children(tree)
+    result = []
+    for leaf in (node for node, kids in enumerate(below) if not kids):
+        path, node = [], leaf
+        while node >= 0:
+            path.append(node)
+            node = parent[node]
+        result.append(path[::-1])
+    return result
+
+
+def keep(tree: DraftTree, wanted: Bool[Tensor, "N"]) -> tuple[DraftTree, Int[Tensor, "K"]]:
+    """Return the subtree of the nodes that are wanted together with all their ancestors, and their old indices."""
+    lineage = ancestors(tree)
+    alive = (lineage & ~wanted).sum(-1) == 0
+    index = alive.nonzero()[:, 0]
+    renumber = alive.cumsum(0) - 1
+    parent = tree.parent[index]
+    return DraftTree(tree.token[index], torch.where(parent < 0, parent, renumber[parent.clamp_min(0)])), index
+
+
+def best_n(tree: DraftTree, score: Float[Tensor, "N"], count: int) -> tuple[DraftTree, Int[Tensor, "K"]]:
+    """Return the root and the `count` best-scored other nodes, and their old indices.
+
+    Scores must not rise from parent to child (cumulative probabilities do not), so the best nodes form a tree; ties
+    go to the earlier node, which is the ancestor.
+    """
+    rank = score.clone()
+    rank[0] = float("inf")
+    order = rank.sort(descending=True, stable=True).indices[: count + 1]
+    wanted = torch.zeros_like(tree.parent, dtype=torch.bool)
+    wanted[order] = True
+    return keep(tree, wanted)

@@ -1,0 +1,23 @@
+"""Every test runs with shapes checked, and without a network."""
+
+import socket
+from typing import Any
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Before the first import of a module under test: the hook acts on imports to come.
+install_import_hook(["heads", "inference", "data", "eval", "train"], "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests reach this machine alone."""
+    connect = socket.socket.connect
+
+    def local(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"a test must not use the network: {address}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", local)

@@ -1,0 +1,89 @@
+"""Toy tokenizers with and without chat templates, a toy target, and the folder of real files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data.prompts import DataConfig
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TAGGED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{%- generation -%}{{ m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\n' }}{% else %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+Tokens = Callable[[str | None], PreTrainedTokenizerFast]
+
+
+@pytest.fixture
+def tokenizer_with() -> Tokens:
+    """Return a function from a chat template to a byte-level tokenizer with ChatML's tokens."""
+
+    def build(template: str | None) -> PreTrainedTokenizerFast:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {symbol: i for i, symbol in enumerate(SPECIAL + alphabet)}
+        core = Tokenizer(models.BPE(vocabulary, []))
+        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=core, eos_token="<|im_end|>", additional_special_tokens=SPECIAL, name_or_path="toy"
+        )
+        made.chat_template = template
+        return made
+
+    return build
+
+
+@pytest.fixture
+def chat(tokenizer_with: Tokens) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a chat template that has no {% generation %}."""
+    return tokenizer_with(PLAIN)
+
+
+@pytest.fixture
+def bare(tokenizer_with: Tokens) -> PreTrainedTokenizerFast:
+    """Return a tokenizer without a chat template."""
+    return tokenizer_with(None)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Return a function that writes records as JSON Lines and returns the file's path."""
+
+    def make(*records: dict[str, Any], name: str = "data.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def config() -> Callable[..., DataConfig]:
+    """Return a function that makes a DataConfig for a path, with some values changed."""
+
+    def make(path: str, **changed: Any) -> DataConfig:
+        values = {"split": "train", "length": 64, "limit": None, "prompts": "", "held_out": 0, "max_tokens": 4096}
+        return DataConfig(path=path, **{**values, **changed})
+
+    return make
+
+
+@pytest.fixture
+def shared() -> Path:
+    """Return the folder of real files beside the checkout."""
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is absent")
+    return SHARED

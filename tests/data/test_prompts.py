@@ -1,0 +1,288 @@
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from data.prompts import (
+    OPENING,
+    DataConfig,
+    Sample,
+    held_out_prompts,
+    load_prompts,
+    load_samples,
+    training_prompts,
+)
+from tests.data.conftest import PLAIN, TAGGED, Tokens
+
+Write = Callable[..., str]
+Config = Callable[..., DataConfig]
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why is it so?"},
+    {"role": "assistant", "content": "It is.\nReally."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Now too, élan."},
+]
+TRAINED = ["It is.\nReally.<|im_end|>", "Now too, élan.<|im_end|>"]
+WHOLE = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy is it so?<|im_end|>\n"
+    "<|im_start|>assistant\nIt is.\nReally.<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n"
+    "<|im_start|>assistant\nNow too, élan.<|im_end|>\n"
+)
+BARE_TAGS = TAGGED.replace("m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\n'", "m['content'] }}{%- endgeneration -%}{{ '<|im_end|>\n'")
+WIDE_TAGS = TAGGED.replace("'<|im_end|>' }}{%- endgeneration -%}{{ '\n'", "'<|im_end|>\n' }}{%- endgeneration -%}{{ ''")
+# A past answer loses its reasoning, as Qwen3's template has it.
+FORGETFUL = PLAIN.replace(
+    "+ m['content'] +", "+ ('(hm) ' if m['role'] == 'assistant' and loop.last else '') + m['content'] +"
+)
+# Ends no turn by a token of its own: the next user turn starts with it (craftgpt).
+OPEN_ENDED = "{% for m in messages %}{{ ('<|im_end|>' + m['content'] + '\n') if m['role'] == 'user' else m['content'] }}{% endfor %}"
+
+
+def trained(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the texts of the sample's masked runs."""
+    runs: list[list[int]] = []
+    for i, (token, on) in enumerate(zip(sample.token, sample.mask, strict=True)):
+        if on and (i == 0 or not sample.mask[i - 1]):
+            runs.append([])
+        if on:
+            runs[-1].append(token)
+    return [str(tokenizer.decode(run)) for run in runs]
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED, BARE_TAGS, WIDE_TAGS])
+def test_the_mask_covers_the_answers_and_their_ends_and_nothing_else(
+    tokenizer_with: Tokens, write: Write, config: Config, template: str
+) -> None:
+    tokenizer = tokenizer_with(template)
+    (sample,) = load_samples(config(write({"id": "a", "messages": CHAT})), tokenizer)
+    assert tokenizer.decode(sample.token) == WHOLE
+    assert trained(sample, tokenizer) == TRAINED
+
+
+def test_both_kinds_of_template_give_equal_samples(tokenizer_with: Tokens, write: Write, config: Config) -> None:
+    data = config(write({"messages": CHAT}, {"messages": CHAT[1:3]}, {"prompt": "p", "answer": ""}))
+    assert load_samples(data, tokenizer_with(PLAIN)) == load_samples(data, tokenizer_with(TAGGED))
+
+
+def test_a_template_that_rewrites_past_turns_gives_a_sample_an_answer(
+    tokenizer_with: Tokens, write: Write, config: Config
+) -> None:
+    tokenizer = tokenizer_with(FORGETFUL)
+    samples = load_samples(config(write({"id": "a", "messages": CHAT})), tokenizer)
+    assert [sample.id for sample in samples] == ["a#0", "a#1"]
+    assert [trained(sample, tokenizer) for sample in samples] == [["(hm) " + text] for text in TRAINED]
+    assert str(tokenizer.decode(samples[1].token)).startswith(WHOLE[: WHOLE.index("Now too")])
+
+
+def test_answers_without_an_end_token_get_the_one_that_the_target_writes(
+    tokenizer_with: Tokens, write: Write, config: Config
+) -> None:
+    tokenizer = tokenizer_with(OPEN_ENDED)
+    (sample,) = load_samples(config(write({"messages": CHAT[1:]})), tokenizer)
+    assert trained(sample, tokenizer) == TRAINED
+    assert str(tokenizer.decode(sample.token)) == (
+        "<|im_end|>Why is it so?\nIt is.\nReally.<|im_end|>And now?\nNow too, élan.<|im_end|>"
+    )
+
+
+def test_what_follows_the_last_answer_is_left_out(chat: PreTrainedTokenizerFast, write: Write, config: Config) -> None:
+    left, whole = load_samples(config(write({"id": "a", "messages": CHAT[:4]}, {"id": "b", "messages": CHAT[:3]})), chat)
+    assert left.token == whole.token
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (PLAIN, CHAT[:2], "sample bad: the loss mask is all zeros"),
+        (TAGGED, CHAT[:2], "sample bad: the loss mask is all zeros"),
+        (
+            "{% if false %}{% generation %}{% endgeneration %}{% endif %}{{ messages[0]['content'] }}",
+            CHAT[1:],
+            "sample bad: the loss mask is all zeros",
+        ),
+        (
+            "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}",
+            CHAT,
+            "sample bad: the loss mask is all ones",
+        ),
+        (
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}A: {% endif %}",
+            CHAT,
+            "sample bad: the chat template writes the answer otherwise",
+        ),
+        ("{{ raise_exception('roles must alternate') }}", CHAT, "sample bad: .*refuses it: roles must alternate"),
+    ],
+)
+def test_a_chat_that_cannot_be_masked_is_named(
+    tokenizer_with: Tokens, write: Write, config: Config, template: str, messages: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_samples(config(write({"id": "bad", "messages": messages})), tokenizer_with(template))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_day_does_not_change_the_tokens(tokenizer_with: Tokens, write: Write, config: Config) -> None:
+    dated = "{% if date_string is not defined %}{{ raise_exception('today') }}{% endif %}{{ date_string }}"
+    samples = load_samples(config(write({"prompt": "p", "answer": "a"})), tokenizer_with(dated + PLAIN))
+    assert "Jul 2024" in str(tokenizer_with(None).decode(samples[0].token))
+
+
+@pytest.mark.parametrize(
+    "record", [{"messages": CHAT}, {"prompt": "p", "answer": "a"}, {"question": "q", "answer": "a"}]
+)
+def test_chats_without_a_chat_template_are_refused_with_the_remedy(
+    bare: PreTrainedTokenizerFast, write: Write, config: Config, record: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"no chat template; put a chat_template.jinja") as caught:
+        load_samples(config(write(record)), bare)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("record", [{"text": "a tale"}, {"prompt": "a ", "answer": "tale", "text": "a tale"}])
+def test_plain_text_trains_on_every_token_and_ends(
+    bare: PreTrainedTokenizerFast, write: Write, config: Config, record: dict[str, Any]
+) -> None:
+    (sample,) = load_samples(config(write(record)), bare)
+    assert bare.decode(sample.token) == "a tale<|im_end|>"
+    assert sample.mask == [1] * len(sample.token)
+
+
+def test_a_long_text_becomes_several_samples_without_loss(
+    bare: PreTrainedTokenizerFast, write: Write, config: Config
+) -> None:
+    path = write({"id": "a", "text": "abcdefghij"}, {"id": "b", "text": ""})
+    samples = load_samples(config(path, max_tokens=4), bare)
+    assert [(sample.id, bare.decode(sample.token)) for sample in samples] == [
+        ("a", "abcd"),
+        ("a#1", "efgh"),
+        ("a#2", "ij<|im_end|>"),
+    ]
+
+
+def test_a_long_chat_is_cut_and_one_without_answer_dropped_and_counted(
+    chat: PreTrainedTokenizerFast, write: Write, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write({"id": "a", "messages": CHAT}, {"id": "b", "prompt": "p" * 100, "answer": "a"})
+    with caplog.at_level(logging.WARNING):
+        (sample,) = load_samples(config(path, max_tokens=90), chat)
+    assert (sample.id, len(sample.token), trained(sample, chat)) == ("a", 90, TRAINED[:1])
+    assert "dropped 1 chats" in caplog.text
+    with pytest.raises(ValueError, match="raise data.max_tokens"):
+        load_samples(config(path, max_tokens=9), chat)
+
+
+def test_limits_and_the_held_out_end(bare: PreTrainedTokenizerFast, write: Write, config: Config) -> None:
+    path = write(*({"id": str(i), "text": f"number {i}"} for i in range(6)))
+
+    def ids(limit: int | None = None, **changed: Any) -> list[str]:
+        return [sample.id for sample in load_samples(config(path, **changed), bare, limit)]
+
+    assert ids() == list("012345")
+    assert ids(held_out=2) == list("0123")
+    assert ids(held_out=2, limit=3) == list("012")
+    assert ids(2, held_out=2, limit=3) == list("01")
+    assert ids(3, limit=2) == list("01")
+    assert [p.id for p in held_out_prompts(config(path, held_out=2), bare, None)] == list("45")
+    assert [p.id for p in held_out_prompts(config(path, held_out=2), bare, 1)] == ["4"]
+    assert [p.id for p in training_prompts(config(path, held_out=2), bare, None)] == list("0123")
+    with pytest.raises(ValueError, match=r"6 records, data.held_out=6 leaves none"):
+        ids(held_out=6)
+
+
+def test_held_out_prompts_of_their_own_leave_the_data_whole(
+    bare: PreTrainedTokenizerFast, write: Write, config: Config
+) -> None:
+    path = write({"text": "one"}, {"text": "two"})
+    data = config(path, held_out=1, prompts=write({"id": "q", "prompt": "three"}, name="prompts.jsonl"))
+    assert len(load_samples(data, bare)) == 2
+    assert [p.id for p in held_out_prompts(data, bare, None)] == ["q"]
+
+
+@pytest.mark.parametrize("changed", [{"length": 1}, {"max_tokens": 0}, {"limit": 0}, {"held_out": -1}])
+def test_sizes_that_leave_nothing_are_refused(config: Config, changed: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=rf"data\.{next(iter(changed))}"):
+        config("x", **changed)
+
+
+@pytest.mark.parametrize(
+    ("record", "text", "system"),
+    [
+        ({"turns": ["why", "really"], "category": "qa"}, "why", ""),
+        ({"messages": CHAT, "category": "qa"}, "Why is it so?", "Be brief."),
+        ({"prompt": "def f():\n", "answer": "x", "category": "qa"}, "def f():\n", ""),
+    ],
+)
+def test_prompts_are_first_turns(
+    chat: PreTrainedTokenizerFast,
+    bare: PreTrainedTokenizerFast,
+    write: Write,
+    record: dict[str, Any],
+    text: str,
+    system: str,
+) -> None:
+    path = write({"question_id": 9, **record})
+    (prompt,) = load_prompts(path, chat, None)
+    told = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+    assert (prompt.id, prompt.category, prompt.text, prompt.system) == ("9", "qa", text, system)
+    assert chat.decode(prompt.token) == f"{told}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    (prompt,) = load_prompts(path, bare, None)
+    assert bare.decode(prompt.token) == text
+
+
+def test_the_opening_of_a_plain_text_is_its_prompt(chat: PreTrainedTokenizerFast, write: Write) -> None:
+    long, short = load_prompts(write({"text": "abc" * OPENING}, {"text": "abcdef"}), chat, None)
+    assert (long.text, short.text) == (("abc" * OPENING)[:OPENING], "abc")
+
+
+def test_a_prompt_without_a_question_is_named(chat: PreTrainedTokenizerFast, write: Write) -> None:
+    with pytest.raises(ValueError, match="prompt x: the chat has no user message"):
+        load_prompts(write({"id": "x", "messages": CHAT[:1]}), chat, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "categories"),
+    [("spec_bench.jsonl", 480, 13), ("mt_bench.jsonl", 80, 8), ("HumanEval.jsonl.gz", 164, 1), ("sum.jsonl", 80, 1)],
+)
+def test_published_prompts(shared: Path, chat: PreTrainedTokenizerFast, name: str, count: int, categories: int) -> None:
+    prompts = load_prompts(str(shared / "prompts" / name), chat, None)
+    assert len({prompt.id for prompt in prompts}) == count
+    assert len({prompt.category for prompt in prompts}) == categories
+    assert all(str(chat.decode(prompt.token)).endswith("<|im_start|>assistant\n") for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("target", "data", "share"),
+    [
+        ("craftgpt-5m", "sgd_dialogues_dev.jsonl.xz", (0.4, 0.8)),
+        ("craftgpt-5m", "sharegpt_gpt4_256.jsonl", (0.1, 0.95)),
+        ("craftgpt-5m", "sharegpt_qwen3_256.jsonl", (0.1, 0.95)),
+        ("craftgpt-5m", "fastchat_dummy.json", (0.3, 0.9)),
+        ("craftgpt-5m", "synthetic_conversations_1k.jsonl", (0.3, 0.95)),
+        ("craftgpt-5m", "gsm8k_test.jsonl", (0.3, 0.9)),
+        ("stories260K", "tinystories_10k.txt", (1, 1)),
+        ("stories260K", "tinystories_heldout.txt", (1, 1)),
+    ],
+)
+def test_real_data_on_real_targets(
+    shared: Path, config: Config, target: str, data: str, share: tuple[float, float]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "targets" / target)
+    samples = load_samples(config(str(shared / "text" / data)), tokenizer, 40)
+    coverage = sum(sum(sample.mask) for sample in samples) / sum(len(sample.mask) for sample in samples)
+    assert len(samples) == 40
+    assert share[0] <= coverage <= share[1]
+    # The target of both ends its answers, and its stories, with its end token: so does the mask.
+    assert all(sample.token[-1] == tokenizer.eos_token_id and sample.mask[-1] for sample in samples)
+
+
+def test_real_prompts_of_a_plain_target(shared: Path) -> None:
+    folder = shared / "targets" / "pycode-7m"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = load_prompts(str(folder / "held_out_prompts.jsonl"), tokenizer, 20)
+    assert len({prompt.id for prompt in prompts}) == 20
+    assert all(tokenizer.decode(prompt.token) == prompt.text for prompt in prompts)

@@ -1,0 +1,163 @@
+"""Who is measured when, and what the rows make of it."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from data.prompts import Prompt
+from eval import live
+from eval.live import Session, interleave, measure, rows
+from eval.lossless import Divergence, Gate
+from inference.decode import Generation, Settings, autoregress
+from inference.drafters.plain import Plain
+from inference.sample import GREEDY
+from tests import toys
+from tests.eval.stubs import StubTarget, generation
+
+PROMPTS = [Prompt(f"p{i}", [i], "") for i in range(4)]
+SETTINGS = Settings(8, GREEDY, seed=3)
+GREEN = Gate(4, 4, 0, 0)
+RED = Gate(4, 3, 0, 1, Divergence("p2", 5, 1, 2, 3.5))
+
+
+class Ranked(Plain):
+    """A drafter with a rule and a tree to show."""
+
+    name, rule, tree = "ranked", "point mass", "chain-2"
+
+
+def record(seed: int, repeats: int = 3, warmup: int = 0) -> tuple[list[tuple[str, int]], live.Runs]:
+    """Interleave three runners; return the calls in their order, and the runs."""
+    calls: list[tuple[str, int]] = []
+
+    def runner(name: str) -> Callable[[list[int]], Generation]:
+        def run(prompt: list[int]) -> Generation:
+            calls.append((name, prompt[0]))
+            return generation([len(calls), prompt[0]])
+
+        return run
+
+    names = ("plain", "eagle", "medusa")
+    return calls, interleave({name: runner(name) for name in names}, PROMPTS, repeats, warmup, seed)
+
+
+def test_each_prompt_is_measured_by_each_runner_as_often_as_asked() -> None:
+    calls, runs = record(0)
+    assert {call: calls.count(call) for call in calls} == {(n, i): 3 for n in runs for i in range(4)}
+    for name in runs:
+        assert [[run.tokens[1] for run in repeats] for repeats in runs[name]] == [[i] * 3 for i in range(4)]
+
+
+def test_runners_take_turns_on_a_prompt_in_a_changing_order() -> None:
+    calls, _ = record(0)
+    rounds = [calls[i : i + 3] for i in range(0, len(calls), 3)]
+    assert all(len({name for name, _ in turn}) == 3 and len({prompt for _, prompt in turn}) == 1 for turn in rounds)
+    assert len({tuple(name for name, _ in turn) for turn in rounds}) > 2
+
+
+def test_the_order_follows_the_seed() -> None:
+    assert record(1)[0] == record(1)[0] != record(2)[0]
+
+
+@pytest.mark.parametrize(("warmup", "prompts"), [(2, [3, 2]), (6, [3, 2, 1, 0, 3, 2])])
+def test_the_warm_up_comes_first_and_does_not_count(warmup: int, prompts: list[int]) -> None:
+    calls, runs = record(0, repeats=1, warmup=warmup)
+    first, counted = calls[: 3 * warmup], calls[3 * warmup :]
+    assert first == [(name, prompt) for prompt in prompts for name in ("plain", "eagle", "medusa")]
+    assert len(counted) == 3 * len(PROMPTS)
+    kept = sorted(run.tokens[0] for each in runs.values() for repeats in each for run in repeats)
+    assert kept == list(range(3 * warmup + 1, len(calls) + 1))
+
+
+def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        live, "autoregress", lambda target, prompt, settings: seen.append(("plain", settings)) or generation(2)
+    )
+    monkeypatch.setattr(
+        live,
+        "speculate",
+        lambda target, drafter, prompt, settings: seen.append((drafter.name, settings)) or generation(3),
+    )
+    monkeypatch.setattr(
+        live, "hf_generate", lambda target, prompt, max_new_tokens: seen.append(("hf", max_new_tokens)) or generation(4)
+    )
+    target, drafters = StubTarget(), {"eagle": Ranked(torch.device("cpu"))}
+    runs = measure(target, drafters, PROMPTS, SETTINGS, repeats=2, warmup=1, hf=True)
+    assert {name: len(each[0][0].tokens) for name, each in runs.items()} == {"plain": 2, "eagle": 3, "hf": 4}
+    assert all(len(repeats) == 2 for each in runs.values() for repeats in each)
+    assert {(name, settings) for name, settings in seen} == {("plain", SETTINGS), ("ranked", SETTINGS), ("hf", 8)}
+    assert set(measure(target, drafters, PROMPTS, SETTINGS, repeats=1, warmup=0, hf=False)) == {"plain", "eagle"}
+
+
+def test_hf_generate_emits_plain_decodings_tokens() -> None:
+    target, prompt = toys.target(), toys.prompt(0)
+    plain = autoregress(target, prompt, Settings(24, GREEDY))
+    hf = live.hf_generate(target, prompt, 24)
+    assert toys.lively(hf.tokens)
+    assert hf.tokens == plain.tokens
+    assert (hf.finish, hf.steps) == ("length", [])
+    assert hf.decode_s > 0
+
+
+def test_hf_generate_stays_within_the_context() -> None:
+    target = toys.target()
+    prompt = toys.prompt(0, target.context - 4)
+    assert len(live.hf_generate(target, prompt, 24).tokens) == 4
+
+
+def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
+    monkeypatch.setattr(live, "_timed_generate", lambda target, prompt, count: ([7] * count, seconds[count]))
+    target = StubTarget(eos=frozenset({1}))
+    run = live.hf_generate(target, [0], 9)
+    assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)
+    assert live.hf_generate_seconds(target, [0], 9) == 3.0
+
+
+def session_rows(gate: Gate, temperature: float = 0.0, hf: bool = True) -> dict[str, dict[str, Any]]:
+    """Return rows by drafter: it is twice as fast as plain decoding and four times as fast as HF."""
+    runs = {
+        "plain": [[generation(7, [(0, 0)] * 6, time) for time in (9.0, 2.0, 1.0)] for _ in PROMPTS],
+        "eagle": [[generation(7, [(2, 1)] * 3, time) for time in (0.5, 1.0, 8.0)] for _ in PROMPTS],
+    }
+    if hf:
+        runs["hf"] = [[generation(7, seconds=4.0)] * 3 for _ in PROMPTS]
+    session = Session("tiny", temperature, 1, 123, 0)
+    made = rows(runs, {"eagle": Ranked(torch.device("cpu"))}, {"eagle": gate}, session)
+    return {row.drafter: asdict(row) for row in made}
+
+
+def test_rows_hold_the_numbers_and_what_they_were_measured_under() -> None:
+    found = session_rows(GREEN)
+    plain, eagle = found["plain"], found["eagle"]
+    assert list(found) == ["plain", "eagle"]
+    assert (plain["tau"], plain["speedup"], plain["speedup_hf"], plain["draft_tokens"]) == (1, 1, 2, 0)
+    assert (eagle["tau"], eagle["speedup"], eagle["speedup_hf"], eagle["draft_tokens"]) == (2, 2, 4, 24)
+    assert (eagle["tokens"], eagle["steps"], eagle["tokens_per_second"]) == (24, 12, 6)
+    assert eagle["tau_ci"] == eagle["speedup_ci"] == (2, 2)
+    assert (eagle["rule"], eagle["tree"], plain["tree"]) == ("point mass", "chain-2", "root")
+    assert (eagle["workload"], eagle["temperature"], eagle["batch_size"], eagle["memory_bytes"]) == ("tiny", 0, 1, 123)
+    assert eagle["lossless"] == {"checked": 4, "identical": 4, "near_tie": 0, "failed": 0}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("gate", [RED, Gate(0, 0, 0, 0)])
+def test_without_a_green_gate_there_is_no_speedup_at_any_temperature(gate: Gate, temperature: float) -> None:
+    found = session_rows(gate, temperature)
+    assert {found["eagle"][key] for key in ("speedup", "speedup_ci", "speedup_hf")} == {None}
+    assert found["eagle"]["tau"] == 2
+    assert found["plain"]["speedup"] == 1
+
+
+def test_sampled_rows_were_not_compared_token_by_token() -> None:
+    eagle = session_rows(GREEN, temperature=0.7)["eagle"]
+    assert eagle["lossless"]["checked"] == 0
+    assert eagle["speedup"] == 2
+
+
+def test_what_was_not_measured_is_none() -> None:
+    assert session_rows(GREEN, hf=False)["eagle"]["speedup_hf"] is None

@@ -1,0 +1,85 @@
+"""The gate tells rounding from defects."""
+
+import pytest
+import torch
+
+from eval.lossless import UNCHECKED, Gate, gate
+from tests.eval.stubs import generation
+
+PLAIN = generation([5, 6, 7, 8], gaps=[2.0, 3.0, 1e-6, 4.0])
+
+
+def verdict(tokens: list[int], gaps: tuple[float, ...] = (), dtype: torch.dtype = torch.float32) -> Gate:
+    return gate([PLAIN], [generation(tokens, gaps=gaps)], ["p"], dtype)
+
+
+def test_identical() -> None:
+    assert verdict([5, 6, 7, 8]) == Gate(1, 1, 0, 0)
+    assert verdict([5, 6, 7, 8]).passed
+
+
+@pytest.mark.parametrize("gaps", [(), (2.0, 3.0, 1e-6, 9.0)])
+def test_a_near_tie_passes_whatever_follows_it(gaps: tuple[float, ...]) -> None:
+    found = verdict([5, 6, 9, 1], gaps)
+    assert (found.near_tie, found.failed, found.passed) == (1, 0, True)
+
+
+def test_a_clear_winner_that_lost_fails_and_is_named() -> None:
+    found = verdict([5, 9, 7, 8])
+    assert (found.failed, found.passed) == (1, False)
+    assert found.first is not None
+    assert (found.first.prompt, found.first.position, found.first.plain, found.first.drafted) == ("p", 1, 6, 9)
+    assert found.first.gap == 3.0
+    assert str(found.first) == "prompt p, position 1: token 9 instead of token 6 (top-2 logit gap 3)"
+
+
+def test_a_tie_must_be_one_in_both_runs() -> None:
+    assert verdict([5, 6, 9, 1], gaps=(2.0, 3.0, 5.0, 1.0)).failed == 1
+
+
+def test_only_the_first_divergence_can_be_excused() -> None:
+    assert verdict([5, 9, 9, 8]).failed == 1
+
+
+@pytest.mark.parametrize("tokens", [[5, 6], [5, 6, 7, 8, 9], []])
+def test_another_length_is_never_a_tie(tokens: list[int]) -> None:
+    ties = generation([5, 6, 7, 8], gaps=[0.0] * 4)
+    found = gate([ties], [generation(tokens, gaps=[0.0] * len(tokens))], ["p"], torch.bfloat16)
+    assert found.failed == 1
+    assert "the end" in str(found.first)
+
+
+def test_a_gap_that_was_not_recorded_excuses_nothing() -> None:
+    plain = generation([5, 6])
+    found = gate([plain], [generation([5, 7])], ["p"], torch.bfloat16)
+    assert found.failed == 1
+    assert "unknown" in str(found.first)
+
+
+def test_a_gap_that_is_no_number_excuses_nothing() -> None:
+    plain = generation([5, 6], gaps=[1.0, float("nan")])
+    assert gate([plain], [generation([5, 7])], ["p"], torch.bfloat16).failed == 1
+
+
+def test_coarse_numbers_are_given_more_room() -> None:
+    plain, drafted = generation([5], gaps=[0.1]), generation([6], gaps=[0.1])
+    assert gate([plain], [drafted], ["p"], torch.bfloat16).near_tie == 1
+    assert gate([plain], [drafted], ["p"], torch.float16).failed == 1
+    assert gate([plain], [drafted], ["p"], torch.float32).failed == 1
+
+
+def test_every_prompt_has_one_verdict_and_the_first_failure_is_kept() -> None:
+    runs = [generation(tokens) for tokens in ([5, 6, 7, 8], [5, 6, 9, 8], [1, 6, 7, 8], [5, 1, 7, 8])]
+    found = gate([PLAIN] * 4, runs, ["a", "b", "c", "d"], torch.float32)
+    assert found.counts() == {"checked": 4, "identical": 1, "near_tie": 1, "failed": 2}
+    assert found.first is not None
+    assert found.first.prompt == "c"
+
+
+def test_nothing_checked_is_not_passed() -> None:
+    assert not UNCHECKED.passed
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="gate_dtype"):
+        verdict([5], dtype=torch.float8_e5m2)

@@ -1,0 +1,99 @@
+"""Formulas on runs whose answers were worked out by hand, and intervals that cover what they should."""
+
+import pytest
+import torch
+
+from eval import metrics
+from tests.eval.stubs import generation
+
+# 1 + (3 + 1) + (0 + 1) + (1 + 1) = 8 tokens in 3 steps, and 1 + (2 + 1) = 4 tokens in 1 step.
+LONG = generation(8, [(4, 3), (4, 0), (4, 1)], seconds=2.0)
+SHORT = generation(4, [(4, 2)], seconds=0.5)
+
+
+def test_acceptance_by_hand() -> None:
+    found = metrics.acceptance([LONG, SHORT])
+    assert (found.steps, found.tokens, found.draft_tokens) == (4, 10, 16)
+    assert found.tau == 10 / 4
+    assert found.tau_request_mean == pytest.approx((7 / 3 + 3 / 1) / 2)
+    assert found.accepted_by_depth == [3 / 4, 2 / 4, 1 / 4]
+    assert found.conditional_by_depth == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+    assert found.accepted_per_draft_token == 6 / 16
+
+
+def test_tau_is_one_plus_the_sum_over_depths_where_nothing_is_cut_off() -> None:
+    found = metrics.acceptance([LONG, SHORT])
+    assert found.tau == pytest.approx(1 + sum(found.accepted_by_depth))
+
+
+def test_tokens_cut_off_at_a_stop_are_not_counted() -> None:
+    cut = generation(3, [(4, 3)])  # four would have been committed, the second ended the answer
+    assert metrics.acceptance([cut]).tau == 2
+
+
+def test_plain_decoding_has_tau_one() -> None:
+    found = metrics.acceptance([generation(5, [(0, 0)] * 4)])
+    assert (found.tau, found.accepted_by_depth, found.conditional_by_depth) == (1, [], [])
+    assert found.accepted_per_draft_token is None
+
+
+def test_speed_is_a_ratio_of_sums_without_the_prefill() -> None:
+    assert metrics.tokens_per_second([LONG, SHORT]) == 10 / 2.5
+    plain = [generation(8, seconds=7.0), generation(4, seconds=1.0)]
+    assert metrics.speedup([LONG, SHORT], plain) == pytest.approx((10 / 2.5) / (10 / 8))
+
+
+def test_seconds_are_those_of_the_steps() -> None:
+    assert metrics.seconds([LONG, SHORT]) == pytest.approx({"draft": 0.625, "verify": 1.25, "other": 0.625})
+
+
+def test_nothing_decoded_is_none_and_not_a_division_by_zero() -> None:
+    ended = [generation(1, seconds=0.0), generation(1, seconds=0.0)]
+    found = metrics.acceptance(ended)
+    assert (found.steps, found.tau, found.tau_request_mean) == (0, None, None)
+    assert metrics.tokens_per_second(ended) is None
+    assert metrics.speedup(ended, ended) is None
+    assert metrics.tau_interval(ended, 0) is None
+    assert metrics.speedup_interval(ended, ended, 0) is None
+
+
+def test_a_prompt_that_ended_at_once_leaves_the_request_mean_alone() -> None:
+    assert metrics.acceptance([SHORT, generation(1, seconds=0.0)]).tau_request_mean == 3
+
+
+@pytest.mark.parametrize(("times", "middle"), [([3.0, 1.0, 2.0], 2.0), ([5.0], 5.0), ([4.0, 1.0, 2.0, 9.0], 2.0)])
+def test_the_median_repeat(times: list[float], middle: float) -> None:
+    assert metrics.median_run([generation(2, seconds=time) for time in times]).decode_s == middle
+
+
+def test_the_interval_is_seeded_and_holds_the_estimate() -> None:
+    runs = [generation(1 + tau * 4, [(4, tau - 1)] * 4) for tau in (1, 2, 3, 4, 5)]
+    interval = metrics.tau_interval(runs, 7)
+    assert interval is not None
+    assert interval == metrics.tau_interval(runs, 7) != metrics.tau_interval(runs, 8)
+    assert interval[0] < 3 < interval[1]
+
+
+def test_one_request_has_no_interval() -> None:
+    assert metrics.tau_interval([LONG], 0) is None
+
+
+def test_pairing_cancels_what_slows_a_request_for_both() -> None:
+    times = [0.1, 3.0, 0.7, 20.0, 1.3]
+    fast = [generation(11, seconds=time / 2) for time in times]
+    slow = [generation(11, seconds=time) for time in times]
+    assert metrics.speedup_interval(fast, slow, 0) == pytest.approx((2.0, 2.0))
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    # Whole requests are easy or hard, so an interval that resampled the steps would be far too narrow.
+    generator = torch.Generator().manual_seed(0)
+    requests, trials, truth, hits = 60, 200, 3.0, 0
+    for trial in range(trials):
+        tau = 1 + 4 * torch.rand(requests, 1, generator=generator, dtype=torch.float64)
+        steps = torch.full_like(tau, 10)
+        interval = metrics.bootstrap(torch.cat([tau * steps, steps], 1), lambda s: s[:, 0] / s[:, 1], trial)
+        assert interval is not None
+        hits += interval[0] <= truth <= interval[1]
+    spread = 4 * (metrics.LEVEL * (1 - metrics.LEVEL) / trials) ** 0.5  # four standard errors of the count
+    assert abs(hits / trials - metrics.LEVEL) < spread

@@ -1,0 +1,148 @@
+"""The report's contract, and that a red gate silences every speedup."""
+
+import io
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from eval.lossless import UNCHECKED, Divergence, Gate
+from eval.machine import device_facts, provenance
+from eval.report import Report, Row, markdown, table, write_atomic
+from inference.target import default_device
+
+import torch
+
+ROW = Row(
+    drafter="eagle",
+    rule="point mass",
+    tree="chain-2",
+    workload="tiny",
+    temperature=0.0,
+    batch_size=1,
+    steps=12,
+    tokens=24,
+    tau=2.03,
+    tau_ci=(1.81, 2.24),
+    tau_request_mean=2.1,
+    accepted_by_depth=[0.75, 0.28],
+    conditional_by_depth=[0.75, 0.37],
+    draft_tokens=24,
+    accepted_per_draft_token=0.5,
+    tokens_per_second=123.4,
+    speedup=1.77,
+    speedup_ci=(1.61, 1.93),
+    speedup_hf=2.46,
+    seconds={"draft": 0.12, "verify": 0.24, "other": 0.012},
+    memory_bytes=2**20,
+    lossless={"checked": 8, "identical": 7, "near_tie": 1, "failed": 0},
+)
+GREEN = Gate(8, 7, 1, 0)
+RED = Gate(8, 7, 0, 1, Divergence("p2", 5, 11, 12, 3.5))
+SILENT = replace(ROW, speedup=None, speedup_ci=None, speedup_hf=None, lossless=RED.counts())
+SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
+
+
+def report(row: Row = ROW, gate: Gate = GREEN) -> Report:
+    return Report({"name": "tiny"}, {"name": "a CPU", "dtype": "float32"}, {"prompts": 8}, {"eagle": gate}, [row])
+
+
+def shown(made: Report) -> str:
+    """Return everything that a person reads."""
+    text = io.StringIO()
+    Console(file=text, width=200).print(table(made))
+    return text.getvalue() + markdown(made)
+
+
+def test_json_has_the_contracts_keys() -> None:
+    told = json.loads(json.dumps(report().as_dict(), allow_nan=False))
+    assert list(told) == ["schema", "target", "device", "settings", "rows"]
+    assert told["schema"] == 1
+    assert list(told["rows"][0]) == (
+        "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
+        "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
+        "seconds memory_bytes lossless"
+    ).split()
+    assert list(told["rows"][0]["seconds"]) == ["draft", "verify", "other"]
+    assert list(told["rows"][0]["lossless"]) == ["checked", "identical", "near_tie", "failed"]
+    assert told["rows"][0]["tau_ci"] == [1.81, 2.24]
+    assert told["settings"]["gate"]["eagle"] == {**GREEN.counts(), "first": None}
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    odd = replace(ROW, tau=math.nan, tau_ci=(math.nan, math.inf), tokens_per_second=math.inf, speedup=None)
+    report(odd).write(tmp_path)
+    text = (tmp_path / "report.json").read_text(encoding="utf-8")
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    row = json.loads(text)["rows"][0]
+    assert (row["tau"], row["tau_ci"], row["tokens_per_second"]) == (None, [None, None], None)
+    assert "nan" not in (tmp_path / "report.md").read_text(encoding="utf-8").split("## How")[0]
+
+
+def test_a_green_report_shows_the_numbers() -> None:
+    text = shown(report())
+    assert all(number in text for number in (*SPEEDUPS, "2.03", "123.4", "0.75 0.28", "7/8, 1 near tie"))
+    assert "| 10.00 | 20.00 | 1.00 | 2.0 | 0.50 |" in text  # draft, verify, other in ms a step, drafted a step
+    assert report().passed
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("gate", "reason"), [(RED, "prompt p2, position 5: token 12"), (UNCHECKED, "no prompt was")])
+def test_a_red_gate_shows_no_speedup_and_says_why(gate: Gate, reason: str, temperature: float) -> None:
+    made = report(replace(SILENT, temperature=temperature, lossless=UNCHECKED.counts()), gate)
+    assert not made.passed
+    assert not any(number in shown(made) for number in SPEEDUPS)
+    assert "withheld" in shown(made)
+    assert reason in shown(made)
+    assert reason.split()[-1] in made.failures()[0]
+    row = made.as_dict()["rows"][0]
+    assert (row["speedup"], row["speedup_ci"], row["speedup_hf"]) == (None, None, None)
+
+
+def test_the_first_failure_is_in_the_json() -> None:
+    told = report(SILENT, RED).as_dict()
+    assert told["rows"][0]["lossless"]["failed"] == 1
+    assert told["settings"]["gate"]["eagle"]["first"] == {
+        "prompt": "p2", "position": 5, "plain": 11, "drafted": 12, "gap": 3.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", [{"speedup": 1.77}, {"speedup_ci": (1.6, 1.9)}, {"speedup_hf": 2.46}])
+def test_a_speedup_beside_a_red_gate_cannot_be_built(kept: dict[str, object]) -> None:
+    with pytest.raises(AssertionError, match="red gate"):
+        report(replace(SILENT, **kept), RED)
+    with pytest.raises(AssertionError, match="red gate"):
+        report(replace(SILENT, lossless=UNCHECKED.counts(), **kept), RED)
+
+
+def test_sampling_is_explained_where_there_was_some() -> None:
+    assert "exact enumeration" not in markdown(report())
+    sampled = replace(ROW, temperature=1.0, lossless=UNCHECKED.counts())
+    assert "exact enumeration" in markdown(report(sampled))
+
+
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "report.json"
+    write_atomic(file, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="space"):
+        write_atomic(file, "new")
+    assert file.read_text(encoding="utf-8") == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_machine_and_the_code_are_named() -> None:
+    facts = device_facts(torch.device(default_device()), torch.float32)
+    assert facts["dtype"] == "float32"
+    assert all(facts[key] for key in ("name", "cores", "threads", "platform", "torch", "transformers"))
+    assert set(provenance()) == {"revision", "dirty", "command", "date"}
+    json.dumps(provenance())

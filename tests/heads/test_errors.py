@@ -1,0 +1,35 @@
+"""user_errors(): one line and status 2 for users, a traceback when debugging or for a programmer's error."""
+
+import pytest
+
+from heads.errors import user_errors
+
+
+@pytest.mark.parametrize("error", [ValueError("a\n  b"), FileNotFoundError("a b"), OSError("a b")])
+def test_one_line_and_status(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADSTART_DEBUG", raising=False)
+    with pytest.raises(SystemExit) as caught, user_errors():
+        raise error
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: a b\n"
+
+
+def test_decorates() -> None:
+    @user_errors()
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert double(3) == 6
+
+
+def test_debug_keeps_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_DEBUG", "1")
+    with pytest.raises(ValueError, match="why"), user_errors():
+        raise ValueError("why")
+
+
+def test_programmer_errors_pass() -> None:
+    with pytest.raises(AssertionError), user_errors():
+        raise AssertionError

@@ -1,0 +1,108 @@
+"""Test 3 of the design: `unroll` is `extend` and `expand` done for all rows at once; and Block is the HF layer."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from heads import HEADS, rows
+from heads.base import DraftHead, Features, LayerShape
+from heads.layers import Block, masked_attention
+from tests import toys
+
+
+def features(length: int = 14) -> Features:
+    """Return two packed rows of a toy target in fp64: two documents in the first, padding in the second."""
+    target = toys.target("llama", torch.float64)
+    document = torch.zeros(2, length, dtype=torch.long)
+    document[0, 6:] = 1
+    document[1, -3:] = -1
+    token = torch.tensor([toys.prompt(1, length), toys.prompt(2, length)])
+    return target.features(token, document)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_unroll_equals_literal_drafting(name: str) -> None:
+    head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
+    depths, packed, compared = 4, features(), 0
+    drafts = head.unroll(packed, depths)
+    assert len(drafts) == depths
+    for b in range(2):
+        for number in packed.document[b].unique().tolist():
+            where = (packed.document[b] == number).nonzero()[:, 0]
+            alone = Features(*(part[b : b + 1, where] for part in packed))
+            following = rows.next_token(alone.token)[0]
+            for t in range(len(where) - 1):
+                upto = Features(*(part[:, : t + 1] for part in alone))
+                state, level = head.extend(None, upto, following[: t + 1])
+                for depth in range(1, min(depths, len(where) - 1 - t) + 1):
+                    found = drafts[depth - 1].logits[b, where[t]]
+                    torch.testing.assert_close(found, level.logits[0], rtol=1e-9, atol=1e-9)
+                    compared += 1
+                    if t + 1 + depth < len(where) and depth < depths:
+                        token = alone.token[0, t + 1 + depth][None]
+                        mask = torch.ones(1, depth, dtype=torch.bool)
+                        level = head.expand(state, level, token, torch.zeros(1, dtype=torch.long), mask)
+    assert compared > 60
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_extending_piece_by_piece_equals_at_once(name: str) -> None:
+    head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
+    packed = Features(*(part[:1, :6] for part in features()))
+    following = rows.next_token(packed.token)[0]
+    _, whole = head.extend(None, packed, following)
+    state, level = None, None
+    for start, end in ((0, 3), (3, 4), (4, 6)):
+        piece = Features(*(part[:, start:end] for part in packed))
+        state, level = head.extend(state, piece, following[start:end])
+    assert level is not None
+    torch.testing.assert_close(level.logits, whole.logits, rtol=1e-9, atol=1e-9)
+
+
+def test_tree_nodes_see_their_ancestors_alone() -> None:
+    """A node's law in a tree equals its law in the chain of its path."""
+    head: DraftHead = toys.head("eagle", toys.target("llama", torch.float64))
+    packed = Features(*(part[:1, :6] for part in features()))
+    state, root = head.extend(None, packed, rows.next_token(packed.token)[0])
+    eye = torch.eye(2, dtype=torch.bool)
+    first = head.expand(state, root, torch.tensor([3, 5]), torch.tensor([0, 0]), eye)
+    both = head.expand(
+        state, first, torch.tensor([7, 8]), torch.tensor([1, 0]), torch.cat([eye[torch.tensor([1, 0])], eye], 1)
+    )
+    one = torch.ones(1, 1, dtype=torch.bool)
+    zero = torch.zeros(1, dtype=torch.long)
+    chain = head.expand(state, root, torch.tensor([5]), zero, one)
+    chain = head.expand(state, chain, torch.tensor([7]), zero, torch.ones(1, 2, dtype=torch.bool))
+    torch.testing.assert_close(both.logits[0], chain.logits[0], rtol=1e-9, atol=1e-9)
+
+
+def test_block_is_the_llama_layer() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        attn_implementation="eager", rope_theta=500.0, num_hidden_layers=1,
+    )  # fmt: skip
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+    torch.manual_seed(0)
+    theirs = LlamaDecoderLayer(config, 0).double()
+    ours = Block(32, LayerShape(4, 2, 8, 48), theta=500.0, eps=config.rms_norm_eps, input_norm=True).double()
+    ours.load_state_dict(theirs.state_dict())
+    x, position = torch.randn(2, 9, 32, dtype=torch.float64), torch.arange(9).expand(2, 9)
+    seen = torch.ones(2, 9, 9, dtype=torch.bool).tril()
+    found = ours(x, position, lambda q, k, v: masked_attention(q, k, v, seen))
+    additive = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~seen[:, None], -1e300)
+    rotary = LlamaRotaryEmbedding(config)(x, position)
+    expected = theirs(x, attention_mask=additive, position_ids=position, position_embeddings=rotary)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_medusa_starts_as_the_targets_own_next_token() -> None:
+    """Zero-initialised blocks add SiLU(b) alone; with b = 0 every head's law is the target's."""
+    target = toys.target()
+    head = HEADS["medusa"](HEADS["medusa"].Config(name="medusa", heads=2, layers=1, lm_head="shared"), target.ends)
+    for block in head.blocks:
+        torch.nn.init.zeros_(block[0].linear.bias)
+    last = torch.randn(3, 32)
+    torch.testing.assert_close(head.score(last, 2), target.ends.logits(last))
+    assert sum(p.numel() for p in head.parameters()) == 2 * (32 * 32 + 32)

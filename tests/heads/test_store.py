@@ -1,0 +1,324 @@
+"""A head on disk: the round trip, the refusals, and what a crash, a full disk or a damaged file leaves behind."""
+
+import json
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from heads import HEADS, store
+from heads.base import LayerShape
+from heads.store import TargetSpec, load_head, read_config, read_tensors, save_head
+
+TREE = {"kind": "chain", "depth": 2, "paths": [[0], [0, 0]]}
+SPEC = TargetSpec("someone/target", 11, 4, 3, "f00d")
+
+
+class TinyEnds:
+    """The least that a head may ask of its target."""
+
+    hidden_size = 4
+    vocab_size = 11
+    layer = LayerShape(2, 1, 2, 8)
+
+    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+        return torch.zeros(*token.shape, 4)
+
+    def logits(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
+        return torch.zeros(*hidden.shape[:-1], 11)
+
+    def head_weight(self) -> Float[Tensor, "V D"]:
+        return torch.zeros(11, 4)
+
+
+class Stub(nn.Module):
+    """A head of three tensors, one of them a buffer."""
+
+    @dataclass(frozen=True)
+    class Config:
+        width: int
+        rate: float | None
+        layers: list[int]
+
+    def __init__(self, config: Config, ends: Any) -> None:
+        super().__init__()
+        self.config, self._ends = config, (ends,)
+        self.linear = nn.Linear(ends.hidden_size, config.width)
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HEADS, "stub", Stub)
+
+
+def head(seed: int = 0, width: int = 5) -> Stub:
+    torch.manual_seed(seed)
+    made = Stub(Stub.Config(width, None, [1, 2]), TinyEnds())
+    made.count += seed + 7
+    return made
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    folder = tmp_path / "run" / "head"
+    save_head(folder, head(), SPEC, TREE)
+    return folder
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(
+        ours[k].dtype == theirs[k].dtype and torch.equal(ours[k], theirs[k]) for k in ours
+    )
+
+
+def refusal(folder: Path, spec: TargetSpec = SPEC) -> str:
+    with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
+        load_head(folder, TinyEnds(), spec)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_round_trip_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    original = head().to(dtype)
+    save_head(tmp_path / "h", original, SPEC, TREE)
+    loaded = load_head(tmp_path / "h", TinyEnds(), SPEC)
+    assert same(original, loaded)
+    assert loaded.linear.weight.dtype == dtype
+    assert loaded.config == original.config
+    assert all(p.requires_grad for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_real_heads_round_trip_and_hold_nothing_of_the_target(tmp_path: Path, name: str) -> None:
+    configs: dict[str, dict[str, Any]] = {
+        "eagle": {"layers": 1, "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
+                  "rope_theta": 1e4, "bias": True, "norm_eps": 1e-5},
+        "medusa": {"heads": 2, "layers": 1, "lm_head": "shared"},
+    }  # fmt: skip
+    kind: Any = HEADS[name]
+    original = kind(kind.Config(name=name, **configs[name]), TinyEnds())
+    save_head(tmp_path / "h", original, SPEC, TREE)
+    assert same(original, load_head(tmp_path / "h", TinyEnds(), SPEC))
+    assert all(11 not in tensor.shape for tensor in read_tensors(tmp_path / "h").values())
+
+
+def test_config_is_exactly_this(saved: Path) -> None:
+    assert read_config(saved) == {
+        "format": 1,
+        "head": {"name": "stub", "width": 5, "rate": None, "layers": [1, 2]},
+        "target": asdict(SPEC),
+        "tree": TREE,
+    }
+    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in saved.parent.iterdir()] == ["head"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 12}, ["vocabulary is 11", "is 12"]),
+        ({"hidden_size": 8}, ["width is 4", "is 8"]),
+        ({"num_layers": 9}, ["number of layers is 3", "is 9"]),
+        ({"fingerprint": "beef"}, ["fingerprint of the weights is f00d", "is beef"]),
+    ],
+)
+def test_another_targets_head_is_refused_by_name(saved: Path, change: dict[str, Any], words: list[str]) -> None:
+    message = refusal(saved, replace(SPEC, **change))
+    assert all(word in message for word in [*words, "someone/target"]), message
+
+
+def test_the_targets_name_is_not_compared(saved: Path) -> None:
+    assert same(head(), load_head(saved, TinyEnds(), replace(SPEC, name="/elsewhere")))
+
+
+def edited(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    content = json.loads((folder / "config.json").read_text())
+    edit(content)
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda c: c["head"].update(name="hydra"), ["'hydra'", "eagle", "medusa"]),
+        (lambda c: c["head"].update(wdth=3), ["head.wdth", "width, rate, layers"]),
+        (lambda c: c["head"].update(width="wide"), ["head.width", "'wide'"]),
+        (lambda c: c["head"].pop("rate"), ["head.rate is missing"]),
+        (lambda c: c["head"].update(width="${oc.env:HOME}"), ["head.width", "interpolation"]),
+        (lambda c: c["target"].pop("fingerprint"), ["target.fingerprint is missing"]),
+        (lambda c: c.update(extra=1), ["format, head, target and tree"]),
+        (lambda c: c.pop("tree"), ["format, head, target and tree"]),
+        (lambda c: c.update(head=3), ["head.name is None"]),
+        (lambda c: c.update(format=2), ["format 2", "update"]),
+        (lambda c: c["head"].update(width=6), ["linear.bias is (5,)", "(6,)"]),
+    ],
+)
+def test_a_wrong_config_is_refused(saved: Path, edit: Callable[[dict[str, Any]], Any], words: list[str]) -> None:
+    message = refusal(edited(saved, edit))
+    assert all(word in message for word in words), message
+
+
+def test_no_head_is_refused(saved: Path, tmp_path: Path) -> None:
+    assert "no such folder" in refusal(tmp_path / "nowhere")
+    assert "not a head's folder" in refusal(tmp_path)
+    (saved / "config.json").write_text('{"format": 1, "he')
+    assert "damaged" in refusal(saved)
+    (saved / "config.json").write_bytes(b"\xff\xfe\x00")
+    assert "damaged" in refusal(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"linear.bias": None}, ["missing ['linear.bias']"]),
+        ({"odd": torch.zeros(1)}, ["unknown ['odd']"]),
+        ({"linear.bias": torch.zeros(3)}, ["linear.bias", "(3,)", "(5,)"]),
+        ({"linear.bias": torch.zeros(5, dtype=torch.int32)}, ["linear.bias", "int32"]),
+        ({"linear.bias": torch.full((5,), float("nan"))}, ["linear.bias", "not finite"]),
+        ({"linear.bias": torch.full((5,), float("inf"))}, ["linear.bias", "not finite"]),
+    ],
+)
+def test_wrong_tensors_are_refused(saved: Path, change: dict[str, Tensor | None], words: list[str]) -> None:
+    tensors = load_file(saved / "model.safetensors") | change
+    save_file({k: v for k, v in tensors.items() if v is not None}, saved / "model.safetensors")
+    message = refusal(saved)
+    assert all(word in message for word in words), message
+
+
+def test_truncation_is_refused(saved: Path) -> None:
+    path = saved / "model.safetensors"
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 11), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        assert "truncated" in refusal(saved), length
+    path.unlink()
+    assert "missing" in refusal(saved)
+
+
+def test_a_flipped_bit_in_the_header_never_loads_other_weights(saved: Path) -> None:
+    path = saved / "model.safetensors"
+    whole = path.read_bytes()
+    refused, end = 0, 8 + int.from_bytes(whole[:8], "little")
+    for position in range(0, end, 3):
+        for bit in (0, 2, 5):
+            flipped = bytearray(whole)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            try:
+                loaded = load_head(saved, TinyEnds(), SPEC)
+            except ValueError:
+                refused += 1
+            else:
+                assert same(head(), loaded), (position, bit)
+    assert refused > end // 2
+
+
+def test_saving_again_replaces(saved: Path) -> None:
+    save_head(saved, head(1), SPEC, TREE)
+    assert same(head(1), load_head(saved, TinyEnds(), SPEC))
+    assert [path.name for path in saved.parent.iterdir()] == ["head"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(saved: Path) -> None:
+    broken = head(1)
+    broken.linear.bias.data[0] = float("nan")
+    with pytest.raises(ValueError, match="bias holds values that are not finite"):
+        save_head(saved, broken, SPEC, TREE)
+    assert same(head(), load_head(saved, TinyEnds(), SPEC))
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Let the system refuse to write a file beyond 4 kB, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_the_system_refuses_leaves_the_last_head(saved: Path, small_files: None) -> None:
+    with pytest.raises(OSError, match="could not be saved") as caught:
+        save_head(saved, head(1, width=4000), SPEC, TREE)
+    assert "\n" not in str(caught.value)
+    assert same(head(), load_head(saved, TinyEnds(), SPEC))
+    assert [path.name for path in saved.parent.iterdir()] == ["head"]
+
+
+def test_no_space_amid_writing_leaves_the_last_head(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors, path, metadata)
+        os.truncate(path, path.stat().st_size // 2)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "save_file", half)
+    with pytest.raises(OSError, match="No space left on device"):
+        save_head(saved, head(1), SPEC, TREE)
+    assert same(head(), load_head(saved, TinyEnds(), SPEC))
+    with pytest.raises(OSError, match="No space left on device"):
+        save_head(saved.parent / "first", head(1), SPEC, TREE)
+    assert [path.name for path in saved.parent.iterdir()] == ["head"]
+
+
+class PowerCutError(BaseException):
+    """Nothing that any handler in the code under test would catch."""
+
+
+@pytest.mark.parametrize("point", range(6))
+def test_a_crash_at_any_point_leaves_a_whole_head(saved: Path, monkeypatch: pytest.MonkeyPatch, point: int) -> None:
+    calls = 0
+
+    def cut(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > point:
+                raise PowerCutError
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((store, "save_file"), (os, "replace"), (os, "fsync")):
+            patch.setattr(owner, name, cut(getattr(owner, name)))
+        with pytest.raises(PowerCutError):
+            save_head(saved, head(1), SPEC, TREE)
+    loaded = load_head(saved, TinyEnds(), SPEC)
+    assert same(loaded, head(0)) or same(loaded, head(1))
+    save_head(saved, head(2), SPEC, TREE)
+    assert same(head(2), load_head(saved, TinyEnds(), SPEC))
+    assert [path.name for path in saved.parent.iterdir()] == ["head"]
+
+
+def test_a_swap_that_fails_puts_the_old_head_back(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.replace
+
+    def refuse(source: Path, goal: Path) -> None:
+        if Path(source).name.endswith(".new"):
+            raise OSError(30, "Read-only file system")
+        real(source, goal)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="Read-only"):
+        save_head(saved, head(1), SPEC, TREE)
+    assert [path.name for path in saved.parent.iterdir()] == ["head"]
+    assert same(head(), load_head(saved, TinyEnds(), SPEC))
+
+
+def test_a_head_that_was_set_aside_is_found(saved: Path) -> None:
+    shutil.move(saved, saved.with_name(".head.old"))
+    assert read_config(saved)["head"]["name"] == "stub"
+    assert same(head(), load_head(saved, TinyEnds(), SPEC))

@@ -1,0 +1,127 @@
+"""typed(): values of every kind arrive, and every mistake is one line with the full key."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from heads.typed import typed
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A nested section."""
+
+    width: int
+    rate: float | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A section that nests another."""
+
+    layer: Layer
+    spare: Layer | None
+
+
+@dataclass(frozen=True)
+class Config:
+    """One field of every kind."""
+
+    name: str
+    group: Group
+    paths: list[list[int]]
+    layers: tuple[int, ...]
+    weights: dict[str, float]
+    limit: int | None
+    head: Any
+    rows: list[Layer]
+    table: dict[str, Layer]
+
+    def __post_init__(self) -> None:
+        if self.name == "bad":
+            raise ValueError("name is bad: choose another")
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    layer = {"width": 3, "rate": None}
+    return {
+        "name": "n",
+        "group": {"layer": layer, "spare": None},
+        "paths": [[0], [0, 1]],
+        "layers": [1, 2],
+        "weights": {"a": 1},
+        "limit": None,
+        "head": {"free": [1, {"deep": True}]},
+        "rows": [layer],
+        "table": {"x": layer},
+    } | changes
+
+
+@pytest.mark.parametrize("wrap", [dict, OmegaConf.create], ids=["dict", "DictConfig"])
+def test_every_kind_of_value(wrap: Any) -> None:
+    layer = Layer(3, None)
+    config = typed(Config, wrap(values()))
+    assert config == Config(
+        "n", Group(layer, None), [[0], [0, 1]], (1, 2), {"a": 1.0}, None, {"free": [1, {"deep": True}]}, [layer],
+        {"x": layer},
+    )  # fmt: skip
+    assert type(config.weights["a"]) is float
+    assert type(config.head) is dict
+    assert type(config.paths[0]) is list
+
+
+def test_optional_section_and_interpolation() -> None:
+    root = OmegaConf.create({"width": 7, "section": values()})
+    root.section.group.spare = {"width": "${width}", "rate": "1e-3"}
+    assert typed(Config, root.section).group.spare == Layer(7, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"nmae": 1}, ["nmae", "not a known key", "name", "limit"]),
+        ({"group": {"layer": {"width": 3, "rat": 1, "rate": 1}, "spare": None}}, ["group.layer.rat ", "width, rate"]),
+        (
+            {"group": {"layer": {"width": "wide", "rate": 1}, "spare": None}},
+            ["group.layer.width:", "'wide'", "Integer"],
+        ),
+        ({"group": {"layer": {"width": 1.5, "rate": 1}, "spare": None}}, ["group.layer.width:", "1.5"]),
+        ({"group": {"layer": {"width": True, "rate": 1}, "spare": None}}, ["group.layer.width:", "True"]),
+        ({"group": {"layer": {"width": 3}, "spare": None}}, ["group.layer.rate is missing", "width, rate"]),
+        ({"group": {"layer": None, "spare": None}}, ["group.layer is None", "width, rate"]),
+        ({"group": 4}, ["group is 4", "layer, spare"]),
+        ({"rows": [{"width": 3, "rate": 1}, {"width": 3, "rate": "x"}]}, ["rows[1].rate:", "'x'", "Float"]),
+        ({"rows": {"width": 3}}, ["rows is", "list"]),
+        ({"table": {"x": {"width": 3, "rate": 1, "odd": 1}}}, ["table.x.odd"]),
+        ({"paths": [[0], ["q"]]}, ["paths[1]:", "'q'"]),
+        ({"weights": {"a": "heavy"}}, ["weights.a:", "'heavy'"]),
+        ({"weights": 3}, ["weights:"]),
+        ({"limit": "many"}, ["limit:", "'many'"]),
+        ({"name": None}, ["name:", "None"]),
+        ({"name": "???"}, ["name is missing"]),
+        ({"name": "bad"}, ["name is bad"]),
+        ({"name": "${oc.env:HOME}"}, ["name is", "interpolation"]),
+    ],
+)
+def test_mistakes_are_one_line(changes: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))) as caught:
+        typed(Config, values(**changes))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(part in message for part in parts), message
+
+
+def test_key_is_full_below_the_root() -> None:
+    root = OmegaConf.create({"head": {"config": {"width": 1, "rate": 2, "extra": 3}}})
+    with pytest.raises(ValueError, match=r"^head\.config\.extra is not a known key"):
+        typed(Layer, root.head.config)
+    root = OmegaConf.create({"head": {"width": "${nowhere}", "rate": 2}})
+    with pytest.raises(ValueError, match=r"head\.width.*nowhere"):
+        typed(Layer, root.head)
+
+
+def test_all_missing_keys_at_once() -> None:
+    with pytest.raises(ValueError, match="width, rate are missing"):
+        typed(Layer, {})

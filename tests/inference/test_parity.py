@@ -1,0 +1,178 @@
+"""Tests 1, 2 and 4 of the design: same tokens, same logits, same acceptance, for every head, policy and architecture."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from heads import HEADS
+from heads.base import Features
+from inference import tree as trees
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters import Commit
+from inference.drafters.head import HeadDrafter
+from inference.policy import TreeConfig, grow
+from inference.sample import GREEDY, Sampling
+from inference.target import Target
+from inference.tree import DraftTree
+from inference.verify import Generator
+from tests import toys
+
+TOKENS = 36
+EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
+
+
+def decode(head: str, tree: TreeConfig, seed: int, drafter: type[HeadDrafter] = HeadDrafter) -> Generation:
+    target = toys.target()
+    source = drafter(toys.head(head, target), tree, head)
+    return speculate(target, source, toys.prompt(seed), Settings(TOKENS, GREEDY))
+
+
+@functools.cache
+def text(seed: int) -> tuple[list[int], int]:
+    """Return a prompt with the target's greedy continuation, and the prompt's length."""
+    prompt = toys.prompt(seed)
+    return prompt + autoregress(toys.target(), prompt, Settings(TOKENS, GREEDY)).tokens, len(prompt)
+
+
+@pytest.mark.parametrize("tree", toys.TREES)
+@pytest.mark.parametrize("head", HEADS)
+def test_speculation_equals_plain_decoding(head: str, tree: str) -> None:
+    accepted = 0
+    for seed in range(3):
+        token, length = text(seed)
+        made = decode(head, toys.TREES[tree], seed)
+        assert toys.lively(token[length:])
+        assert made.tokens == token[length:]
+        accepted += sum(step.accepted for step in made.steps)
+    assert accepted > 0, "no draft was accepted: nothing was tested"
+
+
+@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+def test_tree_pass_equals_sequential_passes(name: str) -> None:
+    target, near = toys.target(name, torch.float64), EXACT.get(name, 1e-9)
+    target.feature_layers = (0, 2)
+    assert target.takes_trees
+    tree = DraftTree(torch.tensor(toys.prompt(9, 10)), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5, 6, 8]))
+    prompt = torch.tensor(toys.prompt(3, 12))
+    for path in trees.paths(tree):
+        cache = target.cache()
+        target.prefill(prompt, cache)
+        together = target.score(tree, cache)
+        sequence = torch.cat([prompt, tree.token[path]])
+        alone = target.features(sequence[None], torch.zeros_like(sequence)[None])
+        logits = target.ends.logits(alone.last[0, len(prompt) :])
+        assert together.logits is not None
+        torch.testing.assert_close(together.logits[0, path], logits, rtol=near, atol=near)
+        torch.testing.assert_close(together.hidden[0, path], alone.hidden[0, len(prompt) :], rtol=near, atol=near)
+        cache.keep(len(prompt), path)
+        following = target.prefill(tree.token[:3], cache)
+        fresh = target.prefill(torch.cat([sequence, tree.token[:3]]), target.cache())
+        torch.testing.assert_close(following.logits, fresh.logits, rtol=near, atol=near)
+        torch.testing.assert_close(following.last, fresh.last[:, -3:], rtol=near, atol=near)
+
+
+def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
+    """Predict the accepted counts from Features alone: the head reads all true rows anew before each step."""
+    target = toys.target()
+    target.feature_layers = head.feature_layers
+    token, length = text(seed)
+    document = torch.zeros(1, len(token), dtype=torch.long)
+    features = target.features(torch.tensor([token]), document)
+    counts, end = [], length + TOKENS
+    root = length
+    while root < end - 1:
+        rows = Features(*(part[:, :root] for part in features))
+        state, level = head.extend(None, rows, torch.tensor(token[1 : root + 1]))
+        drafted, _ = grow(head, state, level, token[root], tree, GREEDY, Generator(0, target.device), end - root - 2)
+        below, node = trees.children(drafted), 0
+        accepted = 0
+        while True:
+            wanted = token[root + accepted + 1]
+            child = next((c for c in below[node] if int(drafted.token[c]) == wanted), None)
+            if child is None:
+                break
+            node, accepted = child, accepted + 1
+        counts.append(accepted)
+        root += accepted + 1
+    return counts
+
+
+@pytest.mark.parametrize("tree", toys.TREES)
+@pytest.mark.parametrize("head", HEADS)
+def test_offline_acceptance_equals_online(head: str, tree: str) -> None:
+    total = 0
+    for seed in range(3):
+        online = [step.accepted for step in decode(head, toys.TREES[tree], seed).steps]
+        assert predicted(toys.head(head, toys.target()), toys.TREES[tree], seed) == online
+        total += sum(online)
+    assert total > 0, "no draft was accepted: nothing was tested"
+
+
+def test_chain_acceptance_follows_from_unroll() -> None:
+    """The training-time unrolling, on true tokens, predicts a chain's accepted counts."""
+    head = toys.head("eagle", toys.target())
+    for seed in range(3):
+        token, length = text(seed)
+        document = torch.zeros(1, len(token), dtype=torch.long)
+        features = toys.target().features(torch.tensor([token]), document)
+        guesses = [draft.logits[0].argmax(-1).tolist() for draft in head.unroll(features, 4)]
+        counts, row = [], length - 1
+        while row < len(token) - 2:
+            accepted = 0
+            while accepted < min(4, len(token) - row - 3) and guesses[accepted][row] == token[row + 2 + accepted]:
+                accepted += 1
+            counts.append(accepted)
+            row += accepted + 1
+        assert counts == [step.accepted for step in decode("eagle", toys.TREES["chain"], seed).steps]
+
+
+class StaleFeatures(HeadDrafter):
+    """Commits the first row's feature for every row of a path (vLLM#14649's kind)."""
+
+    def observe(self, commit: Commit) -> None:
+        if commit.tree is not None:
+            rows = commit.rows
+            commit = commit._replace(rows=rows._replace(last=rows.last[:, :1].expand_as(rows.last)))
+        super().observe(commit)
+
+
+class WrongToken(HeadDrafter):
+    """Reads token t instead of t+1."""
+
+    def observe(self, commit: Commit) -> None:
+        super().observe(commit._replace(token=commit.token.roll(1)))
+
+
+@pytest.mark.parametrize("broken", [StaleFeatures, WrongToken])
+def test_broken_drafters_stay_lossless_and_are_caught_offline(broken: type[HeadDrafter]) -> None:
+    differs = False
+    for seed in range(2):
+        token, length = text(seed)
+        made = decode("eagle", toys.TREES["dynamic"], seed, broken)
+        assert made.tokens == token[length:]
+        online = [step.accepted for step in made.steps]
+        differs |= online != predicted(toys.head("eagle", toys.target()), toys.TREES["dynamic"], seed)
+    assert differs
+
+
+@pytest.mark.parametrize("tree", toys.TREES)
+def test_sampling_is_reproducible_and_varied(tree: str) -> None:
+    target, settings = toys.target(), Settings(TOKENS, Sampling(1.0, 10, 0.95), seed=5)
+    source = HeadDrafter(toys.head("eagle", target), toys.TREES[tree], "eagle")
+    first, again = (speculate(target, source, toys.prompt(0), settings) for _ in range(2))
+    assert first.tokens == again.tokens
+    assert toys.lively(first.tokens)
+
+
+def test_chain_verifies_where_trees_cannot() -> None:
+    target: Target = toys.target()
+    token, length = text(0)
+    target.takes_trees = False
+    try:
+        assert decode("eagle", toys.TREES["chain"], 0).tokens == token[length:]
+        with pytest.raises(ValueError, match="tree=chain"):
+            decode("eagle", toys.TREES["dynamic"], 0)
+    finally:
+        target.takes_trees = True

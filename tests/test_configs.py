@@ -1,0 +1,191 @@
+"""Every configuration composes and fits its types; a mistake is named, and the README's commands are real."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException, MissingConfigException
+
+from heads import HEADS
+from heads.resolvers import register_resolvers
+from train.config import RunConfig, run_config
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings it
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+GROUPS = {
+    folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir() and folder.name not in ("local", "__pycache__")
+}
+PARTS = ["model", "head", "objective", "data", "trainer", "launcher", "tree", "eval"]
+OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() for option in options]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^(?:python|make) [^#\n]*", README, re.MULTILINE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def conf() -> Iterator[None]:
+    register_resolvers()
+    with pytest.MonkeyPatch.context() as patch, initialize_config_dir(str(CONF), version_base="1.3"):
+        patch.setenv("MASTER_ADDR", "127.0.0.1")  # for launchers of more than one node
+        yield
+
+
+def run(*overrides: str) -> RunConfig:
+    return run_config(compose("train", list(overrides)))
+
+
+@pytest.mark.parametrize(("model", "head"), list(product(GROUPS["model"], GROUPS["head"])))
+def test_every_model_takes_every_head(model: str, head: str) -> None:
+    config = run(f"model={model}", f"head={head}")
+    assert (config.head.name, config.name) == (head, f"{model}-{head}")
+    assert config.out == f"outputs/{model}-{head}"
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if not option.startswith("experiment")])
+def test_every_option_fits_its_types(option: str) -> None:
+    run(option)
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_every_experiment_fits_its_types_and_yields_to_overrides(experiment: str) -> None:
+    assert run(f"experiment={experiment}", "trainer.steps=7", "name=mine").trainer.steps == 7
+
+
+@pytest.mark.parametrize("primary", sorted(file.stem for file in CONF.glob("*.yaml")))
+def test_every_command_has_a_configuration_that_composes(primary: str) -> None:
+    assert compose(primary)
+
+
+def test_the_embedded_target_is_the_default() -> None:
+    config = run()
+    assert (config.model.name, config.head.name) == ("tiny", "eagle")
+    assert Path(config.model.path) == ROOT / "examples" / "tiny"
+
+
+@pytest.mark.parametrize("path", ["/models/mine", "/models/mine/", "me/mine", "mine"])
+def test_a_users_model_is_one_override_and_names_the_run(path: str) -> None:
+    config = run(f"model.path={path}")
+    assert (config.model.path, config.name) == (path, "mine-eagle")
+
+
+def test_every_head_has_one_yaml() -> None:
+    assert set(HEADS) == set(GROUPS["head"])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_unknown_choice_lists_the_options(group: str) -> None:
+    with pytest.raises(MissingConfigException) as error:
+        compose("train", [f"{group}=nonesuch"])
+    listed = str(error.value).split("Available options", 1)[1].split()
+    assert [option for option in GROUPS[group] if option not in listed] == []
+
+
+@pytest.mark.parametrize("key", ["stepz", *(f"{group}.stepz" for group in ("model", "trainer", "launcher", "eval"))])
+def test_an_unknown_key_is_named(key: str) -> None:
+    with pytest.raises(ConfigCompositionException) as error:
+        compose("train", [f"{key}=1"])
+    assert "stepz" in str(error.value) + str(error.value.__cause__)
+
+
+@pytest.mark.parametrize("part", ["", *(f"{part}." for part in PARTS)])
+def test_an_unknown_key_that_is_forced_in_is_named_in_one_line(part: str) -> None:
+    with pytest.raises(ValueError, match="stepz") as error:
+        run(f"+{part}stepz=1")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("trainer.steps=many", "steps"),
+        ("trainer.steps=0", "trainer.steps"),
+        ("trainer.min_lr=2", "trainer.min_lr"),
+        ("trainer.wandb=maybe", "offline"),
+        ("trainer.micro_tokens=100", "data.length"),
+        ("launcher.num_nodes=2", "MASTER_ADDR"),
+        ("launcher.machine_rank=1", "NODE_RANK"),
+        ("launcher.deepspeed_stage=4", "deepspeed_stage"),
+        ("model.dtype=int8", "bfloat16"),
+        ("eval.temperature=[]", "eval.temperature"),
+        ("~trainer.seed", "seed"),
+        ("head.layers=[1]", "layers"),
+        ("head.name=nonesuch", "medusa"),
+        ("data.length=long", "length"),
+        ("objective.losses.smooth_l1=x", "smooth_l1"),
+        ("tree.depth=deep", "depth"),
+    ],
+)
+def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)) as error:
+        run(override)
+    assert "\n" not in str(error.value)
+
+
+def test_published_trees_are_whole() -> None:
+    for tree, nodes in {"medusa63": 63, "eagle25": 25}.items():
+        paths = {tuple(path) for path in run(f"tree={tree}").tree.paths}
+        assert len(paths) == nodes
+        assert all(len(path) == 1 or path[:-1] in paths for path in paths)
+
+
+def test_hydra_writes_nothing() -> None:
+    hydra = compose("train", return_hydra_config=True).hydra
+    assert (hydra.output_subdir, hydra.run.dir, hydra.job.chdir) == (None, ".", False)
+    assert "file" not in hydra.job_logging.handlers
+
+
+def test_the_packages_are_the_folders() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    layers = ("heads", "inference", "data", "eval", "train", "conf")
+    folders = {file.parent.relative_to(ROOT) for layer in layers for file in (ROOT / layer).rglob("*.py")}
+    assert sorted(setuptools["packages"]) == sorted(".".join(folder.parts) for folder in folders)
+    packed = {file for pattern in setuptools["package-data"]["conf"] for file in CONF.glob(pattern)}
+    assert packed == set(CONF.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_in_the_readme_is_real(command: str) -> None:
+    program, target, *overrides = shlex.split(command)
+    if program == "make":
+        assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        return
+    primary = re.search(r'config_name="(\w+)"', (ROOT / target).read_text(encoding="utf-8"))
+    assert primary, f"{target} names no configuration"
+    config = compose(primary[1], overrides)
+    if primary[1] == "train":
+        run_config(config)
+
+
+def tree_paths(tree: str) -> set[str]:
+    """Return the full paths that an indented tree lists, a folder with its slash."""
+    above: list[str] = []
+    paths = set()
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        above[depth:] = [line.split()[0]]
+        paths.add("".join(above))
+    return paths
+
+
+def test_the_readme_has_a_line_for_every_file() -> None:
+    listed = tree_paths(README.rsplit("```", 2)[1].strip("\n"))
+    layers = ("heads", "inference", "data", "eval", "train")
+    files = {str(file.relative_to(ROOT)) for layer in layers for file in (ROOT / layer).rglob("*.py")}
+    assert {path for path in listed if path.endswith(".py")} == {f for f in files if not f.endswith("__init__.py")}
+    assert {f"conf/{group}/" for group in GROUPS} <= listed
+    assert [path for path in listed if not (ROOT / path).exists()] == []
+
+
+def test_the_readme_has_the_commands() -> None:
+    programs = {command.split()[1] for command in COMMANDS}
+    assert {"demo", "train/run.py", "eval/run.py"} <= programs

@@ -1,0 +1,91 @@
+"""The design's rules that no linter knows."""
+
+import ast
+import io
+import re
+import statistics
+import tokenize
+from pathlib import Path
+
+import jaxtyping
+import pytest
+import torch
+
+from heads import rows
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ["heads", "inference", "data", "eval", "train"]
+FOLDERS = [*PACKAGES, "conf", "tests", "examples", "benchmarks"]
+SOURCES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+YAMLS = sorted((ROOT / "conf").rglob("*.yaml"))
+SILENCERS = re.compile(r"noqa|type:\s*ignore|(mypy|ruff|pylint|pyright|isort):|pragma:")
+
+
+def name(file: Path) -> str:
+    """Return a file's path in the checkout."""
+    return str(file.relative_to(ROOT))
+
+
+def silencers(source: str) -> list[str]:
+    """Return the comments that silence a tool; text in strings is none."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT and SILENCERS.search(token.string)]
+
+
+def defaults(source: str) -> list[str]:
+    """Return the fields with a default value in dataclasses whose values belong in YAML: those named …Config."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and item.value is not None]
+            found += [f"{node.name}.{ast.unparse(item.target)}" for item in fields]
+    return found
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name)
+def test_a_file_is_short_and_silences_nothing(file: Path) -> None:
+    source = file.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 300
+    assert silencers(source) == []
+
+
+def test_the_median_file_is_short() -> None:
+    lengths = [len(file.read_text(encoding="utf-8").splitlines()) for file in SOURCES if file.parts[-2] in PACKAGES]
+    assert statistics.median(lengths) <= 150
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if file.parts[-2] in PACKAGES], ids=name)
+def test_a_config_has_types_and_no_values(file: Path) -> None:
+    assert defaults(file.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("file", YAMLS, ids=name)
+def test_yaml_names_no_code(file: Path) -> None:
+    assert "_target_" not in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if file.parts[-2] in PACKAGES], ids=name)
+def test_nobody_asks_which_head_it_is(file: Path) -> None:
+    compared = [
+        ast.unparse(side)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq)
+        for side in [node.left, *node.comparators]
+    ]
+    assert [side for side in compared if re.search(r"head(\.config)?\.name$", side)] == []
+
+
+def test_silencers_are_seen_in_comments_alone() -> None:
+    silent = "x = 1  # no" + "qa: E501\ny = 2  # type:" + " ignore[arg-type]\n"
+    assert len(silencers(silent)) == 2
+    assert silencers('text = "# type:' + ' ignore"  # a string\n') == []
+
+
+def test_defaults_are_seen_in_configs_alone() -> None:
+    assert defaults("class AConfig:\n    x: int = 1\n    y: int\n") == ["AConfig.x"]
+    assert defaults("class Settings:\n    x: int = 1\n") == []
+
+
+def test_shapes_are_executable() -> None:
+    with pytest.raises(jaxtyping.TypeCheckError):
+        rows.positions(torch.zeros(3, dtype=torch.long))

@@ -1,0 +1,91 @@
+"""Toy targets with random weights, and the tokenizer they share.
+
+A random model easily falls into one repeating token, which makes every parity test vacuous: `lively` says so.
+"""
+
+import functools
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+from transformers import AutoModelForCausalLM
+
+from heads import HEADS
+from inference.policy import TreeConfig
+from inference.target import Target
+
+VOCAB = 40
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 160, "initializer_range": 0.4,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=6),
+    "gemma2": Gemma2Config(**SIZES, sliding_window=6, query_pre_attn_scalar=8, final_logit_softcapping=5.0),
+    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=6, query_pre_attn_scalar=8, sliding_window_pattern=2),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=160, initializer_range=0.4,
+        eos_token_id=None, bos_token_id=None,
+    ),
+}  # fmt: skip
+HEAD_CONFIGS = {
+    "eagle": {
+        "name": "eagle", "layers": 2, "num_heads": None, "num_kv_heads": None, "head_dim": None,
+        "intermediate_size": None, "rope_theta": 10000.0, "bias": True, "norm_eps": 1e-5,
+    },
+    "medusa": {"name": "medusa", "heads": 4, "layers": 1, "lm_head": "copied"},
+}  # fmt: skip
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
+TREES = {
+    "chain": TreeConfig("chain", 4, 0, 0, [], []),
+    "static": TreeConfig("static", 0, 0, 0, PATHS, []),
+    "dynamic": TreeConfig("dynamic", 4, 3, 9, [], []),
+    "sampled": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1]),
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose token i reads "wi"."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+@functools.cache
+def target(name: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
+    """Return a toy target of an architecture, the same weights every time."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name])
+    return Target(model.to(dtype), tokenizer(), name)
+
+
+def head(name: str, of: Target) -> torch.nn.Module:
+    """Return a toy head whose weights are large enough that it drafts varied tokens."""
+    torch.manual_seed(2)
+    made = HEADS[name](HEADS[name].Config(**HEAD_CONFIGS[name]), of.ends)
+    for parameter in made.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return made.to(of.dtype).eval().requires_grad_(False)
+
+
+def prompt(seed: int, length: int = 7) -> list[int]:
+    """Return random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+def lively(tokens: list[int]) -> bool:
+    """Whether a text is varied enough for a parity test to mean something."""
+    return len(set(tokens)) >= min(8, len(tokens) // 3)

@@ -1,0 +1,123 @@
+"""The model card of a published head: what it is, what was measured, where it comes from, how to use it, its limits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from heads.hub import on_hub
+
+LIMITS = """\
+- The head serves the one target named above: another vocabulary, width, depth or other weights are refused on loading.
+- The numbers hold for the named workloads, device and settings. Text unlike the training text is accepted less often,
+  which costs speed; the verifier keeps the target's output what it was.
+- The files are in headstart's own layout. Serving engines need an export.
+- The head reads the target's embedding and lm_head, which are not in this repository: the target's licence applies to
+  them, and to any text that the target wrote for the training."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the card is made of: the head's config.json and, where the run has them, its report and provenance."""
+
+    repo: str
+    license: str
+    config: dict[str, Any]
+    tokenizer_sha256: str | None
+    report: dict[str, Any]
+    provenance: dict[str, Any]
+
+
+def card(facts: Facts) -> str:
+    """Return README.md with its YAML metadata."""
+    head, target = facts.config["head"], facts.config["target"]
+    hub = on_hub(target["name"])
+    base = target["name"] if hub else Path(target["name"]).name
+    meta = ModelCardData(
+        license=facts.license,
+        base_model=base if hub else None,
+        library_name="headstart",
+        tags=["speculative-decoding", "draft-head", head["name"]],
+    )
+    about = {"head": head, "target": {**target, "name": base}, "tree": facts.config["tree"]}
+    if facts.tokenizer_sha256:
+        about["tokenizer"] = {"from": base, "sha256 of tokenizer.json": facts.tokenizer_sha256}
+    sections = {
+        "What it is": "\n".join(_bullets(about)),
+        "Measured": _measured(facts.report),
+        "Use": _use(facts.repo, base, hub),
+        "Provenance": "\n".join(_bullets(facts.provenance)) or "Not recorded.",
+        "Limits": LIMITS,
+    }
+    title = (
+        f"# {facts.repo.split('/')[-1]}\n\nA {head['name']} draft head for lossless speculative decoding of `{base}`, "
+        "trained with headstart."
+    )
+    body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items())
+    return f"---\n{meta.to_yaml()}\n---\n\n{title}\n\n{body}\n"
+
+
+def _use(repo: str, base: str, hub: bool) -> str:
+    model = f" model.path={base}" if hub else ""
+    return (
+        f"```\npython eval/run.py run={repo}{model}\npython inference/run.py run={repo}{model} prompt='...'\n```\n\n"
+        "or from Python, in a checkout of headstart:\n\n"
+        "```python\nfrom heads.hub import resolve_head\nfrom heads.store import load_head\n"
+        "from inference.target import Target\n\n"
+        f'target = Target.load("{base}")\nhead = load_head(resolve_head("{repo}"), target.ends, target.spec)\n```'
+    )
+
+
+HEADER = ("drafter", "workload", "T", "batch", "τ [95 %]", "P(a≥1), P(a≥2) …", "tok/s", "speedup [95 %]", "lossless")
+
+
+def _measured(report: dict[str, Any]) -> str:
+    """Return the table of the report's rows; a row whose gate failed has no speedup."""
+    if not report.get("rows"):
+        return "Not measured: the run has no report."
+    lines = [HEADER, ("---",) * len(HEADER), *(_cells(row) for row in report["rows"])]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    device = report.get("device", {})
+    where = ", ".join(str(device[key]) for key in ("name", "dtype", "threads") if device.get(key) is not None)
+    return (
+        f"{table}\n\nτ: tokens committed per target pass, the bonus token included. speedup: against plain decoding in "
+        "the same engine. lossless: prompts with the same greedy output as plain decoding. Device, dtype, threads: "
+        f"{where}."
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    gate = row.get("lossless") or {}
+    failed = gate.get("failed", 0)
+    verdict = f"{gate.get('identical', 0)}/{gate['checked']} identical" if gate.get("checked") else "-"
+    if gate.get("near_tie"):
+        verdict += f", {gate['near_tie']} near tie"
+    return (
+        str(row["drafter"]),
+        Path(str(row["workload"])).stem,
+        f"{row['temperature']:g}",
+        str(row["batch_size"]),
+        _spread(row.get("tau"), row.get("tau_ci")),
+        " ".join(f"{share:.2f}" for share in row.get("accepted_by_depth") or []) or "-",
+        "-" if row.get("tokens_per_second") is None else f"{row['tokens_per_second']:.1f}",
+        "withheld" if failed else _spread(row.get("speedup"), row.get("speedup_ci")),
+        f"{verdict}, {failed} FAILED" if failed else verdict,
+    )
+
+
+def _spread(value: float | None, interval: list[float] | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+
+
+def _bullets(values: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield a nested list of everything that is set."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}- {key}:"
+            yield from _bullets(value, indent + "  ")
+        elif value not in (None, [], {}, ""):
+            yield f"{indent}- {key}: `{value}`"

@@ -1,0 +1,180 @@
+"""The types of conf/train.yaml. The values stand in the YAML alone; `run_config` joins the two and fails on any misfit.
+
+Invariants are checked where the values arrive: the key, its value and the remedy in one line.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from data.prompts import DataConfig
+from heads import HEADS
+from heads.typed import typed
+from inference.policy import TreeConfig
+from inference.target import DTYPES
+from train.objective import ObjectiveConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The target: what to load, and the data and prompts that go with it."""
+
+    name: str
+    path: str
+    dtype: str
+    device: str | None
+    trust_remote_code: bool
+    data: str
+    split: str
+    prompts: str
+
+    def __post_init__(self) -> None:
+        _one_of("model", self, dtype=("auto", *DTYPES))
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The optimisation. Batches are in tokens, times in steps; `min_lr` is a fraction of `lr`, `warmup` of `steps`."""
+
+    steps: int
+    batch_tokens: int
+    micro_tokens: int
+    lr: float
+    min_lr: float
+    warmup: float
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float
+    precision: str
+    seed: int
+    eval_every: int
+    eval_prompts: int
+    eval_tokens: int
+    save_every: int
+    keep: int
+    ema: float
+    patience: int | None
+    log_every: int
+    wandb: str
+
+    def __post_init__(self) -> None:
+        _at_least("trainer", self, 1, "steps", "batch_tokens", "micro_tokens", "save_every", "keep", "log_every")
+        _at_least("trainer", self, 1, "eval_every", "eval_prompts", "eval_tokens", "patience")
+        _at_least("trainer", self, 0, "lr", "clip", "weight_decay", "seed")
+        _fraction("trainer", self, "min_lr", "warmup", "ema")
+        _one_of("trainer", self, precision=("auto", "bf16", "fp32"), wandb=("off", "offline", "online"))
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    """The processes: `num_processes` on each of `num_nodes` nodes, of which this one is `machine_rank`."""
+
+    num_processes: int
+    num_nodes: int
+    machine_rank: int
+    main_process_ip: str | None
+    main_process_port: int | None
+    deepspeed_stage: int | None
+
+    def __post_init__(self) -> None:
+        _at_least("launcher", self, 1, "num_processes", "num_nodes")
+        if not 0 <= self.machine_rank < self.num_nodes:
+            raise ValueError(
+                f"launcher.machine_rank is {self.machine_rank} of {self.num_nodes} nodes: count from 0 (NODE_RANK)"
+            )
+        if self.num_nodes > 1 and self.main_process_ip is None:
+            raise ValueError(
+                "launcher.main_process_ip is missing: set it, or MASTER_ADDR, to the address of node 0 on every node"
+            )
+        if self.deepspeed_stage is not None:
+            _one_of("launcher", self, deepspeed_stage=(1, 2, 3))
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """The evaluation that ends a run; `repeats` and `warmup` count timed and untimed passes over the prompts."""
+
+    prompts: int
+    max_new_tokens: int
+    temperature: list[float]
+    repeats: int
+    warmup: int
+    hf: bool
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _at_least("eval", self, 1, "prompts", "max_new_tokens", "repeats")
+        _at_least("eval", self, 0, "warmup")
+        _one_of("eval", self, dtype=("auto", *DTYPES))
+        if not self.temperature or min(self.temperature) < 0:
+            raise ValueError(f"eval.temperature is {self.temperature}: give one or more numbers, none below 0")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run, as conf/train.yaml composes it.
+
+    `head` is the Config of the head that `head.name` chooses; it, `objective`, `data` and `tree` belong to the modules
+    that use them.
+    """
+
+    name: str
+    out: str
+    resume: bool
+    overwrite: bool
+    plan: bool
+    compare: list[str]
+    workload: str
+    model: ModelConfig
+    head: Any
+    objective: Any
+    data: Any
+    trainer: TrainerConfig
+    launcher: LauncherConfig
+    tree: Any
+    eval: EvalSettings
+
+
+def run_config(cfg: DictConfig) -> RunConfig:
+    """Return the composed configuration as typed objects.
+
+    Raises:
+        ValueError: a key is unknown, missing or of the wrong type, or a value breaks an invariant.
+    """
+    run = typed(RunConfig, cfg)
+    name = OmegaConf.select(cfg, "head.name")
+    if name not in HEADS:
+        raise ValueError(f"head.name is {name!r}: choose one of {', '.join(HEADS)}")
+    head: Any = HEADS[name]
+    run = replace(
+        run,
+        head=typed(head.Config, cfg.head),
+        objective=typed(ObjectiveConfig, cfg.objective),
+        data=typed(DataConfig, cfg.data),
+        tree=typed(TreeConfig, cfg.tree),
+    )
+    for key in ("batch_tokens", "micro_tokens"):
+        tokens = getattr(run.trainer, key)
+        if tokens < run.data.length:
+            raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={run.data.length}: raise it")
+    return run
+
+
+def _at_least(part: str, config: object, least: int, *keys: str) -> None:
+    for key in keys:
+        value = getattr(config, key)
+        if value is not None and value < least:
+            raise ValueError(f"{part}.{key} is {value}: give {least} or more")
+
+
+def _fraction(part: str, config: object, *keys: str) -> None:
+    for key in keys:
+        if not 0 <= getattr(config, key) <= 1:
+            raise ValueError(f"{part}.{key} is {getattr(config, key)}: give a fraction between 0 and 1")
+
+
+def _one_of(part: str, config: object, **choices: tuple[object, ...]) -> None:
+    for key, allowed in choices.items():
+        if getattr(config, key) not in allowed:
+            raise ValueError(f"{part}.{key} is {getattr(config, key)!r}: choose {', '.join(map(str, allowed))}")

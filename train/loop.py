@@ -1,0 +1,206 @@
+"""The training loop: one optimiser step after another, the acceptance length measured on the way, the best head kept."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from data.batches import Batches
+from data.features import batch_features
+from heads.base import Draft, Features
+from heads.store import save_head
+from inference.drafters.head import HeadDrafter
+from inference.decode import Settings, speculate
+from inference.sample import GREEDY
+from inference.target import Target
+from train import checkpoint
+from train.checkpoint import Checkpoint
+from train.config import RunConfig
+from train.objective import counts, noisy, objective
+from train.optim import Average, adamw, learning_rate
+from train.track import Tracker
+
+
+class Unroll(nn.Module):
+    """`unroll` as a forward pass, since data-parallel wrappers synchronise gradients in `forward` alone."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, features: Features, depths: int) -> list[Draft]:
+        """Score all rows at every depth."""
+        drafts: list[Draft] = self.head.unroll(features, depths)
+        return drafts
+
+
+class Loop:
+    """One run, on every process alike; the main process alone measures and writes."""
+
+    def __init__(
+        self, run: RunConfig, accelerator: Accelerator, target: Target, head: nn.Module, batches: Batches,
+        prompts: list[list[int]], resolved: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.run, self.accelerator, self.target, self.head, self.batches = run, accelerator, target, head, batches
+        self.prompts, self.out = prompts, Path(run.out)
+        self.average = Average(head, run.trainer.ema)
+        self.optimizer: Any
+        self.module, self.optimizer = accelerator.prepare(Unroll(head), adamw(head, run.trainer))
+        self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0}
+        if run.resume:
+            self.load()
+        self.stopping = False
+        self.tracker = Tracker(
+            self.out, active=accelerator.is_main_process, steps=run.trainer.steps, start=self.start,
+            wandb_mode=run.trainer.wandb, config=resolved,
+        )  # fmt: skip
+
+    def load(self) -> None:
+        """Continue from the newest checkpoint that loads, if there is one."""
+        found = checkpoint.newest(self.out / "checkpoints")
+        if found is None:
+            return
+        self.head.load_state_dict(found.weights)
+        self.average.weights = {k: v.to(self.accelerator.device) for k, v in found.average.items()}
+        self.optimizer.load_state_dict(found.optimizer)
+        self.start, self.progress = found.step, found.progress
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint on the main process."""
+        if self.accelerator.is_main_process:
+            weights = {k: v.detach() for k, v in self.head.state_dict().items()}
+            state = Checkpoint(step, weights, self.average.weights, self.optimizer.state_dict(), self.progress)
+            checkpoint.save(self.out / "checkpoints", state, self.run.trainer.keep)
+
+    def train(self) -> None:
+        """Run all steps; on SIGTERM write a checkpoint and exit with status 143."""
+        trainer = self.run.trainer
+        previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
+        try:
+            for step in range(self.start, trainer.steps):
+                stopped = self.step(step)
+                done = step + 1
+                if done % trainer.eval_every == 0 or done == trainer.steps:
+                    stopped = self.measure(done) or stopped
+                if done % trainer.save_every == 0 or done == trainer.steps or stopped:
+                    self.save(done)
+                if stopped and self.stopping:
+                    raise SystemExit(143)
+                if stopped:
+                    self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
+                    break
+        finally:
+            self.tracker.close()
+            signal.signal(signal.SIGTERM, previous)
+
+    def step(self, step: int) -> bool:
+        """Take one optimiser step on the global batch; return whether any process was told to stop."""
+        begin = time.perf_counter()
+        config, trainer, device = self.run.objective, self.run.trainer, self.accelerator.device
+        micro = self.batches(step)
+        trained = sum(counts(Features(b.token, b.token, b.token, b.document), b.mask, config.depths) for b in micro)
+        assert isinstance(trained, Tensor)
+        flag = torch.tensor([float(self.stopping)])
+        # One reduction tells every process the global count of trained rows and whether one of them must stop.
+        shared: Any = self.accelerator.reduce(torch.cat([trained, flag]).to(device), "sum")
+        trained, stopped = shared[:-1].clamp_min(1), bool(shared[-1] > 0)
+        totals: dict[str, Tensor] = {}
+        for i, batch in enumerate(micro):
+            losses, sums = self.backward(batch, step, trained, last=i + 1 == len(micro))
+            for name, value in {"loss": losses.detach(), **sums}.items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, trainer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.average.update(self.head)
+        if (step + 1) % trainer.log_every == 0:
+            packed: Any = self.accelerator.reduce(torch.stack(list(totals.values())), "sum")
+            means = dict(zip(totals, packed / trained, strict=True))
+            self.report(step, means, float(norm), int(trained[0]), time.perf_counter() - begin)
+        return stopped
+
+    def backward(self, batch: Any, step: int, trained: Tensor, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add one micro-batch's gradient, divided by the global count; processes average theirs, hence the factor."""
+        config = self.run.objective
+        features = batch_features(self.target, batch)
+        if self.accelerator.mixed_precision == "no":
+            weights = next(self.head.parameters()).dtype
+            features = features._replace(hidden=features.hidden.to(weights), last=features.last.to(weights))
+        features = noisy(features, config.noise, self.run.trainer.seed, batch.index + step * 10_000_019)
+        mask = batch.mask.to(self.accelerator.device)
+
+        def go() -> tuple[Tensor, dict[str, Tensor]]:
+            with self.accelerator.autocast():
+                drafts = self.module(features, config.depths)
+            losses, sums = objective(drafts, features, self.target.ends, mask, config)
+            self.accelerator.backward((losses / trained).sum() * self.accelerator.num_processes)
+            return losses, sums
+
+        if last:
+            return go()
+        with self.accelerator.no_sync(self.module):
+            return go()
+
+    def report(self, step: int, means: dict[str, Tensor], norm: float, rows: int, seconds: float) -> None:
+        """Log one step: the losses summed over depths, accuracy per depth, and the rates."""
+        weighted = means.pop("loss")
+        accuracy = means.pop("accuracy").tolist()
+        record = {
+            "step": step + 1,
+            "loss": float(weighted.sum()),
+            "accuracy": accuracy,
+            **{name: value.tolist() for name, value in means.items()},
+            "lr": learning_rate(step, self.run.trainer),
+            "grad_norm": norm,
+            "rows": rows,
+            "tokens_per_second": self.run.trainer.batch_tokens / seconds,
+        }
+        self.tracker.log(record)
+
+    def measure(self, step: int) -> bool:
+        """Measure τ with the real verifier, keep the head if it is the best; return whether patience has run out."""
+        patience = self.run.trainer.patience
+        if self.accelerator.is_main_process:
+            weights = self.average.state(self.head)
+            head = decoding_copy(self.head, weights, self.target)
+            tau = acceptance_length(
+                self.target, HeadDrafter(head, self.run.tree, self.run.name), self.prompts, self.run
+            )
+            better = tau > self.progress["best_tau"]
+            self.progress["stale"] = 0 if better else self.progress["stale"] + 1
+            if better:
+                self.progress |= {"best_tau": tau, "best_step": step}
+                kept = self.run.out + "/head"
+                save_head(Path(kept), decoding_copy(self.head, weights, None), self.target.spec, vars(self.run.tree))
+            self.tracker.log({"step": step, "tau": tau, "best": better})
+            self.tracker.say(f"step {step}: τ {tau:.3f}{'  (best, kept)' if better else ''}")
+        self.accelerator.wait_for_everyone()
+        stale = torch.tensor([float(self.progress["stale"])], device=self.accelerator.device)
+        shared: Any = self.accelerator.reduce(stale, "sum")
+        return patience is not None and bool(shared.item() >= patience)
+
+
+def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | None) -> Any:
+    """Return a copy of the head with these weights, in the target's dtype, or in its own without a target."""
+    build: Callable[..., nn.Module] = type(head)
+    copy = build(head.config, head.ends)
+    copy.load_state_dict(weights)
+    copy.eval().requires_grad_(False)
+    return copy.to(target.device, target.dtype) if target else copy
+
+
+def acceptance_length(target: Target, drafter: HeadDrafter, prompts: list[list[int]], run: RunConfig) -> float:
+    """Return τ pooled over the prompts, decoding greedily."""
+    tokens, steps = 0, 0
+    for prompt in prompts[: run.trainer.eval_prompts]:
+        made = speculate(target, drafter, prompt, Settings(run.trainer.eval_tokens, GREEDY))
+        tokens, steps = tokens + len(made.tokens) - 1, steps + len(made.steps)
+    target.feature_layers = drafter.feature_layers
+    return tokens / max(steps, 1)

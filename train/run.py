@@ -1,0 +1,147 @@
+"""Train a draft head for a frozen target, evaluate it against the target, write the report.
+
+    python train/run.py model=llama70b head=eagle
+
+This is the composition root: every part is constructed here, by hand, from its typed configuration.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import hydra
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from data.batches import Batches, fingerprint, pack
+from data.prompts import load_samples
+from eval.run import evaluate_run
+from heads import HEADS
+from heads.base import parameter_count
+from heads.errors import user_errors
+from heads.resolvers import ROOT, register_resolvers
+from heads.store import load_head
+from inference.target import Target, fast_dtype
+from train import launch
+from train.config import RunConfig, run_config
+from train.loop import Loop
+from train.plan import plan, table
+
+register_resolvers()
+
+
+def prepare_out(run: RunConfig, resolved: dict[str, Any], *, main: bool) -> None:
+    """Make the output folder; refuse one that holds a run unless it is resumed or overwritten."""
+    out = Path(run.out)
+    if (out / "config.yaml").exists() and not (run.resume or run.overwrite):
+        raise ValueError(
+            f"{out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
+        )
+    if not main:
+        return
+    if run.overwrite and not run.resume:
+        for part in ("checkpoints", "head"):
+            shutil.rmtree(out / part, ignore_errors=True)
+        for part in ("metrics.jsonl", "report.json", "report.md"):
+            (out / part).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
+
+
+def provenance(world: int, data: str) -> dict[str, Any]:
+    """Return where this run came from: code, versions, command, processes, data."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    return {
+        "git_revision": git("rev-parse", "HEAD") or None,
+        "git_dirty": bool(git("status", "--porcelain")),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "command": " ".join(sys.argv),
+        "world_size": world,
+        "data_fingerprint": data,
+    }
+
+
+def accelerator_for(run: RunConfig) -> Accelerator:
+    """Return accelerate's handle with the precision that the run asks for, or that the device is fast in."""
+    wanted = run.trainer.precision
+    if wanted == "auto":
+        place = torch.device(run.model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        wanted = "bf16" if fast_dtype(place) == torch.bfloat16 else "fp32"
+    return Accelerator(mixed_precision="bf16" if wanted == "bf16" else "no", cpu=run.model.device == "cpu")
+
+
+def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batches:
+    """Cut the token budgets of the trainer into rows."""
+    rows = max(1, run.trainer.batch_tokens // run.data.length)
+    micro = max(1, run.trainer.micro_tokens // run.data.length)
+    return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
+
+
+def train(run: RunConfig, resolved: dict[str, Any]) -> None:
+    """Run the whole job on this process."""
+    accelerator = accelerator_for(run)
+    main, console = accelerator.is_main_process, Console()
+    prepare_out(run, resolved, main=main)
+    set_seed(run.trainer.seed)
+    target = Target.load(run.model.path, run.model.dtype, str(accelerator.device), run.model.trust_remote_code)
+    head = HEADS[run.head.name](run.head, target.ends).to(accelerator.device)
+    target.feature_layers = head.feature_layers
+    samples = load_samples(run.data, target.tokenizer)
+    prompts = held_out_prompts(run, target)
+    packed = pack(samples, run.data.length)
+    if main:
+        origin = provenance(accelerator.num_processes, fingerprint(samples))
+        Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+        filled = float((packed.document >= 0).float().mean())
+        console.print(
+            f"{run.name}: {parameter_count(head):,} trained parameters, {len(samples):,} samples, "
+            f"{len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled), {len(prompts)} held-out prompts",
+            highlight=False,
+        )
+    Loop(run, accelerator, target, head, batches_for(run, packed, accelerator), prompts, resolved).train()
+    accelerator.wait_for_everyone()
+    if main:
+        load_head(Path(run.out, "head"), target.ends, target.spec)  # what was kept must load
+        evaluate_run(run)
+    accelerator.end_training()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: DictConfig) -> None:
+    """Compose, check, and plan, launch or train."""
+    with user_errors():
+        run = run_config(cfg)
+        resolved = OmegaConf.to_container(cfg, resolve=True)
+        assert isinstance(resolved, dict)
+        if run.plan:
+            Console().print(table(run, plan(run)))
+        elif run.launcher.num_processes * run.launcher.num_nodes > 1 and not launch.launched():
+            status = launch.relaunch(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task)
+            raise SystemExit(status)
+        else:
+            train(run, {str(k): v for k, v in resolved.items()})
+
+
+if __name__ == "__main__":
+    main()
