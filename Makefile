@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml Makefile
 	@touch $(STAMP)
 
 demo: setup ## distill an EAGLE head from the embedded target, verify it, write the report
-	$(RUN) train/run.py
+	$(RUN) train/run.py overwrite=true
 
 test: setup ## every test that needs no accelerator and no patience
 	$(RUN) -m pytest

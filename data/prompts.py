@@ -4,24 +4,24 @@ The loss mask has its one home here. It is 1 on the tokens that the target would
 tokens that end them; a plain text is all answer.
 """
 
+import json
 import logging
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
-from typing import Any, NamedTuple
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from data.records import Message, Record, content_text, parse_all, read_records
+from data.template import encode, encode_plain, is_tagged, render, render_tagged, turn_ends
 
 log = logging.getLogger(__name__)
 
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+UNKNOWN_SHARE = 0.02  # of the tokens, above which the data does not fit the tokenizer
 OPENING = 32  # tokens of a plain document that serve as a prompt, at most half of it
-TEMPLATE_DATE = "26 Jul 2024"  # Llama 3's own default; without it a resumed run would see the new day's tokens
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,27 @@ def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: 
             break
     if dropped:
         log.warning("%s: dropped %d chats: data.max_tokens cuts their answers away", config.path, dropped)
+    _warn_of_unknown(samples, tokenizer, config.path)
     if not samples:
         raise ValueError(f"{config.path}: nothing is left to train on; raise data.max_tokens or give other data")
     return samples[:most]
 
 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
-    """Return the prompts of a file or Hub dataset: the questions of chats, else the openings of plain texts."""
+    """Return the prompts of a file or Hub dataset: the questions of chats, else the openings of plain texts.
+
+    What `save_prompts` wrote comes back as it was, token for token.
+    """
     raw = read_records(path, split="")
+    if set(raw[0]) == set(Prompt._fields):
+        return [Prompt(**record) for record in islice(raw, limit)]
     return [_prompt(record, tokenizer) for record in islice(parse_all(raw, range(len(raw)), path), limit)]
+
+
+def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
+    """Write prompts with their tokens as JSON Lines, for `load_prompts` to read with the same target."""
+    lines = [json.dumps(prompt._asdict(), ensure_ascii=False) + "\n" for prompt in prompts]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
@@ -125,6 +137,16 @@ def _records(config: DataConfig, held_out: bool) -> Iterator[Record]:
     return parse_all(raw, range(kept, len(raw)) if held_out else range(kept), config.path)
 
 
+def _warn_of_unknown(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Say so where a tokenizer without byte fallback loses much of the text: a head would learn little from it."""
+    unknown = tokenizer.unk_token_id
+    share = sum(s.token.count(unknown) for s in samples) / max(1, sum(len(s.token) for s in samples))
+    if unknown != tokenizer.eos_token_id and share > UNKNOWN_SHARE:
+        log.warning(
+            "%s: %.0f%% of the tokens are unknown to the tokenizer; is this the target's text?", path, 100 * share
+        )
+
+
 def _is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the record is read as running text: it is no chat, or has a text too and no template makes it a chat."""
     return not record.messages or bool(record.text and not tokenizer.chat_template)
@@ -144,7 +166,7 @@ def _samples(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataCon
 def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Sample]:
     if not record.text.strip():
         return []
-    token = _tokens(record.text, tokenizer)
+    token = encode_plain(record.text, tokenizer)
     if tokenizer.eos_token_id is not None and token[-1:] != [tokenizer.eos_token_id]:
         token = [*token, tokenizer.eos_token_id]
     pieces = [token[start : start + max_tokens] for start in range(0, len(token), max_tokens)]
@@ -161,8 +183,8 @@ def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     # What follows the last answer is answered by nobody: it would cost a forward pass and train nothing.
     messages = record.messages[: answers[-1] + 1]
     try:
-        if GENERATION.search(tokenizer.get_chat_template()):
-            made = [_tagged(messages, tokenizer)]
+        if is_tagged(tokenizer):
+            made = [_settle(*render_tagged(messages, tokenizer), tokenizer)]
         else:
             made = _prefixed(messages, answers, tokenizer, where)
     except TemplateError as error:
@@ -178,18 +200,6 @@ def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig
         name = record.id if len(made) == 1 else f"{record.id}#{number}"
         samples.append(Sample(name, token[: config.max_tokens], mask[: config.max_tokens]))
     return samples
-
-
-def _tagged(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Tokens and mask by the template's own {% generation %} blocks."""
-    made: Any = tokenizer.apply_chat_template(
-        messages,
-        return_assistant_tokens_mask=True,
-        return_dict=True,
-        date_string=TEMPLATE_DATE,
-        tokenizer_kwargs={"verbose": False},
-    )
-    return _settle(list(made["input_ids"]), list(made["assistant_masks"]), tokenizer)
 
 
 def _prefixed(
@@ -218,17 +228,22 @@ def _answers_of(
     messages: list[Message], answers: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[int]] | None:
     """Mask what stands between each answer's generation prompt and its end; None if these are no prefixes."""
-    starts = [_render(messages[:answer], tokenizer, True) for answer in answers]
-    ends = [_render(messages[: answer + 1], tokenizer, False) for answer in answers]
-    encoded: Any = tokenizer([*starts, *ends], add_special_tokens=False, verbose=False)
-    rows: list[list[int]] = encoded["input_ids"]
-    token = rows[-1]
-    if any(token[: len(row)] != row for row in rows):
+    cuts = [render(messages[: i + past], tokenizer, not past) for i in answers for past in (0, 1)]
+    if not all(cuts[-1].startswith(text) for text in cuts):
         return None
-    mask = [0] * len(token)
-    for start, end in zip(rows[: len(answers)], rows[len(answers) :], strict=True):
-        mask[len(start) : len(end)] = [1] * (len(end) - len(start))
-    return token, mask
+    # Pieces that join to the whole's tokens show the same as the prefixes themselves, and cost much less to encode.
+    lengths = [0, *(len(text) for text in cuts)]
+    whole, *pieces = encode([cuts[-1], *(cuts[-1][i:k] for i, k in pairwise(lengths))], tokenizer)
+    ends = list(accumulate(len(piece) for piece in pieces))
+    if whole != [token for piece in pieces for token in piece]:
+        prefixes = encode(cuts, tokenizer)  # a tokenizer that begins every text in its own way (SentencePiece)
+        if any(whole[: len(prefix)] != prefix for prefix in prefixes):
+            return None
+        ends = [len(prefix) for prefix in prefixes]
+    mask = [0] * len(whole)
+    for start, end in zip(ends[::2], ends[1::2], strict=True):
+        mask[start:end] = [1] * (end - start)
+    return whole, mask
 
 
 def _settle(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -236,12 +251,18 @@ def _settle(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBas
 
     Templates write a newline after it, which nobody samples, or leave it to the next turn, or out.
     """
-    special, eos = _special(tokenizer), tokenizer.eos_token_id
+    special, eos = turn_ends(tokenizer), tokenizer.eos_token_id
     token, mask = list(token), list(mask)
-    for end in [i + 1 for i, on in enumerate(mask) if on and not any(mask[i + 1 : i + 2])]:
-        start = next((i + 1 for i in range(end - 1, -1, -1) if not mask[i]), 0)
-        last = next((i for i in range(end - 1, start - 1, -1) if token[i] in special), None)
-        if last is not None and not str(tokenizer.decode(token[last + 1 : end])).strip():
+    for end in [i for i, (on, following) in enumerate(pairwise([*mask, 0]), 1) if on and not following]:
+        last = end - 1
+        while (
+            last > 0
+            and mask[last - 1]
+            and token[last] not in special
+            and not str(tokenizer.decode(token[last])).strip()
+        ):
+            last -= 1
+        if token[last] in special:
             mask[last + 1 : end] = [0] * (end - last - 1)
         elif eos is not None and end == len(token):
             token, mask = [*token, eos], [*mask, 1]
@@ -250,16 +271,10 @@ def _settle(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBas
     return token, mask
 
 
-@lru_cache(maxsize=8)
-def _special(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(added | set(tokenizer.all_special_ids))
-
-
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """Return the first question of a chat after the chat template, or without one, or the opening of a plain text."""
     if _is_plain(record, tokenizer):
-        token = _tokens(record.text, tokenizer)
+        token = encode_plain(record.text, tokenizer)
         token = token[: max(1, min(OPENING, len(token) // 2))]
         text = str(tokenizer.decode(token, skip_special_tokens=True))
         return Prompt(record.id, token, record.category, text)
@@ -269,19 +284,6 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     asked = record.messages[: first + 1]
     text, system = content_text(asked[first]), "\n\n".join(content_text(message) for message in asked[:first])
     if tokenizer.chat_template:
-        encoded: Any = tokenizer(_render(asked, tokenizer, True), add_special_tokens=False, verbose=False)
-        return Prompt(record.id, encoded["input_ids"], record.category, text, system)
-    return Prompt(record.id, _tokens(text, tokenizer), record.category, text, system)
-
-
-def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase, generation_prompt: bool) -> str:
-    return str(
-        tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt, date_string=TEMPLATE_DATE
-        )
-    )
-
-
-def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    encoded: Any = tokenizer(text, verbose=False)
-    return list(encoded["input_ids"])
+        (token,) = encode([render(asked, tokenizer, True)], tokenizer)
+        return Prompt(record.id, token, record.category, text, system)
+    return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)

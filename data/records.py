@@ -41,6 +41,10 @@ class RawRecords(Protocol):
         """Return the number of records."""
         ...
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Go through the records."""
+        ...
+
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         """Return one record."""
         ...

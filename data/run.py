@@ -1,7 +1,7 @@
 """Let the target answer the training prompts, or look at the loss mask.
 
-`python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=3`; conf/data.yaml has the
-other overrides.
+`python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=3`; the other overrides
+stand in conf/data.yaml.
 """
 
 import sys
@@ -99,11 +99,14 @@ def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="data")
-@user_errors()
 def main(cfg: DictConfig) -> None:
     """Do what `answers` and `inspect` ask for."""
-    job = typed(JobConfig, cfg)
-    config = typed(DataConfig, cfg.data)
+    with user_errors():
+        run(typed(JobConfig, cfg), typed(DataConfig, cfg.data))
+
+
+def run(job: JobConfig, config: DataConfig) -> None:
+    """Show samples, write answers, or both."""
     if job.answers is None and job.inspect < 1:
         raise ValueError("nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks")
     if job.inspect > 0:

@@ -21,7 +21,8 @@ class EvalConfig:
         out: folder of the report; None for the first run's.
         model: what differs from the first run's `model`; a None differs in nothing.
         tree: what differs from each head's own tree.
-        workload: a name, a file or a Hub data set; None for the model's `prompts`.
+        workload: a name, a file or a Hub data set; None for the run's own held-out prompts, else the
+            model's `prompts`.
         prompts: how many of them.
         truncate: shorten prompts that fill the context.
         temperature: a number or a list of them; the gate runs at 0 whatever they are.
@@ -69,7 +70,7 @@ class EvalConfig:
             raise ValueError(f"dtype is {self.dtype!r}: choose auto, {', '.join(DTYPES)}")
         if self.gate_dtype not in DTYPES:
             raise ValueError(f"gate_dtype is {self.gate_dtype!r}: choose {', '.join(DTYPES)}")
-        if self.runs() and not all(isinstance(run, str) for run in self.runs()):
+        if not all(isinstance(run, str) for run in listed(self.run)):
             raise ValueError(f"run is {self.run!r}: give a run's folder, or a list of them")
         if any(temperature < 0 for temperature in self.temperatures()):
             raise ValueError(f"temperature is {self.temperature}: give 0 for greedy decoding or positive numbers")
@@ -79,9 +80,8 @@ class EvalConfig:
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""
-        if self.run is None:
-            return []
-        return list(self.run) if isinstance(self.run, list | tuple) else [self.run]
+        runs: list[str] = listed(self.run)
+        return runs
 
     def temperatures(self) -> list[float]:
         """Return the temperatures as a list."""
@@ -97,13 +97,18 @@ def eval_config(**values: Any) -> EvalConfig:
     )
 
 
+def listed(value: Any) -> list[Any]:
+    """Return a list as it is, a single value as a list of one, and None as an empty one."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def numbers(key: str, value: Any) -> list[float]:
     """Return a number or a list of numbers as a list.
 
     Raises:
         ValueError: it is neither, or empty.
     """
-    found = list(value) if isinstance(value, list | tuple) else [value]
+    found = listed(value)
     if not found or not all(isinstance(item, int | float) and not isinstance(item, bool) for item in found):
         raise ValueError(f"{key} is {value!r}: give a number, or a list of them")
     return [float(item) for item in found]

@@ -222,7 +222,9 @@ def _number(value: float | None, digits: int) -> str:
 
 def _spread(value: float | None, interval: Interval | None) -> str:
     """Return a number with its interval."""
-    return _number(value, 2) + ("" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]")
+    if interval is None or interval[0] == interval[1]:  # plain decoding against itself
+        return _number(value, 2)
+    return f"{_number(value, 2)} [{_number(interval[0], 2)}, {_number(interval[1], 2)}]"
 
 
 def _grid(header: tuple[str, ...], body: list[list[str]]) -> str:

@@ -22,7 +22,7 @@ from eval.live import PLAIN, Session, measure, rows
 from eval.lossless import Gate, gate
 from eval.machine import device_facts, peak_memory, provenance
 from eval.report import Report, Row, table
-from eval.sources import find_heads, model_of, overlay
+from eval.sources import find_heads, model_of, overlay, own_prompts
 from eval.workloads import load_workload, short_name
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
@@ -36,6 +36,7 @@ from inference.sample import GREEDY, Sampling
 from inference.target import Target, fast_dtype
 
 Drafters = dict[str, Drafter]
+PIPE_WIDTH = 140
 
 
 def head_drafters(config: EvalConfig, target: Target) -> Drafters:
@@ -71,8 +72,8 @@ def evaluate(config: EvalConfig) -> Report:
         raise ValueError(f"drafter is {config.drafter!r}: choose one of {', '.join(DRAFTERS)}")
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
-    out = Path(config.out or (runs[0] if runs else "outputs/plain")).expanduser()
-    workload = config.workload or model.get("prompts")
+    out = folder_for(config.out, runs)
+    workload = config.workload or own_prompts(runs[0] if runs else None) or model.get("prompts")
     if not workload:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
 
@@ -94,6 +95,12 @@ def evaluate(config: EvalConfig) -> Report:
     report.write(out)
     show(report, out)
     return report
+
+
+def folder_for(out: str | None, runs: Sequence[str]) -> Path:
+    """Return where the report goes: where the user says, else the first run's folder, or one for a run from the Hub."""
+    own = Path(runs[0]).expanduser() if runs else Path("plain")
+    return Path(out).expanduser() if out else own if own.is_dir() else Path("outputs") / own.name
 
 
 def load_target(model: Mapping[str, Any], dtype: str) -> Target:
@@ -152,9 +159,9 @@ def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:
 
 def show(report: Report, out: Path) -> None:
     """Print the table, where the files are, and on stderr what failed."""
-    console = Console()
     # A pipe has no width of its own, and rich's guess would break the lines.
-    console.print(table(report), width=None if console.is_terminal else 140)
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(table(report))
     console.print(f"report: {out / 'report.md'}", soft_wrap=True)
     for failure in report.failures():
         print(f"NOT LOSSLESS: {failure}", file=sys.stderr)

@@ -1,25 +1,17 @@
 """What a run's folder says: where its head is, which target it was trained for, and which tree it was saved with."""
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from heads.store import CONFIG, last_good, read_config
+from heads.hub import resolve_head, target_path
+from heads.store import read_config
+from heads.typed import first_line
 
-
-def head_folder(run: str) -> Path:
-    """Return the folder with the head of a run: its `head/`, or the folder itself.
-
-    Raises:
-        ValueError: there is none.
-    """
-    folder = Path(run).expanduser()
-    for place in (folder / "head", folder):
-        if (last_good(place) / CONFIG).is_file():
-            return place
-    raise ValueError(f"run={run}: no head/config.json in there: give the folder of a finished run, or a published head")
+YAML_ERROR: type[Exception] = importlib.import_module("yaml").YAMLError  # imported by name: PyYAML comes without types
 
 
 def find_heads(runs: list[str]) -> dict[str, Path]:
@@ -33,10 +25,16 @@ def find_heads(runs: list[str]) -> dict[str, Path]:
     repeated = sorted({run for run in runs if runs.count(run) > 1})
     if repeated:
         raise ValueError(f"run {', '.join(repeated)} is given twice: leave one out of run and compare")
-    folders = {run: head_folder(run) for run in runs}
+    folders = {run: resolve_head(run) for run in runs}
     kinds = {run: str(read_config(folder)["head"]["name"]) for run, folder in folders.items()}
     alone = {run for run, kind in kinds.items() if list(kinds.values()).count(kind) == 1}
     return {kinds[run] if run in alone else f"{kinds[run]} {run}": folder for run, folder in folders.items()}
+
+
+def own_prompts(run: str | None) -> str | None:
+    """Return the file of held-out prompts that a run's training left in its folder, None if there is none."""
+    file = None if run is None else Path(run).expanduser() / "prompts.jsonl"
+    return str(file) if file is not None and file.is_file() else None
 
 
 def overlay(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,6 +58,7 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             "model.path is missing: give model=… or model.path=…, or run=… of a head that knows its target"
         )
+    model["path"] = target_path(model["path"])
     if not model.get("name"):
         model["name"] = Path(model["path"]).name
     return model
@@ -67,10 +66,20 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _trained_model(run: str) -> dict[str, Any]:
     """Return the `model` of a run's config.yaml, or where that was not published, the target its head names."""
-    file = Path(run).expanduser() / "config.yaml"
-    if not file.is_file():
-        return {"path": read_config(head_folder(run))["target"]["name"]}
-    config = OmegaConf.to_container(OmegaConf.load(file))
+    folder = resolve_head(run)
+    places = (
+        [folder, folder.parent] if folder.name == "head" else [folder]
+    )  # in its run's folder, or published by itself
+    files = [place / "config.yaml" for place in places]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return {"path": read_config(folder)["target"]["name"]}
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(file))
+    except YAML_ERROR as error:
+        raise ValueError(
+            f"{file} is damaged ({first_line(error)}): restore it, or give model=… and remove it"
+        ) from error
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         raise ValueError(f"{file} has no model: restore it, or give model=…")

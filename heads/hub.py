@@ -10,6 +10,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from heads.errors import one_line
+from heads.resolvers import ROOT
 from heads.store import CONFIG, WEIGHTS, last_good
 
 REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -36,12 +37,18 @@ def resolve_head(run_or_repo: str) -> Path:
     if (path.parent.is_dir() and path.parent != Path()) or not REPO.fullmatch(run_or_repo):
         raise ValueError(f"{path}: no such folder; give a run's or published folder, or a Hub id OWNER/NAME")
     with hub_errors(run_or_repo, "downloading"):
-        return Path(HfApi().snapshot_download(run_or_repo, allow_patterns=[CONFIG, WEIGHTS]))
+        return Path(HfApi().snapshot_download(run_or_repo, allow_patterns=[CONFIG, WEIGHTS, "config.yaml"]))
 
 
 def on_hub(name: str) -> bool:
     """Say whether a model's name is a Hub id and not a folder of some machine."""
-    return REPO.fullmatch(name) is not None and not Path(name).exists()
+    return REPO.fullmatch(name) is not None and not Path(target_path(name)).exists()
+
+
+def target_path(name: str) -> str:
+    """Return where to load a head's target from: a published head names the embedded one relative to the checkout."""
+    inside = ROOT / name
+    return str(inside) if inside.is_dir() and not Path(name).exists() else name
 
 
 @contextmanager

@@ -6,7 +6,6 @@ next-token law. Its lm_head is the target's, shared and frozen, or a copy that i
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional

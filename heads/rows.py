@@ -37,7 +37,7 @@ def next_token(token: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
 
 
 def drafted_token(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:
-    """Return the token t+d that the row drafted at depth d from row t holds, for d = `depth` - 1 steps after the root."""
+    """Return the token t+d that row t enters with when it is unrolled to depth d."""
     return ahead(token, depth)
 
 

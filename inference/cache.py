@@ -1,5 +1,7 @@
 """The target's key-value cache: the only file that knows transformers' cache classes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
@@ -9,7 +11,8 @@ class GrowingLayer(DynamicLayer):
     """One layer's keys and values "B G S E" in a buffer that doubles, so that a step appends instead of copying all."""
 
     def __init__(self) -> None:
-        super().__init__()
+        init: Any = super().__init__
+        init()
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.length = 0
 
@@ -24,8 +27,7 @@ class GrowingLayer(DynamicLayer):
             self.buffers = (self._larger(key_states, end, 0), self._larger(value_states, end, 1))
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, self.length : end] = new
-        self._show(end)
-        return self.keys, self.values
+        return self._show(end)
 
     def keep(self, prefix: int, rows: list[int]) -> None:
         """Keep the first `prefix` rows and then `rows` of what follows, closing the gaps."""
@@ -42,10 +44,12 @@ class GrowingLayer(DynamicLayer):
             larger[:, :, : self.length] = self.buffers[which][:, :, : self.length]
         return larger
 
-    def _show(self, length: int) -> None:
+    def _show(self, length: int) -> tuple[Tensor, Tensor]:
         assert self.buffers is not None
         self.length = length
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+        keys, values = (buffer[:, :, :length] for buffer in self.buffers)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 class TargetCache:

@@ -34,8 +34,8 @@ def check(target: "Target") -> bool:
     full = target.model(input_ids=token[None], use_cache=False).logits[0, -1]
     if not _close(target.prefill(token, target.cache()).logits, full):
         raise ValueError(
-            f"{target.name}: lm_head(last hidden state) is not this model's logits; its architecture scales or caps them "
-            "in a way headstart does not know"
+            f"{target.name}: lm_head(last hidden state) is not this model's logits; its architecture scales or caps "
+            "them in a way headstart does not know"
         )
     target.takes_trees = True
     try:

@@ -111,7 +111,8 @@ class Target:
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"model.path={path}: no causal LM with tokenizer loads from there ({reason})") from error
-        return cls(model.to(place), tokenizer, path)
+        move: Any = model.to  # transformers wraps it in a way that hides its arguments
+        return cls(move(place), tokenizer, path)
 
     def cache(self) -> TargetCache:
         """Return an empty cache for one sequence."""
@@ -192,7 +193,7 @@ class Target:
         captured: list[Tensor] = []
 
         def hook(index: int) -> Any:
-            def keep(module: nn.Module, args: Any, output: Any) -> None:
+            def keep(_module: nn.Module, _args: Any, output: Any) -> None:
                 outputs[index] = output[0] if isinstance(output, tuple) else output
 
             return keep

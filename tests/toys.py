@@ -8,6 +8,7 @@ import functools
 import torch
 from tokenizers import Tokenizer, models
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -17,7 +18,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
-from transformers import AutoModelForCausalLM
 
 from heads import HEADS
 from inference.policy import TreeConfig

@@ -104,7 +104,8 @@ class EvalSettings:
     dtype: str
 
     def __post_init__(self) -> None:
-        _at_least("eval", self, 1, "prompts", "max_new_tokens", "repeats")
+        _at_least("eval", self, 1, "prompts", "repeats")
+        _at_least("eval", self, 2, "max_new_tokens")  # the first comes with the prompt, before any draft
         _at_least("eval", self, 0, "warmup")
         _one_of("eval", self, dtype=("auto", *DTYPES))
         if not self.temperature or min(self.temperature) < 0:
@@ -125,7 +126,7 @@ class RunConfig:
     overwrite: bool
     plan: bool
     compare: list[str]
-    workload: str
+    workload: str | None
     model: ModelConfig
     head: Any
     objective: Any

@@ -1,4 +1,4 @@
-"""The training loop: one optimiser step after another, the acceptance length measured on the way, the best head kept."""
+"""The training loop: optimiser steps, the acceptance length measured on the way, the best head kept."""
 
 import signal
 import time
@@ -14,8 +14,8 @@ from data.batches import Batches
 from data.features import batch_features
 from heads.base import Draft, Features
 from heads.store import save_head
-from inference.drafters.head import HeadDrafter
 from inference.decode import Settings, speculate
+from inference.drafters.head import HeadDrafter
 from inference.sample import GREEDY
 from inference.target import Target
 from train import checkpoint
@@ -35,7 +35,8 @@ class Unroll(nn.Module):
 
     def forward(self, features: Features, depths: int) -> list[Draft]:
         """Score all rows at every depth."""
-        drafts: list[Draft] = self.head.unroll(features, depths)
+        unroll: Any = self.head.unroll
+        drafts: list[Draft] = unroll(features, depths)
         return drafts
 
 

@@ -12,6 +12,7 @@ if __name__ == "__main__":  # the checkout's root in place of train/, so that it
 import hashlib
 import json
 import re
+import shutil
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,11 @@ from omegaconf import DictConfig
 from heads import HEADS
 from heads.errors import user_errors
 from heads.hub import REPO, hub_errors, on_hub
+from heads.resolvers import ROOT
 from heads.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors
 from heads.typed import typed
 from train.card import Facts, card
 
-ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md")
 FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED)
@@ -104,7 +105,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
         (out / name).unlink(missing_ok=True)
     for name, text in texts.items():
         (out / name).write_text(text, encoding="utf-8")
-    (out / WEIGHTS).write_bytes((head / WEIGHTS).read_bytes())
+    shutil.copyfile(head / WEIGHTS, out / WEIGHTS)
 
 
 def push(folder: Path, config: PublishConfig, api: HfApi) -> str:

@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from data.batches import Batches, fingerprint, pack
-from data.prompts import load_samples
-from eval.run import evaluate_run
+from data.prompts import held_out_prompts, load_samples, save_prompts
+from eval.config import eval_config
+from eval.run import evaluate
 from heads import HEADS
 from heads.base import parameter_count
 from heads.errors import user_errors
 from heads.resolvers import ROOT, register_resolvers
-from heads.store import load_head
 from inference.target import Target, fast_dtype
 from train import launch
 from train.config import RunConfig, run_config
@@ -53,9 +54,9 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], *, main: bool) -> None
     if not main:
         return
     if run.overwrite and not run.resume:
-        for part in ("checkpoints", "head"):
+        for part in ("checkpoints", "head", ".head.old"):
             shutil.rmtree(out / part, ignore_errors=True)
-        for part in ("metrics.jsonl", "report.json", "report.md"):
+        for part in ("metrics.jsonl", "report.json", "report.md", "prompts.jsonl"):
             (out / part).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
@@ -108,23 +109,38 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     head = HEADS[run.head.name](run.head, target.ends).to(accelerator.device)
     target.feature_layers = head.feature_layers
     samples = load_samples(run.data, target.tokenizer)
-    prompts = held_out_prompts(run, target)
+    prompts = held_out_prompts(run.data, target.tokenizer, max(run.eval.prompts, run.trainer.eval_prompts))
     packed = pack(samples, run.data.length)
     if main:
+        save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = provenance(accelerator.num_processes, fingerprint(samples))
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
         filled = float((packed.document >= 0).float().mean())
         console.print(
             f"{run.name}: {parameter_count(head):,} trained parameters, {len(samples):,} samples, "
-            f"{len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled), {len(prompts)} held-out prompts",
+            f"{len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
-    Loop(run, accelerator, target, head, batches_for(run, packed, accelerator), prompts, resolved).train()
+    held_out = [prompt.token for prompt in prompts]
+    Loop(run, accelerator, target, head, batches_for(run, packed, accelerator), held_out, resolved).train()
     accelerator.wait_for_everyone()
     if main:
-        load_head(Path(run.out, "head"), target.ends, target.spec)  # what was kept must load
-        evaluate_run(run)
+        report(run)
     accelerator.end_training()
+
+
+def report(run: RunConfig) -> None:
+    """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
+    if not Path(run.out, "head").exists():
+        raise ValueError(
+            f"{run.out}: no draft was ever accepted, so no head was kept; train longer or look at the data"
+        )
+    trust = {"trust_remote_code": run.model.trust_remote_code}
+    found = evaluate(
+        eval_config(run=run.out, compare=run.compare, workload=run.workload, model=trust, **asdict(run.eval))
+    )
+    if not found.passed:
+        raise SystemExit(1)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -36,7 +36,8 @@ class Tracker:
         if wandb_mode != "off":
             import wandb
 
-            self.wandb = wandb.init(project="headstart", dir=str(out), mode=wandb_mode, config=config, name=out.name)
+            mode: Literal["offline", "online"] = "offline" if wandb_mode == "offline" else "online"
+            self.wandb = wandb.init(project="headstart", dir=str(out), mode=mode, config=config, name=out.name)
 
     def _truncate(self, start: int) -> None:
         if not self.path.exists():

@@ -67,7 +67,7 @@ def functions(source: str, text: str) -> Iterator[Function]:
 def _chat_form(lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef, docstring: str) -> tuple[str, str]:
     first, second = node.body[0], node.body[1]
     signature = textwrap.dedent("\n".join(lines[node.lineno - 1 : first.lineno - 1]))
-    summary = docstring.split("\n\n")[0][:MAX_DOCSTRING]
+    summary = docstring.split("\n\n", maxsplit=1)[0][:MAX_DOCSTRING]
     start = min([second.lineno, *(d.lineno for d in getattr(second, "decorator_list", []))])
     body = textwrap.dedent("\n".join(lines[start - 1 : node.end_lineno]))
     return (

@@ -3,8 +3,8 @@
     python examples/tiny/make_target.py --minutes 60 --out examples/tiny
 
 A deep and narrow Llama, so that a draft step costs about as little beside a target step as it does for real models.
-The first part of the budget trains a shallow model; its layer block is then repeated to the full depth and training goes
-on (depth stacking, arXiv 2405.15319), which at this budget reaches a lower loss than training the deep model throughout.
+The first part of the budget trains a shallow model; its layer block is then repeated to the full depth and training
+goes on (depth stacking, arXiv 2405.15319), since a shallow model sees several times more tokens in the same minutes.
 The schedule is a function of elapsed time, so any machine gives what it can in the minutes it is given.
 """
 
@@ -199,32 +199,43 @@ def save(model: LlamaForCausalLM, out: Path, vocab: int) -> None:
     clean.save_pretrained(out)
 
 
+def write_jsonl(path: Path, functions: list[Function]) -> None:
+    """Write functions as chat records."""
+    records = ({"id": f.source, "prompt": f.prompt, "answer": f.answer} for f in functions)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def main() -> None:
     """Run the recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--more", action="store_true", help="go on from the weights in --out, with a fresh schedule")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     texts, trained, kept = corpus()
-    tokenizer = make_tokenizer(texts, trained, args.out)
-    (args.out / "held_out.jsonl").write_text("".join(json.dumps(f._asdict()) + "\n" for f in kept))
-    stream = token_stream(tokenizer, texts, trained)
-    print(f"{len(trained)} functions, {len(kept)} held out, {len(stream) / 1e6:.1f} M tokens", flush=True)
-    vocab, seconds = len(tokenizer), args.minutes * 60
-    model = build(SHALLOW, vocab)
-    seen = train(model, stream, seconds * SHALLOW_SHARE, (1.0, 0.6), 0)
-    model = stack(model, vocab)
-    seen = train(model, stream, seconds * (1 - SHALLOW_SHARE), (0.8, 0.02), seen)
-    save(model, args.out, vocab)
-    figures = {
-        "tokens_seen": seen,
-        "minutes": args.minutes,
-        "held_out_loss": held_out_loss(model.eval(), tokenizer, kept),
-    }
-    (args.out / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
-    print(figures)
+    figures, seconds = args.out / "training.json", args.minutes * 60
+    past = json.loads(figures.read_text()) if args.more else {"tokens_seen": 0, "minutes": 0}
+    if args.more:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
+        stream = token_stream(tokenizer, texts, trained)
+        model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32)
+        seen = train(model, stream, seconds, (0.5, 0.02), past["tokens_seen"])
+    else:
+        tokenizer = make_tokenizer(texts, trained, args.out)
+        write_jsonl(args.out / "held_out.jsonl", kept)
+        write_jsonl(args.out / "trained.jsonl", trained)
+        stream = token_stream(tokenizer, texts, trained)
+        model = build(SHALLOW, len(tokenizer))
+        seen = train(model, stream, seconds * SHALLOW_SHARE, (1.0, 0.6), 0)
+        model = stack(model, len(tokenizer))
+        seen = train(model, stream, seconds * (1 - SHALLOW_SHARE), (0.8, 0.02), seen)
+    save(model, args.out, len(tokenizer))
+    loss = held_out_loss(model.eval(), tokenizer, kept)
+    now = {"tokens_seen": seen, "minutes": past["minutes"] + args.minutes, "held_out_loss": loss}
+    figures.write_text(json.dumps(now, indent=2) + "\n")
+    print(f"{len(trained)} functions, {len(kept)} held out, {len(stream) / 1e6:.1f} M tokens in the stream; {now}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Toy tokenizers with and without chat templates, a toy target, and the folder of real files."""
+"""Toy tokenizers with and without chat templates, records on disk, and the folder of real files."""
 
 import json
 from collections.abc import Callable
@@ -10,22 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.prompts import DataConfig
+from tests.data.chatml import PLAIN, SPECIAL, Tokens
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-
-PLAIN = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-TAGGED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-    "{%- generation -%}{{ m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\n' }}{% else %}"
-    "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-Tokens = Callable[[str | None], PreTrainedTokenizerFast]
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from data.prompts import (
     OPENING,
@@ -13,9 +14,10 @@ from data.prompts import (
     held_out_prompts,
     load_prompts,
     load_samples,
+    save_prompts,
     training_prompts,
 )
-from tests.data.conftest import PLAIN, TAGGED, Tokens
+from tests.data.chatml import PLAIN, TAGGED, Tokens
 
 Write = Callable[..., str]
 Config = Callable[..., DataConfig]
@@ -33,14 +35,20 @@ WHOLE = (
     "<|im_start|>assistant\nIt is.\nReally.<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n"
     "<|im_start|>assistant\nNow too, élan.<|im_end|>\n"
 )
-BARE_TAGS = TAGGED.replace("m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\n'", "m['content'] }}{%- endgeneration -%}{{ '<|im_end|>\n'")
+BARE_TAGS = TAGGED.replace(
+    "m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\n'",
+    "m['content'] }}{%- endgeneration -%}{{ '<|im_end|>\n'",
+)
 WIDE_TAGS = TAGGED.replace("'<|im_end|>' }}{%- endgeneration -%}{{ '\n'", "'<|im_end|>\n' }}{%- endgeneration -%}{{ ''")
 # A past answer loses its reasoning, as Qwen3's template has it.
 FORGETFUL = PLAIN.replace(
     "+ m['content'] +", "+ ('(hm) ' if m['role'] == 'assistant' and loop.last else '') + m['content'] +"
 )
 # Ends no turn by a token of its own: the next user turn starts with it (craftgpt).
-OPEN_ENDED = "{% for m in messages %}{{ ('<|im_end|>' + m['content'] + '\n') if m['role'] == 'user' else m['content'] }}{% endfor %}"
+OPEN_ENDED = (
+    "{% for m in messages %}{{ ('<|im_end|>' + m['content'] + '\n') if m['role'] == 'user' else m['content'] }}"
+    "{% endfor %}"
+)
 
 
 def trained(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:
@@ -61,6 +69,14 @@ def test_the_mask_covers_the_answers_and_their_ends_and_nothing_else(
     tokenizer = tokenizer_with(template)
     (sample,) = load_samples(config(write({"id": "a", "messages": CHAT})), tokenizer)
     assert tokenizer.decode(sample.token) == WHOLE
+    assert trained(sample, tokenizer) == TRAINED
+
+
+def test_a_tokenizer_that_begins_texts_in_its_own_way(tokenizer_with: Tokens, write: Write, config: Config) -> None:
+    tokenizer = tokenizer_with(PLAIN)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert tokenizer.decode(tokenizer("It")["input_ids"]) == " It"  # so an answer alone has other tokens than in place
+    (sample,) = load_samples(config(write({"messages": CHAT})), tokenizer)
     assert trained(sample, tokenizer) == TRAINED
 
 
@@ -91,7 +107,9 @@ def test_answers_without_an_end_token_get_the_one_that_the_target_writes(
 
 
 def test_what_follows_the_last_answer_is_left_out(chat: PreTrainedTokenizerFast, write: Write, config: Config) -> None:
-    left, whole = load_samples(config(write({"id": "a", "messages": CHAT[:4]}, {"id": "b", "messages": CHAT[:3]})), chat)
+    left, whole = load_samples(
+        config(write({"id": "a", "messages": CHAT[:4]}, {"id": "b", "messages": CHAT[:3]})), chat
+    )
     assert left.token == whole.token
 
 
@@ -172,15 +190,15 @@ def test_a_long_chat_is_cut_and_one_without_answer_dropped_and_counted(
         (sample,) = load_samples(config(path, max_tokens=90), chat)
     assert (sample.id, len(sample.token), trained(sample, chat)) == ("a", 90, TRAINED[:1])
     assert "dropped 1 chats" in caplog.text
-    with pytest.raises(ValueError, match="raise data.max_tokens"):
+    with pytest.raises(ValueError, match=r"raise data\.max_tokens"):
         load_samples(config(path, max_tokens=9), chat)
 
 
 def test_limits_and_the_held_out_end(bare: PreTrainedTokenizerFast, write: Write, config: Config) -> None:
     path = write(*({"id": str(i), "text": f"number {i}"} for i in range(6)))
 
-    def ids(limit: int | None = None, **changed: Any) -> list[str]:
-        return [sample.id for sample in load_samples(config(path, **changed), bare, limit)]
+    def ids(at_most: int | None = None, **changed: Any) -> list[str]:
+        return [sample.id for sample in load_samples(config(path, **changed), bare, at_most)]
 
     assert ids() == list("012345")
     assert ids(held_out=2) == list("0123")
@@ -239,50 +257,26 @@ def test_the_opening_of_a_plain_text_is_its_prompt(chat: PreTrainedTokenizerFast
     assert (long.text, short.text) == (("abc" * OPENING)[:OPENING], "abc")
 
 
+def test_saved_prompts_come_back_token_for_token(
+    chat: PreTrainedTokenizerFast, bare: PreTrainedTokenizerFast, write: Write, tmp_path: Path
+) -> None:
+    prompts = load_prompts(write({"text": "abc" * OPENING}, {"messages": CHAT, "category": "qa"}), chat, None)
+    save_prompts(prompts, tmp_path / "saved.jsonl")
+    assert load_prompts(str(tmp_path / "saved.jsonl"), bare, None) == prompts
+    assert load_prompts(str(tmp_path / "saved.jsonl"), chat, 1) == prompts[:1]
+
+
 def test_a_prompt_without_a_question_is_named(chat: PreTrainedTokenizerFast, write: Write) -> None:
     with pytest.raises(ValueError, match="prompt x: the chat has no user message"):
         load_prompts(write({"id": "x", "messages": CHAT[:1]}), chat, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "categories"),
-    [("spec_bench.jsonl", 480, 13), ("mt_bench.jsonl", 80, 8), ("HumanEval.jsonl.gz", 164, 1), ("sum.jsonl", 80, 1)],
-)
-def test_published_prompts(shared: Path, chat: PreTrainedTokenizerFast, name: str, count: int, categories: int) -> None:
-    prompts = load_prompts(str(shared / "prompts" / name), chat, None)
-    assert len({prompt.id for prompt in prompts}) == count
-    assert len({prompt.category for prompt in prompts}) == categories
-    assert all(str(chat.decode(prompt.token)).endswith("<|im_start|>assistant\n") for prompt in prompts)
-
-
-@pytest.mark.parametrize(
-    ("target", "data", "share"),
-    [
-        ("craftgpt-5m", "sgd_dialogues_dev.jsonl.xz", (0.4, 0.8)),
-        ("craftgpt-5m", "sharegpt_gpt4_256.jsonl", (0.1, 0.95)),
-        ("craftgpt-5m", "sharegpt_qwen3_256.jsonl", (0.1, 0.95)),
-        ("craftgpt-5m", "fastchat_dummy.json", (0.3, 0.9)),
-        ("craftgpt-5m", "synthetic_conversations_1k.jsonl", (0.3, 0.95)),
-        ("craftgpt-5m", "gsm8k_test.jsonl", (0.3, 0.9)),
-        ("stories260K", "tinystories_10k.txt", (1, 1)),
-        ("stories260K", "tinystories_heldout.txt", (1, 1)),
-    ],
-)
-def test_real_data_on_real_targets(
-    shared: Path, config: Config, target: str, data: str, share: tuple[float, float]
+def test_text_that_the_tokenizer_does_not_know_is_pointed_out(
+    bare: PreTrainedTokenizerFast, write: Write, config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared / "targets" / target)
-    samples = load_samples(config(str(shared / "text" / data)), tokenizer, 40)
-    coverage = sum(sum(sample.mask) for sample in samples) / sum(len(sample.mask) for sample in samples)
-    assert len(samples) == 40
-    assert share[0] <= coverage <= share[1]
-    # The target of both ends its answers, and its stories, with its end token: so does the mask.
-    assert all(sample.token[-1] == tokenizer.eos_token_id and sample.mask[-1] for sample in samples)
-
-
-def test_real_prompts_of_a_plain_target(shared: Path) -> None:
-    folder = shared / "targets" / "pycode-7m"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = load_prompts(str(folder / "held_out_prompts.jsonl"), tokenizer, 20)
-    assert len({prompt.id for prompt in prompts}) == 20
-    assert all(tokenizer.decode(prompt.token) == prompt.text for prompt in prompts)
+    bare.unk_token = "<|endoftext|>"
+    known, unknown = write({"text": "a tale"}, name="known.jsonl"), write({"text": "a <|endoftext|> tale"})
+    load_samples(config(known), bare)
+    assert caplog.text == ""
+    load_samples(config(unknown), bare)
+    assert "11% of the tokens are unknown" in caplog.text

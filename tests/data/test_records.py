@@ -62,7 +62,8 @@ def test_json_lines_end_at_newlines_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("indent", [None, 2])
 def test_json_in_every_packing(tmp_path: Path, name: str, indent: int | None) -> None:
     records = [{"text": "one"}, {"text": "two"}]
-    opener: Callable[..., Any] = {".gz": gzip.open, ".xz": lzma.open}.get(Path(name).suffix, open)
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    opener = openers.get(Path(name).suffix, open)
     with opener(tmp_path / name, "wt", encoding="utf-8") as file:
         file.write(json.dumps(records, indent=indent))
     assert list(read_records(str(tmp_path / name), "")) == records
@@ -89,11 +90,12 @@ def test_a_dataset_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spl
     ("content", "texts"),
     [
         ("one\ntwo\n\n three \n", ["one", "two", "three"]),
+        ("one\u2028line\r\ntwo\n", ["one\u2028line", "two"]),
         ("one\nstill one\n<|endoftext|>\ntwo\n<|endoftext|>\n", ["one\nstill one", "two"]),
     ],
 )
 def test_text_files(tmp_path: Path, content: str, texts: list[str]) -> None:
-    (tmp_path / "a.txt").write_text(content)
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     assert [record["text"] for record in read_records(str(tmp_path / "a.txt"), "")] == texts
 
 

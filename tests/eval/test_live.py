@@ -14,6 +14,7 @@ from eval.lossless import Divergence, Gate
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.plain import Plain
 from inference.sample import GREEDY
+from inference.target import Target
 from tests import toys
 from tests.eval.stubs import StubTarget, generation
 
@@ -74,17 +75,21 @@ def test_the_warm_up_comes_first_and_does_not_count(warmup: int, prompts: list[i
 
 def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, Any]] = []
-    monkeypatch.setattr(
-        live, "autoregress", lambda target, prompt, settings: seen.append(("plain", settings)) or generation(2)
-    )
-    monkeypatch.setattr(
-        live,
-        "speculate",
-        lambda target, drafter, prompt, settings: seen.append((drafter.name, settings)) or generation(3),
-    )
-    monkeypatch.setattr(
-        live, "hf_generate", lambda target, prompt, max_new_tokens: seen.append(("hf", max_new_tokens)) or generation(4)
-    )
+
+    def autoregress(target: Target, prompt: list[int], settings: Settings) -> Generation:
+        seen.append(("plain", settings))
+        return generation(2)
+
+    def speculate(target: Target, drafter: Plain, prompt: list[int], settings: Settings) -> Generation:
+        seen.append((drafter.name, settings))
+        return generation(3)
+
+    def hf_generate(target: Target, prompt: list[int], max_new_tokens: int) -> Generation:
+        seen.append(("hf", max_new_tokens))
+        return generation(4)
+
+    for stub in (autoregress, speculate, hf_generate):
+        monkeypatch.setattr(live, stub.__name__, stub)
     target, drafters = StubTarget(), {"eagle": Ranked(torch.device("cpu"))}
     runs = measure(target, drafters, PROMPTS, SETTINGS, repeats=2, warmup=1, hf=True)
     assert {name: len(each[0][0].tokens) for name, each in runs.items()} == {"plain": 2, "eagle": 3, "hf": 4}
@@ -111,7 +116,7 @@ def test_hf_generate_stays_within_the_context() -> None:
 
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
-    monkeypatch.setattr(live, "_timed_generate", lambda target, prompt, count: ([7] * count, seconds[count]))
+    monkeypatch.setattr(live, "_timed_generate", lambda *given: ([7] * given[-1], seconds[given[-1]]))
     target = StubTarget(eos=frozenset({1}))
     run = live.hf_generate(target, [0], 9)
     assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)

@@ -67,7 +67,7 @@ def test_the_median_repeat(times: list[float], middle: float) -> None:
 
 
 def test_the_interval_is_seeded_and_holds_the_estimate() -> None:
-    runs = [generation(1 + tau * 4, [(4, tau - 1)] * 4) for tau in (1, 2, 3, 4, 5)]
+    runs = [generation(1 + tokens, [(4, 0)] * 10) for tokens in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 49)]
     interval = metrics.tau_interval(runs, 7)
     assert interval is not None
     assert interval == metrics.tau_interval(runs, 7) != metrics.tau_interval(runs, 8)

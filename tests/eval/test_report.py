@@ -11,11 +11,7 @@ import pytest
 from rich.console import Console
 
 from eval.lossless import UNCHECKED, Divergence, Gate
-from eval.machine import device_facts, provenance
 from eval.report import Report, Row, markdown, table, write_atomic
-from inference.target import default_device
-
-import torch
 
 ROW = Row(
     drafter="eagle",
@@ -44,6 +40,11 @@ ROW = Row(
 GREEN = Gate(8, 7, 1, 0)
 RED = Gate(8, 7, 0, 1, Divergence("p2", 5, 11, 12, 3.5))
 SILENT = replace(ROW, speedup=None, speedup_ci=None, speedup_hf=None, lossless=RED.counts())
+CONTRACT = (
+    "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
+    "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
+    "seconds memory_bytes lossless"
+)
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 
 
@@ -62,11 +63,7 @@ def test_json_has_the_contracts_keys() -> None:
     told = json.loads(json.dumps(report().as_dict(), allow_nan=False))
     assert list(told) == ["schema", "target", "device", "settings", "rows"]
     assert told["schema"] == 1
-    assert list(told["rows"][0]) == (
-        "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
-        "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
-        "seconds memory_bytes lossless"
-    ).split()
+    assert " ".join(told["rows"][0]) == CONTRACT
     assert list(told["rows"][0]["seconds"]) == ["draft", "verify", "other"]
     assert list(told["rows"][0]["lossless"]) == ["checked", "identical", "near_tie", "failed"]
     assert told["rows"][0]["tau_ci"] == [1.81, 2.24]
@@ -99,7 +96,7 @@ def test_a_red_gate_shows_no_speedup_and_says_why(gate: Gate, reason: str, tempe
     assert not any(number in shown(made) for number in SPEEDUPS)
     assert "withheld" in shown(made)
     assert reason in shown(made)
-    assert reason.split()[-1] in made.failures()[0]
+    assert reason in made.failures()[0]
     row = made.as_dict()["rows"][0]
     assert (row["speedup"], row["speedup_ci"], row["speedup_hf"]) == (None, None, None)
 
@@ -138,11 +135,3 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: p
         write_atomic(file, "new")
     assert file.read_text(encoding="utf-8") == "old"
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_the_machine_and_the_code_are_named() -> None:
-    facts = device_facts(torch.device(default_device()), torch.float32)
-    assert facts["dtype"] == "float32"
-    assert all(facts[key] for key in ("name", "cores", "threads", "platform", "torch", "transformers"))
-    assert set(provenance()) == {"revision", "dirty", "command", "date"}
-    json.dumps(provenance())

@@ -6,67 +6,26 @@ import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from heads import HEADS, store
-from heads.base import LayerShape
 from heads.store import TargetSpec, load_head, read_config, read_tensors, save_head
+from tests.heads.stub import Stub, TinyEnds, head, same
 
 TREE = {"kind": "chain", "depth": 2, "paths": [[0], [0, 0]]}
 SPEC = TargetSpec("someone/target", 11, 4, 3, "f00d")
 
 
-class TinyEnds:
-    """The least that a head may ask of its target."""
-
-    hidden_size = 4
-    vocab_size = 11
-    layer = LayerShape(2, 1, 2, 8)
-
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
-        return torch.zeros(*token.shape, 4)
-
-    def logits(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
-        return torch.zeros(*hidden.shape[:-1], 11)
-
-    def head_weight(self) -> Float[Tensor, "V D"]:
-        return torch.zeros(11, 4)
-
-
-class Stub(nn.Module):
-    """A head of three tensors, one of them a buffer."""
-
-    @dataclass(frozen=True)
-    class Config:
-        width: int
-        rate: float | None
-        layers: list[int]
-
-    def __init__(self, config: Config, ends: Any) -> None:
-        super().__init__()
-        self.config, self._ends = config, (ends,)
-        self.linear = nn.Linear(ends.hidden_size, config.width)
-        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-
-
 @pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HEADS, "stub", Stub)
-
-
-def head(seed: int = 0, width: int = 5) -> Stub:
-    torch.manual_seed(seed)
-    made = Stub(Stub.Config(width, None, [1, 2]), TinyEnds())
-    made.count += seed + 7
-    return made
 
 
 @pytest.fixture
@@ -74,13 +33,6 @@ def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "head"
     save_head(folder, head(), SPEC, TREE)
     return folder
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    ours, theirs = one.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(
-        ours[k].dtype == theirs[k].dtype and torch.equal(ours[k], theirs[k]) for k in ours
-    )
 
 
 def refusal(folder: Path, spec: TargetSpec = SPEC) -> str:

@@ -1,4 +1,4 @@
-"""Tests 1, 2 and 4 of the design: same tokens, same logits, same acceptance, for every head, policy and architecture."""
+"""Tests 1, 2 and 4 of the design: same tokens, same logits, same acceptance, for every head and policy."""
 
 import functools
 from typing import Any

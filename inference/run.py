@@ -1,0 +1,159 @@
+"""Generate from one prompt, or chat; drafted tokens in one colour, the target's own in another.
+
+python inference/run.py run=outputs/NAME prompt='"def main():"'
+python inference/run.py run=outputs/NAME chat=true
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the checkout's root in place of inference/, so that its files shadow no module
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from heads.errors import user_errors
+from heads.hub import resolve_head, target_path
+from heads.resolvers import register_resolvers
+from heads.store import load_head, read_config
+from heads.typed import typed
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters import Drafter
+from inference.drafters.head import HeadDrafter
+from inference.policy import TreeConfig
+from inference.sample import Sampling
+from inference.stream import Painter
+from inference.target import Target
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """conf/generate.yaml; `model` and `tree` are what differs from the head's own, a None differs in nothing."""
+
+    run: str | None
+    prompt: str | None
+    chat: bool
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    fallback: str
+    model: dict[str, Any]
+    tree: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give 1 or more")
+
+    def settings(self) -> Settings:
+        """Return how to decode."""
+        sampling = Sampling(self.temperature, self.top_k, self.top_p)
+        return Settings(self.max_new_tokens, sampling, seed=self.seed)
+
+
+def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
+    """Return the target, and the head as a drafter if there is a run.
+
+    Raises:
+        ValueError: a head or a target cannot be found or loaded, or they do not belong together.
+    """
+    folder = resolve_head(config.run) if config.run else None
+    model = {key: value for key, value in config.model.items() if value is not None}
+    own = target_path(read_config(folder)["target"]["name"]) if folder else config.fallback
+    options = {key: model[key] for key in ("dtype", "device", "trust_remote_code") if key in model}
+    target = Target.load(model.get("path", own), **options)
+    if folder is None:
+        return target, None
+    head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+    given = {key: value for key, value in config.tree.items() if value is not None}
+    tree = typed(TreeConfig, {**read_config(folder)["tree"], **given})
+    return target, HeadDrafter(head, tree, "head")
+
+
+def plain_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of running text, with the special tokens that the tokenizer begins it with."""
+    return list(tokenizer(prompt)["input_ids"])
+
+
+def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a conversation, ready for the target's answer.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"chat=true: the tokenizer of {tokenizer.name_or_path} has no chat template; leave chat out, or put a "
+            "chat_template.jinja beside the model"
+        )
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def answer(target: Target, drafter: Drafter | None, ids: list[int], settings: Settings, console: Console) -> Generation:
+    """Decode one prompt and print it meanwhile."""
+    painter = Painter(console, target.tokenizer)
+    if drafter is None:
+        made = autoregress(target, ids, settings, painter)
+    else:
+        made = speculate(target, drafter, ids, settings, painter)
+    painter.close(made)
+    return made
+
+
+def converse(
+    target: Target, drafter: Drafter | None, lines: Iterable[str], settings: Settings, console: Console
+) -> None:
+    """Answer line after line, each in view of all before it; empty lines are skipped."""
+    messages: list[dict[str, str]] = []
+    for line in lines:
+        if line.strip():
+            messages.append({"role": "user", "content": line.strip()})
+            made = answer(target, drafter, chat_ids(messages, target.tokenizer), settings, console)
+            text = str(target.tokenizer.decode(made.tokens, skip_special_tokens=True))
+            messages.append({"role": "assistant", "content": text})
+
+
+def typed_lines(console: Console) -> Iterable[str]:
+    """Yield what the user types or pipes in, line by line, after a sign where it is a person."""
+    while True:
+        if sys.stdin.isatty():
+            console.out("> ", end="")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
+
+
+def generate(config: GenerateConfig, console: Console) -> None:
+    """Run the command: a prompt, a chat of one prompt, or a chat from stdin."""
+    if config.prompt is None and not config.chat and sys.stdin.isatty():
+        raise ValueError("prompt is missing: give prompt='\"...\"', pipe one in, or chat=true")
+    settings = config.settings()
+    target, drafter = load(config)
+    if config.chat:
+        lines = typed_lines(console) if config.prompt is None else [config.prompt]
+        converse(target, drafter, lines, settings, console)
+    else:
+        prompt = sys.stdin.read() if config.prompt is None else config.prompt
+        answer(target, drafter, plain_ids(prompt, target.tokenizer), settings, console)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="generate")
+@user_errors()
+def main(cfg: DictConfig) -> None:
+    """Run the command."""
+    register_resolvers()
+    generate(typed(GenerateConfig, cfg), Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from data.prompts import Sample
+from data.run import JobConfig, main, show
+from heads.resolvers import ROOT
+from heads.typed import typed
+
+Call = Callable[..., None]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Return a function that runs the command with overrides."""
+
+    def run(*overrides: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["run.py", *overrides])
+        GlobalHydra.instance().clear()
+        main()
+
+    return run
+
+
+@pytest.fixture
+def model(chat: PreTrainedTokenizerFast, tmp_path: Path) -> str:
+    """Return the folder of a random toy target."""
+    torch.manual_seed(0)
+    shape: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(chat), max_position_embeddings=256, initializer_range=0.6, **shape)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    chat.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_answers_are_written_and_then_shown(
+    call: Call, model: str, write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(*({"id": f"q{i}", "question": f"what is {i}", "answer": "x"} for i in range(6)))
+    out = tmp_path / "new" / "answers.jsonl"
+    of_model = [f"model.path={model}", "model.dtype=float32", "model.device=cpu", "data.prompts=", "data.held_out=1"]
+    answers = [f"answers={out}", "keep_unfinished=true", "max_new_tokens=5", "batch_size=2", "limit=3"]
+    call(*of_model, f"data.path={path}", *answers)
+    assert [json.loads(line)["id"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]] == ["q0", "q1", "q2"]
+    assert f"{out}: 3 answers added to 3 prompts" in capsys.readouterr().out
+    call(*of_model, f"data.path={path}", "inspect=2", "limit=4")
+    shown = capsys.readouterr().out
+    assert "assistant\n⟦x<|im_end|>⟧" in shown
+    assert "q1: 2 of" in shown
+    assert "q2: " not in shown
+    assert "4 samples: 8 of" in shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "nothing to do: give answers=FILE.jsonl, or inspect=N"),
+        (["inspect=1", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no tokenizer loads from there"),
+        (["inspect=much"], "inspect"),
+        (["answers=a.jsonl", "temperature=-1"], "temperature=-1"),
+        (["inspect=1", "data.max_tokens=1"], "data.max_tokens=1: must be at least 2"),
+    ],
+)
+def test_a_mistake_is_one_line_and_a_status(
+    call: Call, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        call(*overrides)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_trained_tokens_stand_out_on_a_terminal(bare: PreTrainedTokenizerFast) -> None:
+    console = Console(force_terminal=True, color_system="standard", record=True, width=80)
+    token = bare("ab")["input_ids"]
+    show([Sample("s", token, [0, 1])], 1, 8, bare, console)
+    assert "\x1b[2ma\x1b[0m\x1b[1;32mb\x1b[0m" in console.export_text(styles=True)
+
+
+def test_the_yaml_fits_the_types() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        job = typed(JobConfig, compose("data"))
+    assert (job.answers, job.inspect) == (None, 0)

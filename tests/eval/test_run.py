@@ -1,0 +1,214 @@
+"""The whole evaluation on a toy target: both heads in one report, red gates, and the user's mistakes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from eval import live
+from eval.config import EvalConfig, eval_config
+from eval.run import DRAFTERS, evaluate, folder_for, main, speed_dtype
+from heads.resolvers import ROOT, register_resolvers
+from heads.store import save_head
+from heads.typed import typed
+from inference.decode import Generation
+from tests import toys
+
+SIZE = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a toy target, its prompts, and a finished run of each head."""
+    folder = tmp_path_factory.mktemp("runs")
+    target = toys.target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    prompts = [{"id": f"p{i}", "text": " ".join(f"w{token}" for token in toys.prompt(i, 24))} for i in range(3)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), encoding="utf-8")
+    model = {
+        "name": "toy", "path": str(folder / "target"), "dtype": "auto", "device": "cpu",
+        "trust_remote_code": False, "prompts": str(folder / "prompts.jsonl"),
+    }  # fmt: skip
+    for name in ("eagle", "medusa"):
+        save_head(folder / name / "head", toys.head(name, target), target.spec, asdict(toys.TREES["dynamic"]))
+        (folder / name / "config.yaml").write_text(json.dumps({"model": model}), encoding="utf-8")
+    return folder
+
+
+def small(runs: Path, out: Path, **values: Any) -> EvalConfig:
+    """Return an evaluation of the EAGLE run that takes a moment."""
+    given = {"run": str(runs / "eagle"), "out": str(out), "dtype": "float32"}
+    return eval_config(**(given | SIZE | values))
+
+
+def test_two_heads_and_plain_decoding_stand_in_one_report(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = evaluate(small(runs, tmp_path, compare=[str(runs / "medusa")], temperature=[0, 1.0]))
+    told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    named = [(row["drafter"], row["temperature"]) for row in told["rows"]]
+    assert named == [(name, t) for t in (0.0, 1.0) for name in ("plain", "eagle", "medusa")]
+    assert made.passed
+    greedy = {row["drafter"]: row for row in told["rows"][:3]}
+    for name in ("eagle", "medusa"):
+        assert greedy[name]["lossless"] == {"checked": 2, "identical": 2, "near_tie": 0, "failed": 0}
+        assert greedy[name]["tau"] >= 1
+        assert greedy[name]["draft_tokens"] > 0
+        assert greedy[name]["speedup"] > 0
+        assert greedy[name]["speedup_hf"] > 0
+        assert greedy[name]["tree"] == toys.TREES["dynamic"].label
+    assert (greedy["plain"]["tau"], greedy["plain"]["speedup"], greedy["plain"]["workload"]) == (1, 1, "prompts.jsonl")
+    assert [row["speedup_hf"] for row in told["rows"][3:]] == [None] * 3
+    assert told["target"]["name"] == "toy"
+    assert (told["device"]["dtype"], told["settings"]["gate_dtype"]) == ("float32", "float32")
+    written = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "exact enumeration" in written
+    printed = capsys.readouterr()
+    assert "medusa" in printed.out
+    assert str(tmp_path) in printed.out.replace("\n", "")
+    assert "NOT LOSSLESS" not in printed.err
+
+
+def test_the_toy_output_is_varied(runs: Path) -> None:
+    assert toys.lively(live.hf_generate(toys.target(), toys.prompt(0, 12), 24).tokens)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every speculative run end in a token that plain decoding did not choose."""
+    speculate = live.speculate
+
+    def wrong(*args: Any, **kwargs: Any) -> Generation:
+        made = speculate(*args, **kwargs)
+        made.tokens[-1] = (made.tokens[-1] + 1) % toys.VOCAB
+        return made
+
+    monkeypatch.setattr(live, "speculate", wrong)
+
+
+def test_a_red_gate_prints_no_speedup_and_exits_with_one(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch)
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        overrides = [f"run={runs / 'eagle'}", f"out={tmp_path}", "dtype=float32"]
+        overrides += [f"{key}={value}" for key, value in SIZE.items()]
+        config = compose("eval", overrides)
+    with pytest.raises(SystemExit) as exit_:
+        main.__wrapped__(config)
+    assert exit_.value.code == 1
+    printed = capsys.readouterr()
+    (line,) = (line for line in printed.err.splitlines() if "LOSSLESS" in line)
+    assert line.startswith("NOT LOSSLESS: eagle: 2 of 2 prompts differ")
+    assert "withheld" in printed.out
+    row = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["rows"][1]
+    assert (row["speedup"], row["speedup_ci"], row["speedup_hf"], row["lossless"]["failed"]) == (None, None, None, 2)
+
+
+def test_plain_decoding_alone_needs_no_head(runs: Path, tmp_path: Path) -> None:
+    values = {"drafter": "plain", "run": None, "model": {"path": str(runs / "target"), "device": "cpu"}}
+    made = evaluate(small(runs, tmp_path, workload=str(runs / "prompts.jsonl"), **values))
+    assert [row.drafter for row in made.rows] == ["plain"]
+    assert made.passed
+    assert made.target["name"] == "target"
+
+
+def test_a_tree_is_the_heads_own_but_for_what_is_given(runs: Path, tmp_path: Path) -> None:
+    made = evaluate(small(runs, tmp_path, tree={"nodes": 5, "depth": None}, prompts=1, hf=False))
+    assert made.rows[1].tree == "dynamic-d4k3n5"
+    assert made.rows[1].tau_ci is None  # a single prompt
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"drafter": "oracle"}, "head, plain"),
+        ({"run": None}, "model.path"),
+        ({"run": "nonesuch"}, "nonesuch"),
+        ({"compare": ["nonesuch"]}, "nonesuch"),
+        ({"workload": "nonesuch"}, "tiny"),
+        ({"tree": {"kind": "bush"}}, "tree.kind"),
+        ({"tree": {"bushes": 3}}, "bushes"),
+        ({"model": {"path": "/nonesuch"}}, "/nonesuch"),
+    ],
+)
+def test_a_mistake_is_named_in_one_line(runs: Path, tmp_path: Path, values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        evaluate(small(runs, tmp_path, **values))
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"batch_size": 4}, "batch_size is 4"),
+        ({"batch_size": [1, 8]}, "batch_size"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"temperature": []}, "temperature"),
+        ({"temperature": [0, -1]}, "temperature"),
+        ({"prompts": 0}, "prompts is 0"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"gate_dtype": "auto"}, "gate_dtype is 'auto'"),
+        ({"run": [3]}, "run is"),
+        ({"promts": 3}, "promts"),
+        ({"hf": "maybe"}, "hf"),
+    ],
+)
+def test_a_bad_value_is_refused_before_anything_is_loaded(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        eval_config(**values)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("batch", [1, [1]])
+def test_numbers_and_lists_of_them(batch: Any) -> None:
+    config = eval_config(temperature=[0, 0.7], batch_size=batch, run=["a", "b"])
+    assert config.temperatures() == [0.0, 0.7]
+    assert config.runs() == ["a", "b"]
+    assert eval_config(temperature=1).temperatures() == [1.0]
+    assert eval_config(run="a").runs() == ["a"]
+
+
+def test_hydra_and_plain_yaml_give_the_same_values() -> None:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        assert typed(EvalConfig, compose("eval")) == eval_config()
+        chosen = typed(EvalConfig, compose("eval", ["model=tiny", "tree=chain", "tree.depth=6", "run=[a,b]"]))
+    assert chosen.model["name"] == "tiny"
+    assert (chosen.tree["kind"], chosen.tree["depth"]) == ("chain", 6)
+    assert chosen.runs() == ["a", "b"]
+
+
+def test_speed_is_measured_in_the_dtype_that_was_asked_for() -> None:
+    cpu = torch.device("cpu")
+    assert speed_dtype(eval_config(dtype="float16"), {"dtype": "bfloat16"}, cpu) == "float16"
+    assert speed_dtype(eval_config(), {"dtype": "bfloat16"}, cpu) == "bfloat16"
+    assert speed_dtype(eval_config(), {"dtype": "auto"}, torch.device("cuda")) == "bfloat16"
+
+
+def test_the_report_goes_to_the_run_or_where_it_was_told(tmp_path: Path) -> None:
+    assert folder_for(None, [str(tmp_path)]) == tmp_path
+    assert folder_for("there", [str(tmp_path)]) == Path("there")
+    assert folder_for(None, ["me/mine"]) == Path("outputs/mine")
+    assert folder_for(None, []) == Path("outputs/plain")
+
+
+def test_the_drafters_are_those_the_readme_may_name() -> None:
+    assert set(DRAFTERS) == {"head", "plain"}
+
+
+def test_the_script_runs_from_anywhere_and_fails_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "eval" / "run.py"), "drafter=oracle"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: drafter is 'oracle': choose one of head, plain\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,91 @@
+"""Where a run's head and target are, and what the user's own values change."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.sources import find_heads, model_of, overlay
+from tests.toys import HEAD_CONFIGS
+
+OWN = {"name": "mine", "path": "/models/mine", "dtype": "bfloat16", "device": "cpu", "prompts": "p.jsonl"}
+NOTHING: dict[str, Any] = dict.fromkeys(["name", "path", "dtype", "device", "trust_remote_code", "prompts"])
+
+
+def published(folder: Path, kind: str = "eagle", target: str = "me/target") -> str:
+    """Write a head's config.json as publishing leaves it."""
+    spec = {"name": target, "vocab_size": 40, "hidden_size": 32, "num_layers": 3, "fingerprint": "f"}
+    folder.mkdir(parents=True)
+    content = {"format": 1, "head": HEAD_CONFIGS[kind], "target": spec, "tree": {}}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return str(folder)
+
+
+def trained(folder: Path, kind: str = "eagle", **model: Any) -> str:
+    """Write a run's folder."""
+    published(folder / "head", kind)
+    (folder / "config.yaml").write_text(json.dumps({"model": OWN | model}), encoding="utf-8")
+    return str(folder)
+
+
+def test_a_head_is_found_in_a_run_and_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    assert find_heads([trained(tmp_path / "run")]) == {"eagle": tmp_path / "run" / "head"}
+    assert find_heads([published(tmp_path / "alone")]) == {"eagle": tmp_path / "alone"}
+    with pytest.raises(ValueError, match="nonesuch"):
+        find_heads([str(tmp_path / "nonesuch")])
+
+
+def test_heads_are_called_by_kind_and_by_run_where_that_is_not_enough(tmp_path: Path) -> None:
+    a, b, c = (trained(tmp_path / run, kind) for run, kind in (("a", "eagle"), ("b", "medusa"), ("c", "eagle")))
+    assert list(find_heads([a, b])) == ["eagle", "medusa"]
+    assert list(find_heads([a, b, c])) == [f"eagle {a}", "medusa", f"eagle {c}"]
+    with pytest.raises(ValueError, match="twice"):
+        find_heads([a, a])
+
+
+def test_a_none_changes_nothing() -> None:
+    assert overlay({"depth": 4, "top_k": 2}, {"depth": None, "top_k": 8}) == {"depth": 4, "top_k": 8}
+    assert overlay({"depth": 4}, {"depth": 0}) == {"depth": 0}
+
+
+def test_the_target_is_the_runs_own(tmp_path: Path) -> None:
+    found = model_of(trained(tmp_path / "run"), NOTHING)
+    assert found == {**OWN, "trust_remote_code": False}
+
+
+def test_the_target_is_found_from_the_head_folder_too(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run")
+    assert model_of(f"{run}/head", NOTHING)["path"] == OWN["path"]
+
+
+def test_a_published_head_names_its_target(tmp_path: Path) -> None:
+    found = model_of(published(tmp_path / "head"), NOTHING)
+    assert (found["path"], found["name"], found["dtype"], found["device"]) == ("me/target", "target", "auto", None)
+
+
+def test_a_users_target_takes_over_with_its_own_name(tmp_path: Path) -> None:
+    found = model_of(trained(tmp_path / "run"), NOTHING | {"path": "/models/other"})
+    assert (found["path"], found["name"], found["prompts"]) == ("/models/other", "other", "p.jsonl")
+
+
+def test_foreign_code_runs_only_if_the_user_says_so(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", trust_remote_code=True)
+    assert model_of(run, NOTHING)["trust_remote_code"] is False
+    assert model_of(run, NOTHING | {"trust_remote_code": True})["trust_remote_code"] is True
+
+
+def test_no_target_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.path"):
+        model_of(None, NOTHING)
+    run = trained(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match="has no model"):
+        model_of(run, NOTHING)
+
+
+def test_a_config_that_was_half_written_is_named(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text("model:\n  path: /models/mine\n  na", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.yaml is damaged"):
+        model_of(run, NOTHING)

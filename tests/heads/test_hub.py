@@ -1,0 +1,81 @@
+"""Where a head is found, and what is said where there is none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from heads.hub import on_hub, resolve_head
+from tests.train.hub_server import Hub, Repo, become
+
+FILES = {"config.json": b"{}", "model.safetensors": b"weights", "config.yaml": b"name: x\n", "README.md": b"# x\n"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with Hub() as hub:
+        become(hub, monkeypatch, tmp_path / "cache")
+        repo = hub.repos["me/head"] = Repo(private=False)
+        repo.commit(FILES)
+        yield hub
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_runs_head_before_the_folder_itself(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    assert resolve_head(str(run)) == run
+    head = make(run / "head")
+    assert resolve_head(str(run)) == head
+    head.rename(run / ".head.old")
+    assert resolve_head(str(run)) == head  # load_head finds the one set aside
+
+
+def test_a_repository_is_downloaded_and_then_cached(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = resolve_head("me/head")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        name: data for name, data in FILES.items() if name != "README.md"
+    }
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert resolve_head("me/head") == folder
+
+
+@pytest.mark.parametrize("drop", [None, "GET"])
+def test_what_the_hub_does_not_give_is_one_line(hub: Hub, drop: str | None) -> None:
+    hub.drop = drop
+    expected = r"downloading broke off" if drop else r"the Hub refused downloading \(404\)"
+    with pytest.raises(ValueError, match=r"^me/nothing: " + expected) as caught:
+        resolve_head("me/nothing")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "./nothing", "me/head name", "{here}/nothing"])
+def test_no_folder_and_no_repository(hub: Hub, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="no such folder; give a run's or published folder, or a Hub id"):
+        resolve_head(name.format(here=tmp_path))
+    assert hub.requests == []
+
+
+def test_a_mistyped_run_is_not_looked_for_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "outputs" / "mine" / "head")
+    with pytest.raises(ValueError, match="outputs/mien: no such folder"):
+        resolve_head("outputs/mien")
+    assert hub.requests == []
+
+
+def test_a_folder_without_head(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no head in it, neither head/config\.json nor config\.json"):
+        resolve_head(str(tmp_path))
+
+
+def test_which_names_are_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    assert on_hub("meta-llama/Llama-3.3-70B-Instruct")
+    assert not any(map(on_hub, ["mine/model", "/models/x", "./x", "x", "a/b/c"]))

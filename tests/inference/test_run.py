@@ -1,0 +1,152 @@
+"""The command on a toy target: with and without a head, one prompt and a chat, and its refusals."""
+
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from heads.resolvers import register_resolvers
+from heads.store import save_head
+from heads.typed import typed
+from inference import run
+from inference.decode import autoregress
+from inference.run import GenerateConfig, chat_ids, generate
+from inference.target import Target
+from tests import toys
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "w1 w2 w3 w4 w5"
+TREE = {"kind": "dynamic", "depth": 4, "top_k": 3, "nodes": 9, "paths": [], "widths": []}
+TEMPLATE = "{% for message in messages %}w{{ loop.index }} {{ message['content'] }} {% endfor %}w39"
+
+
+def config(*overrides: str) -> GenerateConfig:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return typed(GenerateConfig, compose("generate", ["max_new_tokens=12", *overrides]))
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> Target:
+    words = toys.tokenizer()
+    words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
+    loaded = toys.target("llama")
+    monkeypatch.setattr(loaded, "tokenizer", words)
+    monkeypatch.setattr(Target, "load", lambda *_, **__: loaded)
+    return loaded
+
+
+@pytest.fixture
+def trained(target: Target, tmp_path: Path) -> Path:
+    save_head(tmp_path / "run" / "head", toys.head("eagle", target), target.spec, TREE)
+    return tmp_path / "run"
+
+
+def shown(config: GenerateConfig) -> str:
+    file = io.StringIO()
+    generate(config, Console(file=file, force_terminal=True, color_system="standard", width=300))
+    return file.getvalue()
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def expected(target: Target, ids: list[int]) -> str:
+    return str(target.tokenizer.decode(autoregress(target, ids, config().settings()).tokens))
+
+
+def test_a_prompt_without_a_run_is_plain_decoding(target: Target) -> None:
+    text = shown(config(f"prompt='{PROMPT}'"))
+    assert plain(text).startswith(expected(target, [1, 2, 3, 4, 5]) + "\n")
+    assert "\x1b[32m" not in text
+    assert "τ 1.00, " in text
+
+
+def test_a_prompt_with_a_head_gives_the_same_text(target: Target, trained: Path) -> None:
+    text = shown(config(f"prompt='{PROMPT}'", f"run={trained}"))
+    assert plain(text).startswith(expected(target, [1, 2, 3, 4, 5]) + "\n")
+    assert "\x1b[35m" in text
+
+
+def test_the_tree_is_the_heads_own_but_for_what_is_given(target: Target, trained: Path) -> None:
+    drafter: Any = run.load(config(f"run={trained}"))[1]
+    assert drafter.config == toys.TREES["dynamic"]
+    drafter = run.load(config(f"run={trained}", "tree=chain", "tree.depth=2"))[1]
+    assert (drafter.config.kind, drafter.config.depth) == ("chain", 2)
+
+
+def test_the_target_is_the_heads_own_but_for_what_is_given(
+    target: Target, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def load(cls: type[Target], path: str, **options: Any) -> Target:
+        asked.append((path, options))
+        return target
+
+    monkeypatch.setattr(Target, "load", classmethod(load))
+    run.load(config(f"run={trained}"))
+    run.load(config(f"run={trained}", "model.path=mine", "model.dtype=float32"))
+    run.load(config("model=llama8b"))
+    run.load(config())
+    dtype = {"dtype": "auto", "trust_remote_code": False}
+    assert asked == [
+        ("llama", {}),
+        ("mine", {"dtype": "float32"}),
+        ("meta-llama/Llama-3.1-8B-Instruct", dtype),
+        (str(ROOT / "examples" / "tiny"), {}),
+    ]
+
+
+def test_a_chat_reads_lines_and_remembers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.tokenizer.chat_template = TEMPLATE
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w7 w8\n\nw9\n"))
+    lines = plain(shown(config("chat=true"))).splitlines()
+    first = expected(target, chat_ids([{"role": "user", "content": "w7 w8"}], target.tokenizer))
+    history = [
+        {"role": "user", "content": "w7 w8"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "w9"},
+    ]
+    assert [lines[0], lines[2]] == [first, expected(target, chat_ids(history, target.tokenizer))]
+    assert len(lines) == 4
+    assert chat_ids(history[:1], target.tokenizer) == [1, 7, 8, 39]
+
+
+def test_one_prompt_as_a_chat_and_a_prompt_from_a_pipe(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.tokenizer.chat_template = TEMPLATE
+    assert plain(shown(config("chat=true", "prompt='w7 w8'"))).startswith(expected(target, [1, 7, 8, 39]))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert plain(shown(config())).startswith(expected(target, [1, 2, 3, 4, 5]))
+
+
+class Terminal(io.StringIO):
+    """A person's keyboard."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_refusals_are_one_line(target: Target, trained: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cases = [
+        (["chat=true", "prompt=w1"], "has no chat template"),
+        ([f"prompt='{'w1 ' * 200}'"], "has 200 tokens but llama reads at most 160"),
+        (["prompt=''"], "the prompt is empty"),
+        ([f"run={tmp_path}/nowhere", "prompt=w1"], "no such folder"),
+        (["max_new_tokens=0", "prompt=w1"], "max_new_tokens is 0"),
+        (["temperature=-1", "prompt=w1"], "temperature is -1"),
+        ([f"run={trained}", "prompt=w1", "tree.kind=bush"], "bush"),
+        ([], "prompt is missing"),
+    ]
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    for overrides, words in cases:
+        with pytest.raises(ValueError, match=words) as caught:
+            shown(config(*overrides))
+        assert "\n" not in str(caught.value)

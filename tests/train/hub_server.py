@@ -1,0 +1,238 @@
+"""A Hub on this machine: the few endpoints that publishing and downloading use, over huggingface_hub's own client."""
+
+import base64
+import hashlib
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
+
+TOKEN = "hf_" + "a1" * 17
+
+
+@dataclass
+class Repo:
+    """One repository: every commit's files, and the files that are large."""
+
+    private: bool
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    head: str = ""
+    large: set[str] = field(default_factory=set)
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        """Record a new state of all files and return its hash."""
+        state = repr((len(self.commits), sorted(files.items()))).encode()
+        self.head = hashlib.sha1(state).hexdigest()
+        self.commits[self.head] = files
+        return self.head
+
+
+class Hub(ThreadingHTTPServer):
+    """The server and all that it keeps; `drop` names a method at which it closes the connection amid the body."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.repos: dict[str, Repo] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.drop: str | None = None
+        self.damage: str | None = None  # a file that downloads with one byte changed
+
+    def __enter__(self) -> "Hub":
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by the path."""
+
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the tests' output clean."""
+
+    def do_GET(self) -> None:
+        self.route("GET")
+
+    def do_HEAD(self) -> None:
+        self.route("HEAD")
+
+    def do_POST(self) -> None:
+        self.route("POST")
+
+    def do_PUT(self) -> None:
+        self.route("PUT")
+
+    def route(self, method: str) -> None:
+        """Read the body, then let the endpoint answer."""
+        path = unquote(urlsplit(self.path).path)
+        self.server.requests.append(f"{method} {path}")
+        if self.server.drop == method:
+            self.rfile.read(1 if method in ("POST", "PUT") else 0)
+            self.close_connection = True
+            self.connection.shutdown(2)
+            return
+        body = self.body()
+        parts = path.strip("/").split("/")
+        if method == "PUT":
+            self.upload(parts[-1], body)
+        elif path == "/api/validate-yaml":
+            self.answer({"warnings": [], "errors": []})
+        elif path.endswith("/verify"):
+            self.answer({})
+        elif path == "/api/repos/create":
+            self.create(json.loads(body))
+        elif path.endswith(".git/info/lfs/objects/batch"):
+            self.batch(json.loads(body))
+        elif parts[:2] == ["api", "models"]:
+            self.models("/".join(parts[2:4]), parts[4:], body)
+        elif len(parts) > 4 and parts[2] == "resolve":
+            self.resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+        else:
+            self.refuse(404, "no such endpoint")
+
+    def body(self) -> bytes:
+        """Read the request's body, which a streaming client sends in chunks."""
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def answer(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """Send JSON, or bytes as they are."""
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def refuse(self, status: int, message: str, code: str | None = None) -> None:
+        self.answer({"error": message}, status, {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {}))
+
+    def allowed(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
+
+    def create(self, wish: dict[str, Any]) -> None:
+        name = f"{wish['organization']}/{wish['name']}"
+        if not self.allowed():
+            return self.refuse(401, "Invalid username or password.")
+        if name in self.server.repos:
+            return self.answer({"error": "You already created it", "url": f"{self.server.url}/{name}"}, 409)
+        private = wish.get("private") or wish.get("visibility") == "private"  # older clients, newer ones
+        repo = self.server.repos[name] = Repo(private=bool(private))
+        repo.commit({".gitattributes": b""})
+        return self.answer({"url": f"{self.server.url}/{name}"})
+
+    def batch(self, wish: dict[str, Any]) -> None:
+        def actions(item: dict[str, Any]) -> dict[str, Any]:
+            if item["oid"] in self.server.blobs:
+                return item
+            upload = {"href": f"{self.server.url}/lfs/{item['oid']}"}
+            return {**item, "actions": {"upload": upload, "verify": {"href": f"{self.server.url}/lfs/verify"}}}
+
+        if not self.allowed():
+            return self.refuse(401, "Invalid username or password.")
+        return self.answer({"transfer": "basic", "objects": [actions(item) for item in wish["objects"]]})
+
+    def upload(self, oid: str, body: bytes) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
+            return self.refuse(400, "wrong hash")
+        self.server.blobs[oid] = body
+        return self.answer({})
+
+    def models(self, name: str, rest: list[str], body: bytes) -> None:
+        """The repository's API: its facts, its tree, the way each file is uploaded, commits."""
+        repo = self.server.repos.get(name)
+        if repo is None or (repo.private and not self.allowed()):
+            return self.refuse(401 if repo else 404, "Repository not found", "RepoNotFound")
+        if rest[:1] == ["preupload"]:
+            return self.answer({"files": [self.mode(file) for file in json.loads(body)["files"]]})
+        if rest[:1] == ["commit"]:
+            return self.commit(name, repo, body)
+        revision = repo.head if not rest or rest[1] == "main" else rest[1]
+        if revision not in repo.commits:
+            return self.refuse(404, "Revision not found", "RevisionNotFound")
+        if rest[:1] == ["tree"]:
+            return self.answer([self.entry(repo, path, data) for path, data in repo.commits[revision].items()])
+        files = [{"rfilename": path} for path in repo.commits[revision]]
+        return self.answer({"id": name, "sha": revision, "private": repo.private, "tags": [], "siblings": files})
+
+    def mode(self, file: dict[str, Any]) -> dict[str, Any]:
+        large = file["path"].endswith(".safetensors")
+        return {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+
+    def commit(self, name: str, repo: Repo, body: bytes) -> None:
+        if not self.allowed():
+            return self.refuse(403, "Forbidden")
+        files = dict(repo.commits[repo.head])
+        for line in body.splitlines():
+            item = json.loads(line)
+            value = item["value"]
+            if item["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif item["key"] == "lfsFile":
+                files[value["path"]] = self.server.blobs[value["oid"]]
+                repo.large.add(value["path"])
+            elif item["key"] == "deletedFile":
+                del files[value["path"]]
+        commit = repo.commit(files)
+        url = f"{self.server.url}/{name}/commit/{commit}"
+        return self.answer({"success": True, "commitOid": commit, "commitUrl": url})
+
+    def entry(self, repo: Repo, path: str, data: bytes) -> dict[str, Any]:
+        entry = {"type": "file", "path": path, "size": len(data), "oid": blob(data)}
+        large = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+        return {**entry, "lfs": large} if path in repo.large else entry
+
+    def resolve(self, name: str, revision: str, path: str) -> None:
+        """A file's bytes."""
+        repo = self.server.repos.get(name)
+        if repo is None or (repo.private and not self.allowed()):
+            return self.refuse(401, "Repository not found", "RepoNotFound")
+        commit = repo.head if revision == "main" else revision
+        data = repo.commits[commit][path]
+        etag = hashlib.sha256(data).hexdigest() if path in repo.large else blob(data)
+        if path == self.server.damage:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        return self.answer(data, headers={"ETag": f'"{etag}"', "X-Repo-Commit": commit})
+
+
+def become(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Make huggingface_hub, which read its settings on import, take this for the Hub and `folder` for its cache."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # the client waits between its attempts
+
+
+def blob(data: bytes) -> str:
+    """Return git's hash of a file."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -1,0 +1,56 @@
+"""Whole training jobs at toy size: a target folder, a text file, and the command that trains on them."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from tests import toys
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = [
+    "data.length=32", "data.held_out=4", "data.max_tokens=64", "trainer.batch_tokens=256", "trainer.micro_tokens=64",
+    "trainer.eval_every=8", "trainer.save_every=4", "trainer.eval_prompts=2", "trainer.eval_tokens=12",
+    "trainer.precision=fp32", "model.dtype=float32", "model.device=cpu",
+    "eval.prompts=2", "eval.max_new_tokens=12", "eval.repeats=1", "eval.warmup=0", "eval.hf=false",
+]  # fmt: skip
+
+
+def make(folder: Path) -> list[str]:
+    """Write a toy target and a text, and return the overrides that name them."""
+    import torch
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(toys.ARCHITECTURES["llama"])
+    model.save_pretrained(folder / "target")
+    toys.tokenizer().save_pretrained(folder / "target")
+    draw = random.Random(0)
+    lines = [" ".join(f"w{draw.randrange(toys.VOCAB)}" for _ in range(draw.randrange(12, 40))) for _ in range(120)]
+    (folder / "text.txt").write_text("\n".join(lines) + "\n")
+    return [f"model.path={folder / 'target'}", f"data.path={folder / 'text.txt'}", *QUICK]
+
+
+def start(overrides: list[str], launcher: list[str] | None = None) -> subprocess.Popen[str]:
+    """Start a training job."""
+    words = [sys.executable, *(launcher or []), str(ROOT / "train" / "run.py"), *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+
+
+def finish(job: subprocess.Popen[str]) -> str:
+    """Wait for a job that must succeed; return what it printed."""
+    printed, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, printed
+    return printed
+
+
+def losses(out: Path) -> dict[int, float]:
+    """Return the loss of every step in metrics.jsonl."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}

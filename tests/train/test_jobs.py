@@ -1,0 +1,88 @@
+"""Whole jobs: killed and resumed, on two processes, refused with one line."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.train import jobs
+
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], dict[int, float]]:
+    """One undisturbed run: its folder, its overrides, its losses."""
+    folder = tmp_path_factory.mktemp("toy")
+    overrides = [*jobs.make(folder), f"trainer.steps={STEPS}"]
+    jobs.finish(jobs.start([*overrides, f"out={folder / 'whole'}"]))
+    return folder, overrides, jobs.losses(folder / "whole")
+
+
+def test_a_run_leaves_its_contract_behind(toy: tuple[Path, list[str], dict[int, float]]) -> None:
+    out = toy[0] / "whole"
+    names = {path.name for path in out.iterdir()}
+    assert {
+        "config.yaml",
+        "provenance.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "head",
+        "report.json",
+        "report.md",
+    } <= names
+    assert sorted(toy[2]) == list(range(1, STEPS + 1))
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "tau" in record] == [8, 16]
+    row = json.loads((out / "report.json").read_text())["rows"][-1]
+    assert row["lossless"]["identical"] == row["lossless"]["checked"] > 0
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_resumes_bit_for_bit(toy: tuple[Path, list[str], dict[int, float]], kind: signal.Signals) -> None:
+    folder, overrides, whole = toy
+    out = folder / kind.name
+    job = jobs.start([*overrides, f"out={out}"])
+    while len(jobs.losses(out) if (out / "metrics.jsonl").exists() else {}) < 6:
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.02)
+    job.send_signal(kind)
+    job.communicate(timeout=60)
+    assert job.returncode == (143 if kind == signal.SIGTERM else -signal.SIGKILL)
+    assert len(jobs.losses(out)) < STEPS, "the run was over before the signal: nothing was tested"
+    jobs.finish(jobs.start([*overrides, f"out={out}", "resume=true"]))
+    assert jobs.losses(out) == whole
+    ours, theirs = (load_file(run / "head" / "model.safetensors") for run in (out, folder / "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_two_processes_train_as_one(toy: tuple[Path, list[str], dict[int, float]]) -> None:
+    folder, overrides, whole = toy
+    out = folder / "two"
+    printed = jobs.finish(jobs.start([*overrides, f"out={out}", "launcher.num_processes=2"]))
+    assert json.loads((out / "provenance.json").read_text())["world_size"] == 2, printed
+    two = jobs.losses(out)
+    assert two.keys() == whole.keys()
+    assert all(abs(two[step] - whole[step]) < 1e-4 * abs(whole[step]) for step in whole)
+
+
+def test_bad_input_is_one_line(toy: tuple[Path, list[str], dict[int, float]]) -> None:
+    folder, overrides, _ = toy
+    (folder / "empty.txt").write_text("")
+    cases = {
+        "holds a run already": [f"out={folder / 'whole'}"],
+        "nowhere": ["model.path=/nowhere", f"out={folder / 'x'}"],
+        "empty.txt": [f"data.path={folder / 'empty.txt'}", f"out={folder / 'x'}"],
+    }
+    running = {text: jobs.start([*overrides, *extra]) for text, extra in cases.items()}
+    for text, job in running.items():
+        printed, _ = job.communicate(timeout=120)
+        errors = [line for line in printed.splitlines() if line.startswith("error:")]
+        assert job.returncode == 2, printed
+        assert len(errors) == 1, printed
+        assert text in errors[0]
+        assert "Traceback" not in printed
