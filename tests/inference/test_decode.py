@@ -1,0 +1,108 @@
+"""The engine: ends of answers inside an accepted path, bookkeeping, the context's edge, bad prompts."""
+
+import pytest
+import torch
+
+from inference.decode import Settings, autoregress, speculate
+from inference.drafters import Commit, Context
+from inference.sample import GREEDY
+from inference.tree import DraftTree
+from tests import toys
+
+
+class Oracle:
+    """Drafts exactly what the target will write, `depth` tokens at a time, beside one wrong sibling."""
+
+    name, rule, tree = "oracle", "point mass", "oracle"
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, text: list[int], depth: int) -> None:
+        self.text, self.depth = text, depth
+
+    def reset(self, prompt: list[int]) -> None:
+        self.prompt = len(prompt)
+
+    def observe(self, commit: Commit) -> None:
+        self.seen = commit
+
+    def propose(self, context: Context) -> tuple[DraftTree, None]:
+        made = len(context.token) - self.prompt
+        ahead = self.text[made : made + min(self.depth, context.room)]
+        token = [context.token[-1], *ahead]
+        parent = list(range(-1, len(ahead)))
+        if ahead:
+            token, parent = [*token, (ahead[0] + 1) % toys.VOCAB], [*parent, 0]
+        return DraftTree(torch.tensor(token), torch.tensor(parent)), None
+
+
+def plain(count: int = 24) -> list[int]:
+    return autoregress(toys.target(), toys.prompt(0), Settings(count, GREEDY)).tokens
+
+
+def test_oracle_commits_depth_plus_one_a_pass() -> None:
+    text = plain()
+    made = speculate(toys.target(), Oracle(text, 3), toys.prompt(0), Settings(24, GREEDY))
+    assert made.tokens == text
+    assert [step.accepted for step in made.steps] == [3, 3, 3, 3, 3, 2]
+    assert sum(step.committed for step in made.steps) == 23
+    assert made.tau == 23 / 6
+    assert made.sources[:6] == ["prefill", "draft", "draft", "draft", "bonus", "draft"]
+    assert made.finish == "length"
+    assert autoregress(toys.target(), toys.prompt(0), Settings(24, GREEDY)).tau == 1.0
+
+
+def test_eos_inside_an_accepted_path_ends_there() -> None:
+    text, target = plain(), toys.target()
+    end = next(i for i in range(6, 20) if text.index(text[i]) == i and i % 4 != 0)
+    target.eos = frozenset({text[end]})
+    try:
+        made = speculate(target, Oracle(text, 3), toys.prompt(0), Settings(24, GREEDY))
+        alone = autoregress(target, toys.prompt(0), Settings(24, GREEDY))
+    finally:
+        target.eos = frozenset()
+    assert made.tokens == alone.tokens == text[: end + 1]
+    assert made.finish == alone.finish == "eos"
+    assert sum(step.committed for step in made.steps) == end
+
+
+def test_stop_string_over_several_tokens() -> None:
+    text = plain()
+    stop = f"w{text[9]} w{text[10]}"
+    settings = Settings(24, GREEDY, stop=(stop,))
+    made = speculate(toys.target(), Oracle(text, 4), toys.prompt(0), settings)
+    assert made.finish == "stop"
+    assert made.tokens == autoregress(toys.target(), toys.prompt(0), settings).tokens
+    assert toys.target().tokenizer.decode(made.tokens).endswith(stop)
+
+
+def test_the_context_is_filled_and_not_passed() -> None:
+    target = toys.target()
+    prompt = toys.prompt(0, target.context - 9)
+    text = autoregress(target, prompt, Settings(100, GREEDY)).tokens
+    made = speculate(target, Oracle(text, 5), prompt, Settings(100, GREEDY))
+    assert len(prompt) + len(text) == target.context
+    assert made.tokens == text
+
+
+def test_gaps_are_the_targets_own() -> None:
+    settings = Settings(24, GREEDY, gaps=True)
+    made = speculate(toys.target(), Oracle(plain(), 3), toys.prompt(0), settings)
+    alone = autoregress(toys.target(), toys.prompt(0), settings)
+    assert len(made.gaps) == len(made.tokens)
+    assert made.gaps == pytest.approx(alone.gaps, abs=1e-3)
+
+
+def test_callback_sees_every_token_once() -> None:
+    seen: list[int] = []
+    made = speculate(
+        toys.target(), Oracle(plain(), 3), toys.prompt(0), Settings(24, GREEDY), lambda t, _: seen.extend(t)
+    )
+    assert seen == made.tokens
+
+
+def test_bad_prompts_are_named() -> None:
+    target = toys.target()
+    with pytest.raises(ValueError, match="empty"):
+        autoregress(target, [], Settings(4, GREEDY))
+    with pytest.raises(ValueError, match=f"{target.context + 1} tokens .* at most {target.context}"):
+        autoregress(target, toys.prompt(0, target.context + 1), Settings(4, GREEDY))

@@ -1,0 +1,95 @@
+"""The target's features and its refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from inference import probe
+from inference.target import Target, fast_dtype
+from tests import toys
+
+
+@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+def test_features_are_the_models_hidden_states(name: str) -> None:
+    target = toys.target(name, torch.float64)
+    target.feature_layers = (0, 1)
+    token = torch.tensor([toys.prompt(4, 12)])
+    found = target.features(token, torch.zeros_like(token))
+    theirs = target.model(input_ids=token, output_hidden_states=True)
+    near = 1e-5 if name == "gemma2" else 1e-9
+    torch.testing.assert_close(found.hidden[:, :, 0], theirs.hidden_states[1], rtol=near, atol=near)
+    torch.testing.assert_close(found.hidden[:, :, 1], theirs.hidden_states[2], rtol=near, atol=near)
+    torch.testing.assert_close(found.last, theirs.hidden_states[-1], rtol=near, atol=near)
+    torch.testing.assert_close(target.ends.logits(found.last), theirs.logits, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+def test_packed_documents_do_not_see_each_other(name: str) -> None:
+    target = toys.target(name, torch.float64)
+    target.feature_layers = ()
+    first, second = torch.tensor(toys.prompt(5, 9)), torch.tensor(toys.prompt(6, 11))
+    document = torch.tensor([[0] * 9 + [1] * 11])
+    packed = target.features(torch.cat([first, second])[None], document).last[0]
+    near = 1e-5 if name == "gemma2" else 1e-9
+    for part, alone in ((packed[:9], first), (packed[9:], second)):
+        expected = target.features(alone[None], torch.zeros(1, len(alone), dtype=torch.long)).last[0]
+        torch.testing.assert_close(part, expected, rtol=near, atol=near)
+
+
+def test_training_features_run_no_lm_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = toys.target()
+
+    def called(*_: object) -> None:
+        raise AssertionError("lm_head ran")
+
+    monkeypatch.setattr(target.ends.lm_head, "forward", called)
+    token = torch.tensor([toys.prompt(4, 12)])
+    assert target.features(token, torch.zeros_like(token)).last.shape == (1, 12, 32)
+
+
+class ScaledLogits(LlamaForCausalLM):
+    """A model whose logits are not lm_head(last hidden state)."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * 3 + torch.arange(out.logits.shape[-1])
+        return out
+
+
+def test_a_wrong_teacher_is_refused() -> None:
+    with pytest.raises(ValueError, match="lm_head"):
+        Target(ScaledLogits(LlamaConfig(**toys.SIZES)), toys.tokenizer(), "scaled")
+
+
+def test_an_attention_without_tree_masks_is_left_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "_attention_mask", lambda *_: None)
+    torch.manual_seed(1)
+    target = Target(LlamaForCausalLM(LlamaConfig(**toys.SIZES)), toys.tokenizer(), "blind")
+    assert target.takes_trees is False
+
+
+def test_a_cache_that_cannot_be_rolled_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_tree_is_exact", lambda *_: False)
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        Target(LlamaForCausalLM(LlamaConfig(**toys.SIZES)), toys.tokenizer(), "recurrent")
+
+
+def test_unloadable_targets_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.path="):
+        Target.load(str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match="choose auto or one of"):
+        Target.load(str(tmp_path), dtype="int3")
+
+
+def test_fingerprint_knows_the_weights_not_the_dtype() -> None:
+    assert toys.target("llama", torch.float64).spec.fingerprint == toys.target("llama").spec.fingerprint
+    torch.manual_seed(7)
+    other = Target(LlamaForCausalLM(LlamaConfig(**toys.SIZES)), toys.tokenizer(), "other")
+    assert other.spec.fingerprint != toys.target("llama").spec.fingerprint
+
+
+def test_fast_dtype_is_one_the_device_multiplies() -> None:
+    assert fast_dtype(torch.device("cuda")) == torch.bfloat16
+    assert fast_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)

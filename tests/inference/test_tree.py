@@ -1,0 +1,77 @@
+"""Pure functions on trees, on one that can be drawn by hand, and the published shapes."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from heads.resolvers import ROOT
+from heads.typed import typed
+from inference import tree as trees
+from inference.policy import TreeConfig
+from inference.tree import DraftTree
+
+#     0
+#    / \
+#   1   2
+#   |  / \
+#   3 4   5
+#         |
+#         6
+TREE = DraftTree(torch.tensor([10, 11, 12, 13, 14, 15, 16]), torch.tensor([-1, 0, 0, 1, 2, 2, 5]))
+
+
+def test_depth_positions_and_paths() -> None:
+    assert trees.depth(TREE).tolist() == [0, 1, 1, 2, 2, 2, 3]
+    assert trees.positions(TREE, 5).tolist() == [5, 6, 6, 7, 7, 7, 8]
+    assert trees.paths(TREE) == [[0, 1, 3], [0, 2, 4], [0, 2, 5, 6]]
+    assert trees.children(TREE) == [[1, 2], [3], [4, 5], [], [], [6], []]
+
+
+def test_mask_is_prefix_and_lineage() -> None:
+    mask = trees.mask(TREE, 2)
+    assert mask[:, :2].all()
+    assert mask[6, 2:].nonzero()[:, 0].tolist() == [0, 2, 5, 6]
+    assert mask[3, 2:].nonzero()[:, 0].tolist() == [0, 1, 3]
+
+
+def test_window_counts_positions_not_nodes() -> None:
+    mask = trees.mask(TREE, 3, window=3)
+    assert mask[6].nonzero()[:, 0].tolist() == [3 + 2, 3 + 5, 3 + 6]
+    assert mask[1].nonzero()[:, 0].tolist() == [2, 3, 4]
+
+
+def test_a_long_chain_keeps_its_whole_lineage() -> None:
+    chain = DraftTree(torch.arange(70), torch.arange(-1, 69))
+    assert trees.ancestors(chain).equal(torch.ones(70, 70, dtype=torch.bool).tril())
+
+
+def test_keep_drops_descendants_too() -> None:
+    wanted = torch.tensor([True, True, True, False, True, False, True])
+    kept, index = trees.keep(TREE, wanted)
+    assert index.tolist() == [0, 1, 2, 4]
+    assert kept.parent.tolist() == [-1, 0, 0, 2]
+
+
+def test_best_n_is_a_tree_even_with_ties() -> None:
+    score = torch.tensor([0.0, -1.0, -0.5, -1.0, -0.5, -0.5, -0.5])
+    kept, index = trees.best_n(TREE, score, 3)
+    assert index.tolist() == [0, 2, 4, 5]
+    assert kept.parent.tolist() == [-1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("name", "nodes", "depth"), [("medusa63", 63, 4), ("eagle25", 25, 5)])
+def test_published_lists(name: str, nodes: int, depth: int) -> None:
+    loaded = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "tree" / f"{name}.yaml"))
+    assert isinstance(loaded, dict)
+    shape = typed(TreeConfig, {str(k): v for k, v in loaded.items()}).shape()
+    assert len(shape) == nodes
+    assert max(map(len, shape)) == depth
+
+
+def test_bad_configurations_are_named() -> None:
+    with pytest.raises(ValueError, match="choose one of chain"):
+        TreeConfig("bush", 1, 1, 1, [], [])
+    with pytest.raises(ValueError, match="without its parent"):
+        TreeConfig("static", 0, 0, 0, [[0, 1]], [])
+    with pytest.raises(ValueError, match=r"tree.nodes is 0"):
+        TreeConfig("dynamic", 2, 2, 0, [], [])
