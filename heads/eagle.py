@@ -95,7 +95,7 @@ class Eagle(nn.Module):
                     own[i].append((key, value))
                     return drafted_attention(query, true[i], own[i], seen)
 
-                x = layer(x, position + depth - 1, attend)
+                x = layer(x, position + depth - 1, position.shape[1] + depth, attend)
             feature = x
             drafts.append(Draft(self.ends.logits(feature), feature))
         return drafts
@@ -116,7 +116,7 @@ class Eagle(nn.Module):
                 grown.append((key, value))
                 return masked_attention(query, key, value, mask[None])
 
-            x = layer(x, position[None], attend)
+            x = layer(x, position[None], past + new, attend)
         hidden = x[0, -1:]
         return Committed(tuple(grown)), Level(self.ends.logits(hidden), hidden, ())
 
@@ -143,5 +143,5 @@ class Eagle(nn.Module):
                 key, value = (torch.cat(pair, 2) for pair in zip(state.layers[i], (key, value), strict=True))
                 return masked_attention(query, key, value, sees[None])
 
-            x = layer(x, (state.length - 1 + depth)[None], attend)
+            x = layer(x, (state.length - 1 + depth)[None], state.length + mask.shape[1], attend)
         return Level(self.ends.logits(x[0]), x[0], tuple(drafted))

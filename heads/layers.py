@@ -28,17 +28,27 @@ class RMSNorm(nn.Module):
     def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Normalise the last dimension."""
         wide = x if x.dtype == torch.float64 else x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * functional.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
 
 
-def rotate(x: Float[Tensor, "B H T E"], position: Int[Tensor, "B T"], theta: float) -> Float[Tensor, "B H T E"]:
-    """Rotate queries or keys to their positions (Su et al., 2021), in the half-split layout of Llama."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
-    angle = (position[:, None, :, None].double() * frequency).to(torch.promote_types(x.dtype, torch.float32))
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+class Rotary:
+    """Rotary positions (Su et al., 2021) in the half-split layout of Llama, from a table that grows as needed."""
+
+    def __init__(self, width: int, theta: float) -> None:
+        self.frequency = theta ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2))
+        self.table = torch.zeros(2, 0, width)
+
+    def __call__(
+        self, x: Float[Tensor, "B H T E"], position: Int[Tensor, "B T"], last: int
+    ) -> Float[Tensor, "B H T E"]:
+        """Rotate queries or keys to their positions, of which `last` is an upper bound."""
+        if last >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
+            angle = torch.arange(2 * last + 64, dtype=torch.float64)[:, None] * self.frequency
+            angle = torch.cat([angle, angle], -1)
+            self.table = torch.stack([angle.cos(), angle.sin()]).to(x)
+        cos, sin = self.table[:, position][:, :, None]
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def repeat_groups(x: Float[Tensor, "B G S E"], heads: int) -> Float[Tensor, "B H S E"]:
@@ -89,19 +99,20 @@ class Attention(nn.Module):
 
     def __init__(self, input_width: int, width: int, shape: LayerShape, theta: float) -> None:
         super().__init__()
-        self.shape, self.theta = shape, theta
+        self.shape, self.rotary = shape, Rotary(shape.head_dim, theta)
         self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, width, bias=False)
 
     def forward(
-        self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], attend: Attend
+        self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, attend: Attend
     ) -> Float[Tensor, "B T D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
         split = (*x.shape[:2], -1, self.shape.head_dim)
         query, key, value = (proj(x).view(split).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        out = attend(rotate(query, position, self.theta), rotate(key, position, self.theta), value)
+        both = self.rotary(torch.cat([query, key], 1), position, last)
+        out = attend(both[:, : query.shape[1]], both[:, query.shape[1] :], value)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -130,8 +141,8 @@ class Block(nn.Module):
         self.mlp = SwiGLU(width, shape.intermediate_size)
 
     def forward(
-        self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], attend: Attend
+        self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int, attend: Attend
     ) -> Float[Tensor, "B T D"]:
         """Apply the layer with the caller's attention pattern."""
-        x = x + self.self_attn(self.input_layernorm(x), position, attend)
+        x = x + self.self_attn(self.input_layernorm(x), position, last, attend)
         return x + self.mlp(self.post_attention_layernorm(x))

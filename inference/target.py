@@ -142,18 +142,18 @@ class Target:
         if size == 1:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:
-            position = tree.positions(drafted, prefix)[None]
-            seen = self._seen(drafted, prefix)
+            position, seen = self._layout(drafted, prefix)
         out = self._forward(drafted.token[None], position, seen, cache)
         return out._replace(logits=self.ends.logits(out.last))
 
-    def _seen(self, drafted: DraftTree, prefix: int) -> Tensor | None:
-        """Return the tree's mask; none for a chain where the attention takes no mask of ours."""
+    def _layout(self, drafted: DraftTree, prefix: int) -> tuple[Tensor, Tensor | None]:
+        """Return the tree's positions and mask; no mask for a chain where the attention takes none of ours."""
+        position, seen = tree.layout(drafted, prefix)
         if self.takes_trees:
-            return tree.mask(drafted, prefix)[None]
+            return position[None], seen[None]
         if drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
             raise ValueError(f"{self.name}: its attention does not honour a tree mask; draft with tree=chain")
-        return None
+        return position[None], None
 
     def _forward(self, token: Tensor, position: Tensor, seen: Tensor | None, cache: TargetCache | None) -> Pass:
         """Run the decoder stack without the lm_head; `seen` "B T S" overrides the causal pattern."""

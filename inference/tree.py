@@ -25,13 +25,13 @@ def root(token: int, device: torch.device) -> DraftTree:
 
 def ancestors(tree: DraftTree) -> Bool[Tensor, "N N"]:
     """Return for each node which nodes lie on its path from the root, itself included."""
+    lineage: list[list[bool]] = []
     size = len(tree.parent)
-    index = torch.arange(size, device=tree.parent.device)
-    reach = (index[:, None] == index) | (tree.parent[:, None] == index)
-    for _ in range(max(size - 1, 1).bit_length()):  # each squaring doubles the distance that is covered
-        wide = reach.float()
-        reach = wide @ wide > 0
-    return reach
+    for node, parent in enumerate(tree.parent.tolist()):
+        row = lineage[parent].copy() if parent >= 0 else [False] * size
+        row[node] = True
+        lineage.append(row)
+    return torch.tensor(lineage, device=tree.parent.device)
 
 
 def depth(tree: DraftTree) -> Int[Tensor, "N"]:
@@ -39,13 +39,8 @@ def depth(tree: DraftTree) -> Int[Tensor, "N"]:
     return ancestors(tree).sum(-1) - 1
 
 
-def positions(tree: DraftTree, prefix: int) -> Int[Tensor, "N"]:
-    """Return each node's position in the sequence after `prefix` committed tokens."""
-    return prefix + depth(tree)
-
-
-def mask(tree: DraftTree, prefix: int, window: int | None = None) -> Bool[Tensor, "N S"]:
-    """Return which of the prefix's and the tree's S = P + N rows each node attends to.
+def layout(tree: DraftTree, prefix: int, window: int | None = None) -> tuple[Int[Tensor, "N"], Bool[Tensor, "N S"]]:
+    """Return each node's position, and which of the prefix's and the tree's S = P + N rows it attends to.
 
     Args:
         tree: the draft tree.
@@ -53,12 +48,12 @@ def mask(tree: DraftTree, prefix: int, window: int | None = None) -> Bool[Tensor
         window: sliding-window width in positions, the query's own included; None for full attention.
     """
     lineage = ancestors(tree)
+    position = prefix + lineage.sum(-1) - 1
     seen = torch.cat([lineage.new_ones(len(lineage), prefix), lineage], 1)
     if window is not None:
-        query = prefix + lineage.sum(-1) - 1
-        key = torch.cat([torch.arange(prefix, device=query.device), query])
-        seen = seen & (query[:, None] - key < window)
-    return seen
+        key = torch.cat([torch.arange(prefix, device=position.device), position])
+        seen = seen & (position[:, None] - key < window)
+    return position, seen
 
 
 def children(tree: DraftTree) -> list[list[int]]:
@@ -101,7 +96,8 @@ def best_n(tree: DraftTree, score: Float[Tensor, "N"], count: int) -> tuple[Draf
     """
     rank = score.clone()
     rank[0] = float("inf")
-    order = rank.sort(descending=True, stable=True).indices[: count + 1]
-    wanted = torch.zeros_like(tree.parent, dtype=torch.bool)
-    wanted[order] = True
-    return keep(tree, wanted)
+    index = rank.sort(descending=True, stable=True).indices[: count + 1].sort().values
+    number = torch.full_like(tree.parent, -1)
+    number[index] = torch.arange(len(index), device=index.device)
+    parent = tree.parent[index]
+    return DraftTree(tree.token[index], torch.where(parent < 0, parent, number[parent.clamp_min(0)])), index

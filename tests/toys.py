@@ -6,7 +6,7 @@ A random model easily falls into one repeating token, which makes every parity t
 import functools
 
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -59,6 +59,7 @@ TREES = {
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer whose token i reads "wi"."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 

@@ -41,6 +41,7 @@ class TrainerConfig:
     batch_tokens: int
     micro_tokens: int
     lr: float
+    lr_width: int
     min_lr: float
     warmup: float
     betas: tuple[float, float]
@@ -59,7 +60,9 @@ class TrainerConfig:
     wandb: str
 
     def __post_init__(self) -> None:
-        _at_least("trainer", self, 1, "steps", "batch_tokens", "micro_tokens", "save_every", "keep", "log_every")
+        _at_least(
+            "trainer", self, 1, "steps", "batch_tokens", "micro_tokens", "save_every", "keep", "log_every", "lr_width"
+        )
         _at_least("trainer", self, 1, "eval_every", "eval_prompts", "eval_tokens", "patience")
         _at_least("trainer", self, 0, "lr", "clip", "weight_decay", "seed")
         _fraction("trainer", self, "min_lr", "warmup", "ema")

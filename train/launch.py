@@ -25,16 +25,11 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
     if launcher.deepspeed_stage is not None:
         words += ["--use_deepspeed", "--zero_stage", str(launcher.deepspeed_stage)]
     elif launcher.num_processes * launcher.num_nodes > 1:
-        words += ["--multi_gpu"] if _has_gpu() else ["--cpu"]
+        # Also on CPU: `--cpu` starts one process whatever the count, and accelerate finds gloo by itself.
+        words += ["--multi_gpu"]
     return [*words, script, *overrides]
 
 
 def relaunch(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
     """Run the command and return its exit status."""
     return subprocess.run(command(launcher, script, overrides), check=False).returncode
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

@@ -117,7 +117,7 @@ class Loop:
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, trainer)
+            group["lr"] = self.rate(step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.average.update(self.head)
@@ -126,6 +126,10 @@ class Loop:
             means = dict(zip(totals, packed / trained, strict=True))
             self.report(step, means, float(norm), int(trained[0]), time.perf_counter() - begin)
         return stopped
+
+    def rate(self, step: int) -> float:
+        """Return the step's learning rate at this target's width."""
+        return learning_rate(step, self.run.trainer) * self.run.trainer.lr_width / self.target.ends.hidden_size
 
     def backward(self, batch: Any, step: int, trained: Tensor, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Add one micro-batch's gradient, divided by the global count; processes average theirs, hence the factor."""
@@ -158,7 +162,7 @@ class Loop:
             "loss": float(weighted.sum()),
             "accuracy": accuracy,
             **{name: value.tolist() for name, value in means.items()},
-            "lr": learning_rate(step, self.run.trainer),
+            "lr": self.rate(step),
             "grad_norm": norm,
             "rows": rows,
             "tokens_per_second": self.run.trainer.batch_tokens / seconds,

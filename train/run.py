@@ -44,15 +44,17 @@ from train.plan import plan, table
 register_resolvers()
 
 
-def prepare_out(run: RunConfig, resolved: dict[str, Any], *, main: bool) -> None:
-    """Make the output folder; refuse one that holds a run unless it is resumed or overwritten."""
-    out = Path(run.out)
-    if (out / "config.yaml").exists() and not (run.resume or run.overwrite):
+def check_out(run: RunConfig) -> None:
+    """Refuse an output folder that holds a run, unless that is resumed or overwritten."""
+    if (Path(run.out) / "config.yaml").exists() and not (run.resume or run.overwrite):
         raise ValueError(
-            f"{out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
+            f"{run.out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
         )
-    if not main:
-        return
+
+
+def prepare_out(run: RunConfig, resolved: dict[str, Any]) -> None:
+    """Make the output folder, once everything that a run needs has loaded: a mistake costs no earlier run."""
+    out = Path(run.out)
     if run.overwrite and not run.resume:
         for part in ("checkpoints", "head", ".head.old"):
             shutil.rmtree(out / part, ignore_errors=True)
@@ -103,7 +105,8 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process."""
     accelerator = accelerator_for(run)
     main, console = accelerator.is_main_process, Console()
-    prepare_out(run, resolved, main=main)
+    check_out(run)
+    accelerator.wait_for_everyone()  # no process may find what another one starts to write
     set_seed(run.trainer.seed)
     target = Target.load(run.model.path, run.model.dtype, str(accelerator.device), run.model.trust_remote_code)
     head = HEADS[run.head.name](run.head, target.ends).to(accelerator.device)
@@ -112,6 +115,7 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     prompts = held_out_prompts(run.data, target.tokenizer, max(run.eval.prompts, run.trainer.eval_prompts))
     packed = pack(samples, run.data.length)
     if main:
+        prepare_out(run, resolved)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = provenance(accelerator.num_processes, fingerprint(samples))
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
@@ -121,6 +125,7 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
             f"{len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
+    accelerator.wait_for_everyone()
     held_out = [prompt.token for prompt in prompts]
     Loop(run, accelerator, target, head, batches_for(run, packed, accelerator), held_out, resolved).train()
     accelerator.wait_for_everyone()
@@ -131,10 +136,6 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
 
 def report(run: RunConfig) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
-    if not Path(run.out, "head").exists():
-        raise ValueError(
-            f"{run.out}: no draft was ever accepted, so no head was kept; train longer or look at the data"
-        )
     trust = {"trust_remote_code": run.model.trust_remote_code}
     found = evaluate(
         eval_config(run=run.out, compare=run.compare, workload=run.workload, model=trust, **asdict(run.eval))

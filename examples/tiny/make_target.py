@@ -13,6 +13,7 @@ import json
 import math
 import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -200,9 +201,14 @@ def save(model: LlamaForCausalLM, out: Path, vocab: int) -> None:
 
 
 def write_jsonl(path: Path, functions: list[Function]) -> None:
-    """Write functions as chat records."""
-    records = ({"id": f.source, "prompt": f.prompt, "answer": f.answer} for f in functions)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    """Write functions as chat records; functions of one name in one module are numbered."""
+    seen: Counter[str] = Counter()
+    lines = []
+    for f in functions:
+        seen[f.source] += 1
+        name = f.source if seen[f.source] == 1 else f"{f.source}#{seen[f.source]}"
+        lines.append(json.dumps({"id": name, "prompt": f.prompt, "answer": f.answer}) + "\n")
+    path.write_text("".join(lines))
 
 
 def main() -> None:

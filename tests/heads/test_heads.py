@@ -89,7 +89,7 @@ def test_block_is_the_llama_layer() -> None:
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), torch.arange(9).expand(2, 9)
     seen = torch.ones(2, 9, 9, dtype=torch.bool).tril()
-    found = ours(x, position, lambda q, k, v: masked_attention(q, k, v, seen))
+    found = ours(x, position, 9, lambda q, k, v: masked_attention(q, k, v, seen))
     additive = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~seen[:, None], -1e300)
     rotary = LlamaRotaryEmbedding(config)(x, position)
     expected = theirs(x, attention_mask=additive, position_ids=position, position_embeddings=rotary)

@@ -22,20 +22,20 @@ TREE = DraftTree(torch.tensor([10, 11, 12, 13, 14, 15, 16]), torch.tensor([-1, 0
 
 def test_depth_positions_and_paths() -> None:
     assert trees.depth(TREE).tolist() == [0, 1, 1, 2, 2, 2, 3]
-    assert trees.positions(TREE, 5).tolist() == [5, 6, 6, 7, 7, 7, 8]
+    assert trees.layout(TREE, 5)[0].tolist() == [5, 6, 6, 7, 7, 7, 8]
     assert trees.paths(TREE) == [[0, 1, 3], [0, 2, 4], [0, 2, 5, 6]]
     assert trees.children(TREE) == [[1, 2], [3], [4, 5], [], [], [6], []]
 
 
 def test_mask_is_prefix_and_lineage() -> None:
-    mask = trees.mask(TREE, 2)
+    _, mask = trees.layout(TREE, 2)
     assert mask[:, :2].all()
     assert mask[6, 2:].nonzero()[:, 0].tolist() == [0, 2, 5, 6]
     assert mask[3, 2:].nonzero()[:, 0].tolist() == [0, 1, 3]
 
 
 def test_window_counts_positions_not_nodes() -> None:
-    mask = trees.mask(TREE, 3, window=3)
+    _, mask = trees.layout(TREE, 3, window=3)
     assert mask[6].nonzero()[:, 0].tolist() == [3 + 2, 3 + 5, 3 + 6]
     assert mask[1].nonzero()[:, 0].tolist() == [2, 3, 4]
 

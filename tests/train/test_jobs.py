@@ -86,3 +86,4 @@ def test_bad_input_is_one_line(toy: tuple[Path, list[str], dict[int, float]]) ->
         assert len(errors) == 1, printed
         assert text in errors[0]
         assert "Traceback" not in printed
+    assert not (folder / "x").exists(), "a run that could not start left a folder that the next one stumbles over"

@@ -66,7 +66,7 @@ def test_depth_decay_and_unknown_losses() -> None:
     with pytest.raises(ValueError, match="choose from ce, soft_ce"):
         config(mse=1.0)
     with pytest.raises(ValueError, match="predicts no features"):
-        objective([d._replace(feature=None) for d in drafts], features, toys.target().ends, mask, config(smooth_l1=1))
+        objective([d._replace(feature=None) for d in drafts], features, toys.target().ends, mask, config(smooth_l1=1.0))
 
 
 def test_noise_depends_on_seed_and_row_alone() -> None:
