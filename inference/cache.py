@@ -20,36 +20,33 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append rows and return all of them."""
-        if self.buffers is None:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[-2]
+        new = key_states.shape[-2]
+        end = self.length + new
         if self.buffers is None or end > self.buffers[0].shape[-2]:
             self.buffers = (self._larger(key_states, end, 0), self._larger(value_states, end, 1))
-        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self.length : end] = new
-        return self._show(end)
+            self.is_initialized = True
+        keys, values = self.buffers
+        keys.narrow(2, self.length, new).copy_(key_states)
+        values.narrow(2, self.length, new).copy_(value_states)
+        self.length = end
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
-    def keep(self, prefix: int, rows: list[int]) -> None:
-        """Keep the first `prefix` rows and then `rows` of what follows, closing the gaps."""
-        assert self.buffers is not None
-        if rows != list(range(len(rows))):
-            index = torch.tensor(rows, device=self.buffers[0].device) + prefix
+    def get_seq_length(self) -> int:
+        """Return the number of rows; the buffers are longer."""
+        return self.length
+
+    def keep(self, prefix: int, rows: Tensor | None, count: int) -> None:
+        """Keep the first `prefix` rows and then `count` of what follows: those at `rows`, or the first ones."""
+        if rows is not None and self.buffers is not None:
             for buffer in self.buffers:
-                buffer[:, :, prefix : prefix + len(rows)] = buffer[:, :, index]
-        self._show(prefix + len(rows))
+                buffer.narrow(2, prefix, count).copy_(buffer.index_select(2, rows))
+        self.length = prefix + count
 
     def _larger(self, like: Tensor, end: int, which: int) -> Tensor:
         larger = like.new_empty((*like.shape[:2], 2 * end, like.shape[3]))
         if self.buffers is not None:
-            larger[:, :, : self.length] = self.buffers[which][:, :, : self.length]
+            larger.narrow(2, 0, self.length).copy_(self.buffers[which].narrow(2, 0, self.length))
         return larger
-
-    def _show(self, length: int) -> tuple[Tensor, Tensor]:
-        assert self.buffers is not None
-        self.length = length
-        keys, values = (buffer[:, :, :length] for buffer in self.buffers)
-        self.keys, self.values = keys, values
-        return keys, values
 
 
 class TargetCache:
@@ -63,8 +60,12 @@ class TargetCache:
         """How many rows are cached."""
         return int(self.hf.get_seq_length())
 
+    @torch.inference_mode()
     def keep(self, prefix: int, rows: list[int]) -> None:
-        """Keep the first `prefix` rows and then `rows` (counted from the prefix) in every layer."""
+        """Keep the first `prefix` rows and then `rows` (counted from the prefix) in every layer, closing the gaps."""
+        index = None
         for layer in self.hf.layers:
             assert isinstance(layer, GrowingLayer)
-            layer.keep(prefix, rows)
+            if index is None and layer.buffers is not None and rows != list(range(len(rows))):
+                index = torch.tensor(rows, device=layer.buffers[0].device) + prefix
+            layer.keep(prefix, index, len(rows))

@@ -161,6 +161,7 @@ def _logits(out: Pass) -> Tensor:
     return out.logits[0]
 
 
+@torch.inference_mode()
 def speculate(
     target: Target, drafter: Drafter, prompt: list[int], settings: Settings, on_tokens: OnTokens | None = None
 ) -> Generation:

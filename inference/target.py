@@ -125,14 +125,14 @@ class Target:
         out = self._forward(token, rows.positions(document), rows.visible(document), None)
         return Features(token, out.hidden, out.last, document)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def prefill(self, token: Int[Tensor, "T"], cache: TargetCache) -> Pass:
         """Append a sequence of committed tokens; logits of the last one alone (R = 1)."""
         position = torch.arange(cache.length, cache.length + len(token), device=self.device)
         out = self._forward(token[None], position[None], None, cache)
         return out._replace(logits=self.ends.logits(out.last[:, -1:]))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def score(self, drafted: DraftTree, cache: TargetCache) -> Pass:
         """Verify a tree in one pass: append its N nodes to the cache and return their logits (R = N).
 

@@ -27,7 +27,7 @@ class HeadDrafter:
         """Forget the last sequence."""
         self.state, self.level = None, None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def observe(self, commit: Commit) -> None:
         """Commit rows: the features are those of the verification pass, never the drafted ones."""
         rows = commit.rows
@@ -35,7 +35,7 @@ class HeadDrafter:
         features = Features(commit.token[None], rows.hidden, rows.last, document)
         self.state, self.level = self.head.extend(self.state, features, commit.token)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def propose(self, context: Context) -> tuple[DraftTree, Float[Tensor, "N V"] | None]:
         """Grow the tree."""
         assert self.level is not None, "propose before observe"
