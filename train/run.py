@@ -35,7 +35,7 @@ from heads import HEADS
 from heads.base import parameter_count
 from heads.errors import user_errors
 from heads.resolvers import ROOT, register_resolvers
-from inference.target import Target, fast_dtype
+from inference.target import Target, default_device, fast_dtype
 from train import launch
 from train.config import RunConfig, run_config
 from train.loop import Loop
@@ -89,7 +89,7 @@ def accelerator_for(run: RunConfig) -> Accelerator:
     """Return accelerate's handle with the precision that the run asks for, or that the device is fast in."""
     wanted = run.trainer.precision
     if wanted == "auto":
-        place = torch.device(run.model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = torch.device(run.model.device or default_device())
         wanted = "bf16" if fast_dtype(place) == torch.bfloat16 else "fp32"
     return Accelerator(mixed_precision="bf16" if wanted == "bf16" else "no", cpu=run.model.device == "cpu")
 
