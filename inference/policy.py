@@ -101,7 +101,6 @@ class Growth:
         own = torch.eye(len(token), dtype=torch.bool, device=token.device)
         self.lineage = torch.cat([self.lineage[parent], own], 1)
         self.level = self.head.expand(self.state, self.level, token, parent, self.lineage)
-        # Later levels' masks count all drafted rows; a level's own rows see no sibling's.
         self.nodes = nodes
 
     def tree(self) -> DraftTree:

@@ -53,7 +53,7 @@ def test_every_model_takes_every_head(model: str, head: str) -> None:
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if not option.startswith("experiment")])
 def test_every_option_fits_its_types(option: str) -> None:
-    run(option)
+    assert isinstance(run(option), RunConfig)
 
 
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])

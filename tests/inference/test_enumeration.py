@@ -204,12 +204,6 @@ def test_draft_that_equals_the_target_is_always_accepted(tree: str) -> None:
     assert set(depths) == {2}
 
 
-def greedy_draft_tested_with_softmax(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> tuple[list[int], int]:
-    """The commonest published defect: children are the top of q, but are tested as if they were drawn from q."""
-    assert q is not None
-    return verify(tree, p, q, rng)
-
-
 def typical_acceptance(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> tuple[list[int], int]:
     """Medusa's rule: accept what is likely enough, in order."""
     node, path = 0, [0]
@@ -275,8 +269,9 @@ def test_greedy_draft_with_softmax_ratio_is_caught() -> None:
     sampling = SAMPLINGS["T1"]
 
     def rule(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> tuple[list[int], int]:
+        # The commonest published defect: children are the top of q, but are tested as if they were drawn from q.
         laws = torch.stack([distribution(tables.logits(tables.q, path), sampling) for path in tables.paths(tree)])
-        return greedy_draft_tested_with_softmax(tree, p, laws, rng)
+        return verify(tree, p, laws, rng)
 
     found = one_pass(tables, TREES["static"], sampling, rule)
     assert distance(found, tables.target_law(sampling)) > 0.01
