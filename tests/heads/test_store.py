@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -193,17 +194,22 @@ def test_weights_that_are_not_finite_are_not_saved(saved: Path) -> None:
     assert same(head(), load_head(saved, TinyEnds(), SPEC))
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """Let the system refuse to write a file beyond 4 kB, as a full disk would."""
+    """Let the system refuse to write a file beyond 4 kB, as a full disk would.
+
+    A limit on the whole process: it must not be in force while pytest writes its own log, which may be a file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_file_that_the_system_refuses_leaves_the_last_head(saved: Path, small_files: None) -> None:
-    with pytest.raises(OSError, match="could not be saved") as caught:
+def test_a_file_that_the_system_refuses_leaves_the_last_head(saved: Path) -> None:
+    with small_files(), pytest.raises(OSError, match="could not be saved") as caught:
         save_head(saved, head(1, width=4000), SPEC, TREE)
     assert "\n" not in str(caught.value)
     assert same(head(), load_head(saved, TinyEnds(), SPEC))
