@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inference.cache import TargetCache
-from inference.drafters import Commit, Context, Drafter
+from inference.drafters import Commit, Context, Drafter, Verified
 from inference.drafters.plain import Plain
 from inference.sample import Sampling, distribution
 from inference.target import Pass, Target
@@ -91,20 +91,21 @@ class Session:
         first = self.rng.draw(law)[0]
         self.emit([first], ["prefill"], _logits(out))
         following = torch.cat([token[1:], token.new_tensor([first])])
-        self.drafter.observe(Commit(following, out, None, None))
+        self.drafter.observe(Commit(following, out, None))
         self.made.prefill_s = self.clock() - start
 
     def step(self) -> None:
         """Draft, verify in one target pass, keep the accepted path."""
         begin = self.clock()
         room = self.limit - len(self.made.tokens) - 1
-        drafted, q = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room))
+        proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room))
+        drafted = proposal.tree
         drafted_at = self.clock()
         prefix = self.cache.length
-        out = self.target.score(drafted, self.cache)
+        out = self.target.score(drafted, self.cache, proposal.riders)
         verified_at = self.clock()
-        logits = _logits(out)
-        path, bonus = verify(drafted, distribution(logits, self.settings.sampling), q, self.rng)
+        logits, riders = _logits(out).tensor_split([len(drafted.token)])
+        path, bonus = verify(drafted, distribution(logits, self.settings.sampling), proposal.q, self.rng)
         self.cache.keep(prefix, path)
         index = torch.tensor(path, device=self.target.device)
         following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])
@@ -112,7 +113,8 @@ class Session:
         settled = self.clock()
         if not self.made.finish:
             rows = Pass(out.hidden[:, index], out.last[:, index], None)
-            self.drafter.observe(Commit(following, rows, drafted, logits))
+            seen = Verified(drafted, path, logits, None if proposal.riders is None else riders)
+            self.drafter.observe(Commit(following, rows, seen))
         end = self.clock()
         self.made.steps.append(
             Step(

@@ -19,7 +19,7 @@ from heads.base import Features, LayerShape
 from heads.store import TargetSpec
 from inference import probe, tree
 from inference.cache import TargetCache
-from inference.tree import DraftTree
+from inference.tree import DraftTree, Riders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -133,25 +133,26 @@ class Target:
         return out._replace(logits=self.ends.logits(out.last[:, -1:]))
 
     @torch.inference_mode()
-    def score(self, drafted: DraftTree, cache: TargetCache) -> Pass:
-        """Verify a tree in one pass: append its N nodes to the cache and return their logits (R = N).
+    def score(self, drafted: DraftTree, cache: TargetCache, riders: Riders | None = None) -> Pass:
+        """Verify a tree in one pass: append its N nodes, then the riders, to the cache and return the logits of all.
 
         The caller compacts the cache to the accepted path afterwards.
         """
-        prefix, size = cache.length, len(drafted.token)
-        if size == 1:
+        prefix = cache.length
+        token = drafted.token if riders is None else torch.cat([drafted.token, riders.token])
+        if len(token) == 1:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:
-            position, seen = self._layout(drafted, prefix)
-        out = self._forward(drafted.token[None], position, seen, cache)
+            position, seen = self._layout(drafted, prefix, riders)
+        out = self._forward(token[None], position, seen, cache)
         return out._replace(logits=self.ends.logits(out.last))
 
-    def _layout(self, drafted: DraftTree, prefix: int) -> tuple[Tensor, Tensor | None]:
-        """Return the tree's positions and mask; no mask for a chain where the attention takes none of ours."""
-        position, seen = tree.layout(drafted, prefix)
+    def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
+        """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
+        position, seen = tree.layout(drafted, prefix, riders)
         if self.takes_trees:
             return position[None], seen[None]
-        if drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
+        if riders is not None or drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
             raise ValueError(f"{self.name}: its attention does not honour a tree mask; draft with tree=chain")
         return position[None], None
 

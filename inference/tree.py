@@ -1,7 +1,7 @@
 """Draft trees: a frozen pair of tensors, and pure functions on it.
 
 Node 0 is the root, the last committed token, whose target law is not known yet. Parents come before children.
-N counts the nodes, the root included; P the committed tokens before the root.
+N counts the nodes, the root included; P the committed tokens before the root; R the riders.
 """
 
 from typing import NamedTuple
@@ -16,6 +16,18 @@ class DraftTree(NamedTuple):
 
     token: Int[Tensor, "N"]
     parent: Int[Tensor, "N"]
+
+
+class Riders(NamedTuple):
+    """Tokens that ride along in a verification pass and are neither verified nor committed.
+
+    They see all committed rows and what `seen` says of the N tree nodes and the R riders; nodes never see riders, so
+    the target's answer at the nodes, and with it the output, is what it would be without them.
+    """
+
+    token: Int[Tensor, "R"]
+    offset: Int[Tensor, "R"]  # position, counted from the root's
+    seen: Bool[Tensor, "R N+R"]
 
 
 def root(token: int, device: torch.device) -> DraftTree:
@@ -39,16 +51,23 @@ def depth(tree: DraftTree) -> Int[Tensor, "N"]:
     return ancestors(tree).sum(-1) - 1
 
 
-def layout(tree: DraftTree, prefix: int, window: int | None = None) -> tuple[Int[Tensor, "N"], Bool[Tensor, "N S"]]:
-    """Return each node's position, and which of the prefix's and the tree's S = P + N rows it attends to.
+def layout(
+    tree: DraftTree, prefix: int, riders: Riders | None = None, window: int | None = None
+) -> tuple[Int[Tensor, "N+R"], Bool[Tensor, "N+R P+N+R"]]:
+    """Return the position of each node and rider, and which rows of prefix, tree and riders it attends to.
 
     Args:
         tree: the draft tree.
         prefix: committed rows before the root.
+        riders: tokens that ride along behind the nodes.
         window: sliding-window width in positions, the query's own included; None for full attention.
     """
     lineage = ancestors(tree)
     position = prefix + lineage.sum(-1) - 1
+    if riders is not None:
+        position = torch.cat([position, prefix + riders.offset])
+        blind = lineage.new_zeros(len(lineage), len(riders.token))  # nodes never see riders
+        lineage = torch.cat([torch.cat([lineage, blind], 1), riders.seen])
     seen = torch.cat([lineage.new_ones(len(lineage), prefix), lineage], 1)
     if window is not None:
         key = torch.cat([torch.arange(prefix, device=position.device), position])

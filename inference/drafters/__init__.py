@@ -7,12 +7,15 @@ from torch import Tensor
 
 from inference.sample import Sampling
 from inference.target import Pass
-from inference.tree import DraftTree
+from inference.tree import DraftTree, Riders
 from inference.verify import Rng
 
 
 class Context(NamedTuple):
-    """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left."""
+    """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left.
+
+    No node or rider may lie deeper than `room`: there the target's context or the answer ends.
+    """
 
     token: list[int]
     sampling: Sampling
@@ -20,17 +23,33 @@ class Context(NamedTuple):
     room: int
 
 
+class Proposal(NamedTuple):
+    """A tree rooted at the last token; where its children were sampled, the laws q they came from; and riders."""
+
+    tree: DraftTree
+    q: Float[Tensor, "N V"] | None = None
+    riders: Riders | None = None
+
+
+class Verified(NamedTuple):
+    """A verified proposal: its tree, the accepted nodes from the root on, the target's logits at nodes and riders."""
+
+    tree: DraftTree
+    path: list[int]
+    logits: Float[Tensor, "N V"]
+    riders: Float[Tensor, "R V"] | None
+
+
 class Commit(NamedTuple):
     """What a target pass settled.
 
     `token` holds for each committed row the token that follows it (the last one is the next root), `rows` their true
-    features, `tree` and `logits` the whole verified tree with the target's logits at its nodes, None after a prefill.
+    features, `verified` what was proposed and what became of it, None after a prefill.
     """
 
     token: Int[Tensor, "T"]
     rows: Pass
-    tree: DraftTree | None
-    logits: Float[Tensor, "N V"] | None
+    verified: Verified | None
 
 
 @runtime_checkable
@@ -50,6 +69,6 @@ class Drafter(Protocol):
         """Take in committed rows."""
         ...
 
-    def propose(self, context: Context) -> tuple[DraftTree, Float[Tensor, "N V"] | None]:
-        """Return a tree rooted at the last token and, where its children were sampled, the laws q they came from."""
+    def propose(self, context: Context) -> Proposal:
+        """Draft what may follow the last token."""
         ...

@@ -3,13 +3,10 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from heads.base import DraftHead, Features, Level
-from inference.drafters import Commit, Context
+from inference.drafters import Commit, Context, Proposal
 from inference.policy import TreeConfig, grow
-from inference.tree import DraftTree
 
 
 class HeadDrafter:
@@ -36,8 +33,9 @@ class HeadDrafter:
         self.state, self.level = self.head.extend(self.state, features, commit.token)
 
     @torch.inference_mode()
-    def propose(self, context: Context) -> tuple[DraftTree, Float[Tensor, "N V"] | None]:
+    def propose(self, context: Context) -> Proposal:
         """Grow the tree."""
         assert self.level is not None, "propose before observe"
         root = context.token[-1]
-        return grow(self.head, self.state, self.level, root, self.config, context.sampling, context.rng, context.room)
+        sampling, rng = context.sampling, context.rng
+        return Proposal(*grow(self.head, self.state, self.level, root, self.config, sampling, rng, context.room))

@@ -2,8 +2,8 @@
 
 import torch
 
-from inference.drafters import Commit, Context
-from inference.tree import DraftTree, root
+from inference.drafters import Commit, Context, Proposal
+from inference.tree import root
 
 
 class Plain:
@@ -21,6 +21,6 @@ class Plain:
     def observe(self, commit: Commit) -> None:
         """Nothing to learn."""
 
-    def propose(self, context: Context) -> tuple[DraftTree, None]:
+    def propose(self, context: Context) -> Proposal:
         """Return the root alone."""
-        return root(context.token[-1], self.device), None
+        return Proposal(root(context.token[-1], self.device))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters import Commit, Context
+from inference.drafters import Commit, Context, Proposal
 from inference.sample import GREEDY
 from inference.tree import DraftTree
 from tests import toys
@@ -25,14 +25,14 @@ class Oracle:
     def observe(self, commit: Commit) -> None:
         self.seen = commit
 
-    def propose(self, context: Context) -> tuple[DraftTree, None]:
+    def propose(self, context: Context) -> Proposal:
         made = len(context.token) - self.prompt
         ahead = self.text[made : made + min(self.depth, context.room)]
         token = [context.token[-1], *ahead]
         parent = list(range(-1, len(ahead)))
         if ahead:
             token, parent = [*token, (ahead[0] + 1) % toys.VOCAB], [*parent, 0]
-        return DraftTree(torch.tensor(token), torch.tensor(parent)), None
+        return Proposal(DraftTree(torch.tensor(token), torch.tensor(parent)))
 
 
 def plain(count: int = 24) -> list[int]:

@@ -15,7 +15,7 @@ from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig, grow
 from inference.sample import GREEDY, Sampling
 from inference.target import Target
-from inference.tree import DraftTree
+from inference.tree import DraftTree, Riders
 from inference.verify import Generator
 from tests import toys
 
@@ -71,6 +71,29 @@ def test_tree_pass_equals_sequential_passes(name: str) -> None:
         fresh = target.prefill(torch.cat([sequence, tree.token[:3]]), target.cache())
         torch.testing.assert_close(following.logits, fresh.logits, rtol=near, atol=near)
         torch.testing.assert_close(following.last, fresh.last[:, -3:], rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+def test_riders_see_what_they_should_and_change_no_node(name: str) -> None:
+    target, near = toys.target(name, torch.float64), EXACT.get(name, 1e-9)
+    tree = DraftTree(torch.tensor(toys.prompt(9, 4)), torch.tensor([-1, 0, 0, 2]))
+    # The first rider follows the root, the second follows the first, the third follows node 3 at depth 2.
+    seen = torch.tensor([[1, 0, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 1, 0], [1, 0, 1, 1, 0, 0, 1]]).bool()
+    riders = Riders(torch.tensor(toys.prompt(4, 3)), torch.tensor([1, 2, 3]), seen)
+    prompt = torch.tensor(toys.prompt(3, 12))
+    caches = target.cache(), target.cache()
+    for cache in caches:
+        target.prefill(prompt, cache)
+    alone = target.score(tree, caches[0]).logits
+    together = target.score(tree, caches[1], riders).logits
+    assert alone is not None
+    assert together is not None
+    torch.testing.assert_close(together[:, :4], alone, rtol=near, atol=near)
+    for rider, nodes, before in ((0, [0], []), (1, [0], [0]), (2, [0, 2, 3], [])):
+        sequence = torch.cat([prompt, tree.token[nodes], riders.token[[*before, rider]]])
+        expected = target.prefill(sequence, target.cache()).logits
+        assert expected is not None
+        torch.testing.assert_close(together[0, 4 + rider], expected[0, -1], rtol=near, atol=near)
 
 
 def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
@@ -132,7 +155,7 @@ class StaleFeatures(HeadDrafter):
     """Commits the first row's feature for every row of a path (vLLM#14649's kind)."""
 
     def observe(self, commit: Commit) -> None:
-        if commit.tree is not None:
+        if commit.verified is not None:
             rows = commit.rows
             commit = commit._replace(rows=rows._replace(last=rows.last[:, :1].expand_as(rows.last)))
         super().observe(commit)
