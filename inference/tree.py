@@ -27,7 +27,7 @@ class Riders(NamedTuple):
 
     token: Int[Tensor, "R"]
     offset: Int[Tensor, "R"]  # position, counted from the root's
-    seen: Bool[Tensor, "R N+R"]
+    seen: Bool[Tensor, "R M"]  # M = N + R
 
 
 def root(token: int, device: torch.device) -> DraftTree:
@@ -53,8 +53,8 @@ def depth(tree: DraftTree) -> Int[Tensor, "N"]:
 
 def layout(
     tree: DraftTree, prefix: int, riders: Riders | None = None, window: int | None = None
-) -> tuple[Int[Tensor, "N+R"], Bool[Tensor, "N+R P+N+R"]]:
-    """Return the position of each node and rider, and which rows of prefix, tree and riders it attends to.
+) -> tuple[Int[Tensor, "M"], Bool[Tensor, "M S"]]:
+    """Return the position of each of the M = N + R nodes and riders, and which of the S = P + M rows it attends to.
 
     Args:
         tree: the draft tree.
