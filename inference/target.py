@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -147,6 +147,25 @@ class Target:
         out = self._forward(token[None], position, seen, cache)
         return out._replace(logits=self.ends.logits(out.last))
 
+    @torch.inference_mode()
+    def expand(
+        self, token: Int[Tensor, "N"], depth: Int[Tensor, "M"], mask: Bool[Tensor, "N M"], cache: TargetCache
+    ) -> Pass:
+        """Append one more level of a tree whose root and earlier nodes are in the cache; logits of its N nodes.
+
+        Args:
+            token: the level's tokens.
+            depth: the depths of the tree's M nodes so far in order of expansion, these N last, the root left out.
+            mask: which of the M nodes each sees; a chain's is all true and needs no attention that takes a mask.
+            cache: the text up to the root, then the earlier nodes.
+        """
+        prefix = cache.length - (len(depth) - len(token))
+        position = torch.cat([torch.arange(prefix, device=self.device), prefix - 1 + depth])
+        seen = None if bool(mask.all()) else torch.cat([mask.new_ones(len(mask), prefix), mask], 1)[None]
+        earlier, own = position[None].split([cache.length, len(token)], 1)
+        out = self._forward(token[None], own, seen, cache, earlier)
+        return out._replace(logits=self.ends.logits(out.last))
+
     def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
         """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
         position, seen = tree.layout(drafted, prefix, riders)
@@ -156,9 +175,24 @@ class Target:
             raise ValueError(f"{self.name}: its attention does not honour a tree mask; draft with tree=chain")
         return position[None], None
 
-    def _forward(self, token: Tensor, position: Tensor, seen: Tensor | None, cache: TargetCache | None) -> Pass:
-        """Run the decoder stack without the lm_head; `seen` "B T S" overrides the causal pattern."""
-        mask = None if seen is None else self._attention_mask(seen, position, cache)
+    def _forward(
+        self,
+        token: Tensor,
+        position: Tensor,
+        seen: Tensor | None,
+        cache: TargetCache | None,
+        earlier: Tensor | None = None,
+    ) -> Pass:
+        """Run the decoder stack without the lm_head.
+
+        `seen` "B T S" overrides the causal pattern; `earlier` "B P" holds the positions of the cached rows where they
+        are not 0, 1, 2, … .
+        """
+        mask = None
+        if seen is not None:
+            if earlier is None:
+                earlier = torch.arange(cache.length if cache else 0, device=self.device).expand(len(position), -1)
+            mask = self._attention_mask(seen, position, torch.cat([earlier, position], 1))
         with self._captured() as captured:
             out = self.base(
                 input_ids=token,
@@ -171,14 +205,16 @@ class Target:
         hidden = torch.stack(captured, 2) if captured else last.new_zeros((*last.shape[:2], 0, last.shape[2]))
         return Pass(hidden, last, None)
 
-    def _attention_mask(self, seen: Tensor, position: Tensor, cache: TargetCache | None) -> Any:
-        """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
+    def _attention_mask(self, seen: Tensor, position: Tensor, keys: Tensor) -> Any:
+        """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ.
+
+        `position` "B T" and `keys` "B S" are the positions of the queries and of all rows they may see.
+        """
         window: int | None = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         if "sliding_attention" not in kinds or window is None:
             return self._additive(seen)
-        earlier = torch.arange(cache.length if cache else 0, device=self.device).expand(len(position), -1)
-        near = position[:, :, None] - torch.cat([earlier, position], 1)[:, None] < window
+        near = position[:, :, None] - keys[:, None] < window
         if kinds == {"sliding_attention"}:
             return self._additive(seen & near)
         return {"full_attention": self._additive(seen), "sliding_attention": self._additive(seen & near)}
