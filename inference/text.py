@@ -65,7 +65,10 @@ class GrowingText:
         self.token, self.starts = self.opening + encoded, [0] * len(self.opening) + [start for start, _ in spans]
 
     def _encode_end(self) -> None:
-        """Encode the last tokens' text anew, and join it at the first token that stands where it stood before."""
+        """Encode the last tokens' text anew, and join it at the first token that stands where it stood before.
+
+        The first character is left out: some tokenizers put a space before whatever they encode.
+        """
         keep = len(self.token) - self.lookbehind
         if keep <= len(self.opening):
             return self._encode_all()
@@ -74,7 +77,7 @@ class GrowingText:
         starts = [begin + start for start, _ in spans]
         old = {(self.starts[i], self.token[i]): i for i in range(keep, len(self.token))}
         for i, found in enumerate(zip(starts, encoded, strict=True)):
-            if found in old:
+            if found in old and found[0] > begin:
                 self.token[old[found] :], self.starts[old[found] :] = encoded[i:], starts[i:]
                 return None
         return self._encode_all()
@@ -84,12 +87,12 @@ def continuation(tokenizer: PreTrainedTokenizerBase, context: list[int], text: s
     """Return tokens that add exactly `text` to the text of `context`, its last tokens; none if none are found.
 
     The text is encoded behind that of the context, as the tokenizer would write it. Where a token would span the
-    border, or the context is written otherwise, the last character alone stands before it, then nothing.
+    border, something else stands before it, or nothing; nothing will not do where a tokenizer puts a space first.
     """
     before = decode(tokenizer, context)
-    for back in sorted({len(before), min(1, len(before)), 0}, reverse=True):
-        encoded, spans = encode(tokenizer, before[len(before) - back :] + text)
-        first = next((i for i, (_, end) in enumerate(spans) if end > back), len(spans))
+    for left in (before, before[-1:], "", "\n", "."):
+        encoded, spans = encode(tokenizer, left + text)
+        first = next((i for i, (_, end) in enumerate(spans) if end > len(left)), len(spans))
         if decode(tokenizer, context + encoded[first:]) == before + text:
             return encoded[first:]
     return []
