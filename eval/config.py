@@ -15,7 +15,7 @@ class EvalConfig:
     """One evaluation.
 
     Attributes:
-        drafter: a key of `eval.run.DRAFTERS`.
+        drafter: the draft sources by name, each with its options: head, plain, or a file of conf/drafter/.
         run: a run's folder or a list of them; None for plain decoding alone.
         compare: further runs of the same target.
         out: folder of the report; None for the first run's.
@@ -35,7 +35,7 @@ class EvalConfig:
         hf: whether HF generate is timed too.
     """
 
-    drafter: str
+    drafter: dict[str, Any]
     run: Any
     compare: list[str]
     out: str | None
@@ -66,6 +66,8 @@ class EvalConfig:
         for key, low in least.items():
             if getattr(self, key) < low:
                 raise ValueError(f"{key} is {getattr(self, key)}: give {low} or more")
+        if not self.drafter:
+            raise ValueError("drafter is empty: name at least one draft source, or plain")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype is {self.dtype!r}: choose auto, {', '.join(DTYPES)}")
         if self.gate_dtype not in DTYPES:
@@ -92,6 +94,7 @@ def eval_config(**values: Any) -> EvalConfig:
     """Return conf/eval.yaml's evaluation with these values in place of its own, for callers without Hydra."""
     own = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "eval.yaml"))
     assert isinstance(own, dict)
+    values = {"drafter": {"head": {}}} | values
     return typed(
         EvalConfig, {str(key): value for key, value in own.items() if key not in ("defaults", "hydra")} | values
     )

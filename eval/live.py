@@ -50,6 +50,9 @@ def measure(
 ) -> Runs:
     """Run plain decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
 
+    A drafter that remembers starts every round over the prompts with nothing and learns from prompt to prompt, in the
+    prompts' order: it never meets a prompt that it has answered before.
+
     Returns:
         For "plain", each drafter's name and "hf": the repeats of each prompt, in the prompts' order.
     """
@@ -59,15 +62,22 @@ def measure(
         runners[name] = partial(speculate, target, drafter, settings=settings)
     if hf:
         runners[HF] = partial(hf_generate, target, max_new_tokens=settings.max_new_tokens)
-    return interleave(runners, prompts, repeats, warmup, settings.seed)
+    return interleave(runners, prompts, repeats, warmup, settings.seed, [each.forget for each in drafters.values()])
 
 
-def interleave(runners: Mapping[str, Runner], prompts: Sequence[Prompt], repeats: int, warmup: int, seed: int) -> Runs:
-    """Call every runner `repeats` times on each prompt, in a new random order each time.
+def interleave(
+    runners: Mapping[str, Runner],
+    prompts: Sequence[Prompt],
+    repeats: int,
+    warmup: int,
+    seed: int,
+    begin: Sequence[Callable[[], None]] = (),
+) -> Runs:
+    """Call every runner on each prompt in turn, `repeats` rounds long, in a new random order of runners each time.
 
     Clock rates, other processes and memory drift during a session; side by side they hit all runners alike, and the
     order decides nothing. The first calls pay for lazy initialisation, so `warmup` prompts, the last ones first and
-    again where there are fewer, go through every runner before anything counts.
+    again where there are fewer, go through every runner before anything counts. `begin` is called before each round.
     """
     shuffle = random.Random(seed)
     for index in range(warmup):
@@ -75,13 +85,15 @@ def interleave(runners: Mapping[str, Runner], prompts: Sequence[Prompt], repeats
             run(prompts[-1 - index % len(prompts)].token)
     runs: Runs = {name: [[] for _ in prompts] for name in runners}
     console = Console(stderr=True)
-    shown = track(prompts, "measuring", console=console, transient=True, disable=not console.is_terminal)
-    for index, prompt in enumerate(shown):
-        for _ in range(repeats):
-            order = list(runners)
-            shuffle.shuffle(order)
-            for name in order:
-                runs[name][index].append(runners[name](prompt.token))
+    work = [(index, prompt) for _ in range(repeats) for index, prompt in enumerate(prompts)]
+    for index, prompt in track(work, "measuring", console=console, transient=True, disable=not console.is_terminal):
+        if index == 0:
+            for call in begin:
+                call()
+        order = list(runners)
+        shuffle.shuffle(order)
+        for name in order:
+            runs[name][index].append(runners[name](prompt.token))
     return runs
 
 
@@ -173,6 +185,7 @@ def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, sessio
         speedup=None,
         speedup_ci=None,
         speedup_hf=None,
+        overlap_headroom=metrics.overlap_headroom(metrics.seconds(runs)),
         seconds=metrics.seconds(runs),
         memory_bytes=session.memory_bytes,
         lossless=(gate if session.temperature == 0 else UNCHECKED).counts(),

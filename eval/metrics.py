@@ -84,6 +84,12 @@ def seconds(runs: Sequence[Generation]) -> dict[str, float]:
     }
 
 
+def overlap_headroom(seconds: dict[str, float]) -> float | None:
+    """Return the steps' time over what it would be if the shorter of drafting and verifying hid behind the other."""
+    total = sum(seconds.values())
+    return ratio(total, total - min(seconds["draft"], seconds["verify"]))
+
+
 def speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | None:
     """Tokens per second of `runs` over those of `base`."""
     fast, slow = tokens_per_second(runs), tokens_per_second(base)

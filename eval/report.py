@@ -21,6 +21,7 @@ class Row:
     """One drafter on one workload at one temperature and batch size; None stands for what was not measured.
 
     `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
+    `overlap_headroom` is how many times faster the steps would be if drafting hid behind verification entirely.
     """
 
     drafter: str
@@ -42,6 +43,7 @@ class Row:
     speedup: float | None
     speedup_ci: Interval | None
     speedup_hf: float | None
+    overlap_headroom: float | None
     seconds: dict[str, float]
     memory_bytes: int
     lossless: dict[str, int]
@@ -128,7 +130,10 @@ def write_atomic(path: Path, text: str) -> None:
 INTERVAL = f"[{LEVEL:.0%}]"
 HEADER = ("drafter", "T", f"τ {INTERVAL}", "P(a≥1) P(a≥2) …", "tok/s", f"speedup {INTERVAL}", "vs HF", "lossless")
 TIMES = ("draft", "verify", "other")
-TIME_HEADER = ("drafter", "T", "tree", "steps", *(f"{part} ms" for part in TIMES), "drafted", "accepted / drafted")
+TIME_HEADER = (
+    *("drafter", "T", "rule", "tree", "steps", *(f"{part} ms" for part in TIMES)),
+    *("drafted", "accepted / drafted", "overlap headroom"),
+)
 NOTES = (
     "τ is what a target pass commits on average, its bonus token included: the tokens after the prefill's over the "
     "passes, pooled over all prompts. Intervals come from resampling the prompts.",
@@ -138,6 +143,9 @@ NOTES = (
     "Times and drafted tokens are per step, a step being one target pass with the draft before it. τ is what a step "
     "gains, its time over that of plain decoding's step is what it costs, and the quotient is the speedup: a verify "
     "time far above plain decoding's says that the tree is wide for this device, a long draft time, a slow head.",
+    "A drafter that is slower than plain decoding is marked so.",
+    "Overlap headroom: how many times faster the steps would be if a second device drafted the next tree while this "
+    "one verifies (Mirror-SD, arXiv 2510.13161), all of the shorter of the two times hidden: an upper bound.",
     "lossless counts the prompts whose greedy output is plain decoding's token for token, in the gate's dtype. A near "
     "tie first differs where rounding decides between the two best tokens. A drafter that fails is given no speedup.",
     "Memory is the peak of the whole session on an accelerator, else of the whole process, all drafters together.",
@@ -192,7 +200,7 @@ def _cells(report: Report, row: Row) -> list[str]:
         _spread(row.tau, row.tau_ci),
         " ".join(f"{share:.2f}" for share in row.accepted_by_depth) or "-",
         _number(row.tokens_per_second, 1),
-        "withheld" if red else _spread(row.speedup, row.speedup_ci),
+        "withheld" if red else _spread(row.speedup, row.speedup_ci) + _slower(row),
         "withheld" if red else _number(row.speedup_hf, 2),
         _verdict(row.lossless),
     ]
@@ -203,7 +211,12 @@ def _time_cells(row: Row) -> list[str]:
     steps = row.steps or math.nan
     times = [_number(1000 * row.seconds[part] / steps, 2) for part in TIMES]
     drafted, kept = _number(row.draft_tokens / steps, 1), _number(row.accepted_per_draft_token, 2)
-    return [row.drafter, f"{row.temperature:g}", row.tree, str(row.steps), *times, drafted, kept]
+    headroom = _number(row.overlap_headroom, 2)
+    return [row.drafter, f"{row.temperature:g}", row.rule, row.tree, str(row.steps), *times, drafted, kept, headroom]
+
+
+def _slower(row: Row) -> str:
+    return " slower" if row.speedup is not None and row.speedup < 1 else ""
 
 
 def _verdict(counts: dict[str, int]) -> str:

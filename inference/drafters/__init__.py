@@ -62,7 +62,11 @@ class Drafter(Protocol):
     feature_layers: tuple[int, ...]
 
     def reset(self, prompt: list[int]) -> None:
-        """Forget the last sequence."""
+        """Begin a new sequence."""
+        ...
+
+    def forget(self) -> None:
+        """Forget what earlier sequences have taught."""
         ...
 
     def observe(self, commit: Commit) -> None:

@@ -21,8 +21,11 @@ class HeadDrafter:
         self.level: Level | None = None
 
     def reset(self, prompt: list[int]) -> None:
-        """Forget the last sequence."""
+        """Begin a new sequence."""
         self.state, self.level = None, None
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
 
     @torch.inference_mode()
     def observe(self, commit: Commit) -> None:

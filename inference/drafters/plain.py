@@ -16,7 +16,10 @@ class Plain:
         self.device = device
 
     def reset(self, prompt: list[int]) -> None:
-        """Nothing to forget."""
+        """Nothing to begin."""
+
+    def forget(self) -> None:
+        """Nothing is known."""
 
     def observe(self, commit: Commit) -> None:
         """Nothing to learn."""

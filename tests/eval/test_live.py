@@ -59,6 +59,17 @@ def test_runners_take_turns_on_a_prompt_in_a_changing_order() -> None:
     assert len({tuple(name for name, _ in turn) for turn in rounds}) > 2
 
 
+def test_every_round_begins_without_memory_and_keeps_the_prompts_order() -> None:
+    calls: list[str] = []
+
+    def run(prompt: list[int]) -> Generation:
+        calls.append(str(prompt[0]))
+        return generation(2)
+
+    interleave({"suffix": run}, PROMPTS, 2, 1, 0, [lambda: calls.append("forget")])
+    assert calls == ["3", *["forget", "0", "1", "2", "3"] * 2]
+
+
 def test_the_order_follows_the_seed() -> None:
     assert record(1)[0] == record(1)[0] != record(2)[0]
 

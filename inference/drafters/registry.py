@@ -1,0 +1,40 @@
+"""Every draft source that needs no trained head, by the name of its file in conf/drafter/."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from heads.typed import build
+from inference.drafters import Drafter
+from inference.target import Target
+
+
+class Source(Protocol):
+    """A class of drafters with its typed configuration."""
+
+    Config: type[Any]
+
+    def __call__(self, config: Any, target: Target, name: str) -> Drafter:
+        """Make the drafter for a target, under the name that reports give it."""
+        ...
+
+
+SOURCES: dict[str, Source] = {}
+
+
+def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
+    """Return a draft source with its options.
+
+    Args:
+        name: what reports call it.
+        options: its configuration; `source`, where it differs from the name, is a key of SOURCES.
+        target: the target that it drafts for.
+
+    Raises:
+        ValueError: an unknown source, or an option that it does not have or cannot take.
+    """
+    values = dict(options)
+    source = values.pop("source", name)
+    if source not in SOURCES:
+        raise ValueError(f"drafter.{name}: no source is called {source!r}; choose one of {', '.join(SOURCES)}")
+    made = SOURCES[source]
+    return made(build(made.Config, values, f"drafter.{name}"), target, name)
