@@ -5,10 +5,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from inference.rng import Rng
 from inference.sample import Sampling
 from inference.target import Pass
 from inference.tree import DraftTree, Riders
-from inference.verify import Rng
 
 
 class Context(NamedTuple):
@@ -24,11 +24,15 @@ class Context(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A tree rooted at the last token; where its children were sampled, the laws q they came from; and riders."""
+    """A tree rooted at the last token; where its children were sampled, the laws q they came from; and riders.
+
+    Sampled siblings are in drawn order, without `replacement` unless it says so.
+    """
 
     tree: DraftTree
     q: Float[Tensor, "N V"] | None = None
     riders: Riders | None = None
+    replacement: bool = False
 
 
 class Verified(NamedTuple):
@@ -54,10 +58,9 @@ class Commit(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A draft source. `rule` names how its proposals are verified, `tree` their shape, for reports."""
+    """A draft source. `tree` names the shape of its proposals, for reports."""
 
     name: str
-    rule: str
     tree: str
     feature_layers: tuple[int, ...]
 

@@ -1,9 +1,9 @@
 """A model-free draft where it promises more accepted tokens than the head has been giving, else the head's tree.
 
-The rule of SuffixDecoding's hybrid (arXiv 2411.04975): a repetition found in the text is longer and cheaper than what any
-head drafts, and rarer. Both sides are counted in expected accepted tokens: the model-free source states its own for
+The rule of SuffixDecoding's hybrid (arXiv 2411.04975): a repetition found in the text is longer and cheaper than what
+any head drafts, and rarer. Both sides are counted in expected accepted tokens: the model-free source states its own for
 each draft, and the head's is what the target accepted of its drafts lately, so that where the text decides, the head
-need not run at all.
+need not draft at all.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Hybrid:
 
     @dataclass(frozen=True)
     class Config:
-        """How the head's expected length is kept: its value before the first draft, and the weight of the newest one."""
+        """How the head's expected length is kept: its first value, and the weight of the newest draft."""
 
         expected: float
         weight: float
@@ -41,11 +41,6 @@ class Hybrid:
         self.feature_layers = head.feature_layers
         self.chosen: Drafter = head
         self.expected = config.expected
-
-    @property
-    def rule(self) -> str:
-        """The rule of the source that drafted last."""
-        return self.chosen.rule
 
     def reset(self, prompt: list[int]) -> None:
         """Begin a new sequence; what the head is worth is learned over all of them."""
