@@ -124,11 +124,14 @@ class Session:
         """Draft, verify in one target pass, keep the accepted path."""
         begin = self.clock()
         room = self.limit - len(self.made.tokens) - 1
-        proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room))
+        prefix = self.cache.length
+        proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
         drafted = proposal.tree
         drafted_at = self.clock()
-        prefix = self.cache.length
-        out = self.target.score(drafted, self.cache, proposal.riders)
+        if proposal.entered is None:
+            out = self.target.score(drafted, self.cache, proposal.riders)
+        else:
+            out = self.target.parts.score_from(proposal.entered, drafted, self.cache)
         verified_at = self.clock()
         logits, riders = _logits(out).tensor_split([len(drafted.token)])
         sampling, asked = self.settings.sampling, self.settings.rule

@@ -12,13 +12,13 @@ noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the n
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead, Level
+from heads.base import Level
 from inference import tree as trees
 from inference.drafters import Context, Proposal
 from inference.rng import Coupled, Rng
@@ -80,13 +80,26 @@ class TreeConfig:
         return [path for layer in layers[1:] for path in layer]
 
 
+@runtime_checkable
+class Expander(Protocol):
+    """What a tree grows from: the part of `DraftHead` that drafts."""
+
+    max_depth: int
+
+    def expand(
+        self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Score one more tree level; see `DraftHead.expand`."""
+        ...
+
+
 class Growth:
     """The tree that is being grown: its nodes so far, and which of them the head has expanded.
 
     Drafts are ranked and drawn under the processors that the target is sampled with, as far as a rank notices them.
     """
 
-    def __init__(self, head: DraftHead, state: Any, level: Level, context: Context) -> None:
+    def __init__(self, head: Expander, state: Any, level: Level, context: Context) -> None:
         self.head, self.state, self.level, self.context = head, state, level, context
         logits = level.logits
         self.token = [torch.tensor(context.token[-1:], device=logits.device)]
@@ -133,11 +146,11 @@ class Growth:
         return DraftTree(torch.cat(self.token), torch.cat(self.parent))
 
 
-def grow(head: DraftHead, state: Any, level: Level, config: TreeConfig, context: Context) -> Proposal:
+def grow(head: Expander, state: Any, level: Level, config: TreeConfig, context: Context) -> Proposal:
     """Grow a tree from the root's level.
 
     Args:
-        head: the draft head, with its committed `state` and the root's `level`.
+        head: the draft head or another expander, with its committed `state` and the root's `level`.
         config: the policy.
         context: the tokens so far, the root the last one; sampling, randomness, and the depth that is left.
 

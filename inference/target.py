@@ -7,10 +7,11 @@ how a tree mask reaches its attention. `Target.load` proves these on the loaded 
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +20,7 @@ from heads.base import Features, LayerShape
 from heads.store import TargetSpec
 from inference import probe, tree
 from inference.cache import TargetCache
+from inference.parts import Parts
 from inference.tree import DraftTree, Riders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -114,6 +116,11 @@ class Target:
         move: Any = model.to  # transformers wraps it in a way that hides its arguments
         return cls(move(place), tokenizer, path)
 
+    @cached_property
+    def parts(self) -> Parts:
+        """Its decoder stack in parts, for drafting with some of them."""
+        return Parts(self)
+
     def cache(self) -> TargetCache:
         """Return an empty cache for one sequence."""
         return TargetCache()
@@ -122,14 +129,14 @@ class Target:
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
         """Return the features of packed rows; documents do not see each other and each starts at position 0."""
         token, document = token.to(self.device), document.to(self.device)
-        out = self._forward(token, rows.positions(document), rows.visible(document), None)
+        out = self.run(token, rows.positions(document), rows.visible(document), None)
         return Features(token, out.hidden, out.last, document)
 
     @torch.inference_mode()
     def prefill(self, token: Int[Tensor, "T"], cache: TargetCache) -> Pass:
         """Append a sequence of committed tokens; logits of the last one alone (R = 1)."""
         position = torch.arange(cache.length, cache.length + len(token), device=self.device)
-        out = self._forward(token[None], position[None], None, cache)
+        out = self.run(token[None], position[None], None, cache)
         return out._replace(logits=self.ends.logits(out.last[:, -1:]))
 
     @torch.inference_mode()
@@ -144,7 +151,7 @@ class Target:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:
             position, seen = self._layout(drafted, prefix, riders)
-        out = self._forward(token[None], position, seen, cache)
+        out = self.run(token[None], position, seen, cache)
         return out._replace(logits=self.ends.logits(out.last))
 
     def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
@@ -156,9 +163,24 @@ class Target:
             raise ValueError(f"{self.name}: its attention does not honour a tree mask; draft with tree=chain")
         return position[None], None
 
-    def _forward(self, token: Tensor, position: Tensor, seen: Tensor | None, cache: TargetCache | None) -> Pass:
-        """Run the decoder stack without the lm_head; `seen` "B T S" overrides the causal pattern."""
-        mask = None if seen is None else self._attention_mask(seen, position, cache)
+    def run(
+        self,
+        token: Int[Tensor, "B T"],
+        position: Int[Tensor, "B T"],
+        seen: Bool[Tensor, "B T S"] | None,
+        cache: TargetCache | None,
+        earlier: Int[Tensor, "B P"] | None = None,
+    ) -> Pass:
+        """Run the decoder stack without the lm_head.
+
+        Args:
+            token: the rows' tokens.
+            position: their positions.
+            seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
+            cache: the rows are appended to it.
+            earlier: the cached rows' positions; None for 0, 1, 2, …
+        """
+        mask = None if seen is None else self._attention_mask(seen, position, earlier)
         with self._captured() as captured:
             out = self.base(
                 input_ids=token,
@@ -171,13 +193,14 @@ class Target:
         hidden = torch.stack(captured, 2) if captured else last.new_zeros((*last.shape[:2], 0, last.shape[2]))
         return Pass(hidden, last, None)
 
-    def _attention_mask(self, seen: Tensor, position: Tensor, cache: TargetCache | None) -> Any:
+    def _attention_mask(self, seen: Tensor, position: Tensor, earlier: Tensor | None) -> Any:
         """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
         window: int | None = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         if "sliding_attention" not in kinds or window is None:
             return self._additive(seen)
-        earlier = torch.arange(cache.length if cache else 0, device=self.device).expand(len(position), -1)
+        if earlier is None:
+            earlier = torch.arange(seen.shape[2] - seen.shape[1], device=self.device).expand(len(position), -1)
         near = position[:, :, None] - torch.cat([earlier, position], 1)[:, None] < window
         if kinds == {"sliding_attention"}:
             return self._additive(seen & near)
