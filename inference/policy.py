@@ -10,13 +10,13 @@ is accepted more often than one greedy child. No shape depends on a sampled toke
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead, Level
+from heads.base import Level
 from inference import tree as trees
 from inference.sample import Sampling, distribution
 from inference.tree import DraftTree
@@ -77,10 +77,23 @@ class TreeConfig:
         return [path for layer in layers[1:] for path in layer]
 
 
+@runtime_checkable
+class Expander(Protocol):
+    """What a tree grows from: the part of `DraftHead` that drafts."""
+
+    max_depth: int
+
+    def expand(
+        self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Score one more tree level; see `DraftHead.expand`."""
+        ...
+
+
 class Growth:
     """The tree that is being grown: its nodes so far, and which of them the head has expanded."""
 
-    def __init__(self, head: DraftHead, state: Any, level: Level, root: int) -> None:
+    def __init__(self, head: Expander, state: Any, level: Level, root: int) -> None:
         self.head, self.state, self.level = head, state, level
         device = level.logits.device
         self.token = [torch.tensor([root], device=device)]
@@ -109,12 +122,12 @@ class Growth:
 
 
 def grow(
-    head: DraftHead, state: Any, level: Level, root: int, config: TreeConfig, sampling: Sampling, rng: Rng, room: int
+    head: Expander, state: Any, level: Level, root: int, config: TreeConfig, sampling: Sampling, rng: Rng, room: int
 ) -> tuple[DraftTree, Float[Tensor, "N V"] | None]:
     """Grow a tree from the root's level.
 
     Args:
-        head: the draft head, with its committed `state` and the root's `level`.
+        head: the draft head or another expander, with its committed `state` and the root's `level`.
         root: the root's token.
         config: the policy.
         sampling: how the target will be sampled; sampled trees draw from the draft's law under the same filters.
