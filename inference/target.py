@@ -5,12 +5,12 @@ how a tree mask reaches its attention. `Target.load` proves these on the loaded 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -144,8 +144,18 @@ class Target:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:
             position, seen = self._layout(drafted, prefix, riders)
-        out = self._forward(token[None], position, seen, cache)
+        out = self._forward(token[None], position, seen, cache, None if riders is None else riders.stack)
         return out._replace(logits=self.ends.logits(out.last))
+
+    def through(
+        self,
+        stack: Callable[..., Any],
+        token: Int[Tensor, "B T"],
+        position: Int[Tensor, "B T"],
+        seen: Bool[Tensor, "B T T"],
+    ) -> Float[Tensor, "B T D"]:
+        """Return the final states of rows that run through `stack` in place of the decoder stack, with gradients."""
+        return self._forward(token, position, seen, None, stack).last
 
     def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
         """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
@@ -156,11 +166,18 @@ class Target:
             raise ValueError(f"{self.name}: its attention does not honour a tree mask; draft with tree=chain")
         return position[None], None
 
-    def _forward(self, token: Tensor, position: Tensor, seen: Tensor | None, cache: TargetCache | None) -> Pass:
-        """Run the decoder stack without the lm_head; `seen` "B T S" overrides the causal pattern."""
+    def _forward(
+        self,
+        token: Tensor,
+        position: Tensor,
+        seen: Tensor | None,
+        cache: TargetCache | None,
+        stack: Callable[..., Any] | None = None,
+    ) -> Pass:
+        """Run the decoder stack, or `stack`, without the lm_head; `seen` "B T S" overrides the causal pattern."""
         mask = None if seen is None else self._attention_mask(seen, position, cache)
         with self._captured() as captured:
-            out = self.base(
+            out = (stack or self.base)(
                 input_ids=token,
                 attention_mask=mask,
                 position_ids=position,
