@@ -69,6 +69,11 @@ class TreeConfig:
         }
         return f"{self.kind}-{sizes.get(self.kind, 'x'.join(map(str, self.widths)))}"
 
+    @property
+    def deepest(self) -> int:
+        """The greatest depth of a node."""
+        return self.depth if self.kind == "dynamic" else max(map(len, self.shape()))
+
     def shape(self) -> list[tuple[int, ...]]:
         """Return the rank paths of a fixed shape, by depth and then in order."""
         if self.kind == "static":

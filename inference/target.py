@@ -5,7 +5,7 @@ how a tree mask reaches its attention. `Target.load` proves these on the loaded 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -151,8 +151,18 @@ class Target:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:
             position, seen = self._layout(drafted, prefix, riders)
-        out = self.run(token[None], position, seen, cache)
+        out = self.run(token[None], position, seen, cache, stack=None if riders is None else riders.stack)
         return out._replace(logits=self.ends.logits(out.last))
+
+    def through(
+        self,
+        stack: Callable[..., Any],
+        token: Int[Tensor, "B T"],
+        position: Int[Tensor, "B T"],
+        seen: Bool[Tensor, "B T T"],
+    ) -> Float[Tensor, "B T D"]:
+        """Return the final states of rows that run through `stack` in place of the decoder stack, with gradients."""
+        return self.run(token, position, seen, None, stack=stack).last
 
     def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
         """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
@@ -170,6 +180,7 @@ class Target:
         seen: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | None,
         earlier: Int[Tensor, "B P"] | None = None,
+        stack: Callable[..., Any] | None = None,
     ) -> Pass:
         """Run the decoder stack without the lm_head.
 
@@ -179,10 +190,11 @@ class Target:
             seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
             cache: the rows are appended to it.
             earlier: the cached rows' positions; None for 0, 1, 2, …
+            stack: what to run in place of the decoder stack.
         """
         mask = None if seen is None else self._attention_mask(seen, position, earlier)
         with self._captured() as captured:
-            out = self.base(
+            out = (stack or self.base)(
                 input_ids=token,
                 attention_mask=mask,
                 position_ids=position,
