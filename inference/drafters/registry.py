@@ -5,6 +5,11 @@ from typing import Any, Protocol
 
 from heads.typed import build
 from inference.drafters import Drafter
+from inference.drafters.assistant import Assistant
+from inference.drafters.assistant_slem import AssistantSlem
+from inference.drafters.early_exit import EarlyExit
+from inference.drafters.layer_skip import LayerSkip
+from inference.drafters.streams import StreamsDrafter
 from inference.target import Target
 
 
@@ -18,7 +23,13 @@ class Source(Protocol):
         ...
 
 
-SOURCES: dict[str, Source] = {}
+SOURCES: dict[str, Source] = {
+    "assistant": Assistant,
+    "assistant_slem": AssistantSlem,
+    "early_exit": EarlyExit,
+    "layer_skip": LayerSkip,
+    "streams": StreamsDrafter,
+}
 
 
 def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
