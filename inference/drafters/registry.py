@@ -1,7 +1,7 @@
 """Every draft source that needs no trained head, by the name of its file in conf/drafter/."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from heads.typed import build
 from inference.drafters import Drafter
@@ -12,18 +12,8 @@ from inference.drafters.layer_skip import LayerSkip
 from inference.drafters.streams import StreamsDrafter
 from inference.target import Target
 
-
-class Source(Protocol):
-    """A class of drafters with its typed configuration."""
-
-    Config: type[Any]
-
-    def __call__(self, config: Any, target: Target, name: str) -> Drafter:
-        """Make the drafter for a target, under the name that reports give it."""
-        ...
-
-
-SOURCES: dict[str, Source] = {
+# Each has a `Config` and is made of one, the target and a name.
+SOURCES: dict[str, Any] = {
     "assistant": Assistant,
     "assistant_slem": AssistantSlem,
     "early_exit": EarlyExit,
@@ -48,4 +38,5 @@ def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     if source not in SOURCES:
         raise ValueError(f"drafter.{name}: no source is called {source!r}; choose one of {', '.join(SOURCES)}")
     made = SOURCES[source]
-    return made(build(made.Config, values, f"drafter.{name}"), target, name)
+    drafter: Drafter = made(build(made.Config, values, f"drafter.{name}"), target, name)
+    return drafter
