@@ -7,11 +7,12 @@ need not draft at all.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from inference.drafters import Commit, Context, Drafter, Proposal
 
 
+@runtime_checkable
 class Scored(Drafter, Protocol):
     """A draft source that knows how many of its last proposal's tokens it expects to be accepted."""
 
@@ -23,10 +24,11 @@ class Hybrid:
 
     @dataclass(frozen=True)
     class Config:
-        """How the head's expected length is kept: its first value, and the weight of the newest draft."""
+        """How the head's expected length is kept: its first value, and the weight of the newest draft; the lookup."""
 
         expected: float
         weight: float
+        lookup: dict[str, Any]
 
         def __post_init__(self) -> None:
             """Check the ranges."""

@@ -43,7 +43,6 @@ class Lookahead:
                 if getattr(self, name) < least:
                     raise ValueError(f"drafter.lookahead.{name} is {getattr(self, name)}: give at least {least}")
 
-    rule = "point mass"
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
@@ -53,8 +52,11 @@ class Lookahead:
         self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"
         self.reset([0])
 
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
+
     def reset(self, prompt: list[int]) -> None:
-        """Forget the last sequence; fill the window with random tokens of the prompt."""
+        """Begin a new sequence: fill the window with random tokens of the prompt."""
         config = self.config
         chance = random.Random(0)
         self.levels = [chance.choices(prompt, k=config.window) for _ in range(config.ngram - 1)]
@@ -100,7 +102,9 @@ class Lookahead:
         offset, seen = window(self.config.ngram - 1, width, self.device)
         nodes = seen.new_zeros(len(token), len(tree.token))
         nodes[:, 0] = True
-        return Proposal(tree, None, Riders(torch.tensor(token, device=self.device), offset, torch.cat([nodes, seen], 1)))
+        return Proposal(
+            tree, None, Riders(torch.tensor(token, device=self.device), offset, torch.cat([nodes, seen], 1))
+        )
 
 
 def window(levels: int, width: int, device: torch.device) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R R"]]:

@@ -42,11 +42,8 @@ class PromptLookup:
             if self.tokens < 1:
                 raise ValueError(f"drafter.prompt_lookup.tokens is {self.tokens}: give at least 1")
             if self.match not in MATCHES:
-                raise ValueError(
-                    f"drafter.prompt_lookup.match is {self.match!r}: choose one of {', '.join(MATCHES)}"
-                )
+                raise ValueError(f"drafter.prompt_lookup.match is {self.match!r}: choose one of {', '.join(MATCHES)}")
 
-    rule = "point mass"
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
@@ -57,10 +54,13 @@ class PromptLookup:
         self.reset([])
 
     def reset(self, prompt: list[int]) -> None:
-        """Forget the last sequence and index the prompt."""
+        """Begin a new sequence: index the prompt."""
         self.text: list[int] = []
         self.after: dict[tuple[int, ...], int] = {}  # where the text goes on after an n-gram
         self.extend(prompt)
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
 
     def observe(self, commit: Commit) -> None:
         """Learn nothing here: a proposal reads the text itself."""

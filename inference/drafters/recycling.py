@@ -43,7 +43,6 @@ class Recycling:
                         f"{self.candidates - 1}"
                     )
 
-    rule = "point mass"
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, target: Target, name: str) -> None:

@@ -9,7 +9,12 @@ from inference.drafters.assistant import Assistant
 from inference.drafters.assistant_slem import AssistantSlem
 from inference.drafters.early_exit import EarlyExit
 from inference.drafters.layer_skip import LayerSkip
+from inference.drafters.lookahead import Lookahead
+from inference.drafters.mtp import MtpDrafter
+from inference.drafters.prompt_lookup import PromptLookup
+from inference.drafters.recycling import Recycling
 from inference.drafters.streams import StreamsDrafter
+from inference.drafters.suffix import Suffix
 from inference.target import Target
 
 # Each has a `Config` and is made of one, the target and a name.
@@ -18,7 +23,12 @@ SOURCES: dict[str, Any] = {
     "assistant_slem": AssistantSlem,
     "early_exit": EarlyExit,
     "layer_skip": LayerSkip,
+    "lookahead": Lookahead,
+    "mtp": MtpDrafter,
+    "prompt_lookup": PromptLookup,
+    "recycling": Recycling,
     "streams": StreamsDrafter,
+    "suffix": Suffix,
 }
 
 

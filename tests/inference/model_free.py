@@ -5,41 +5,30 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from heads.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Commit, Context, Drafter, Proposal
-from inference.drafters.lookahead import Lookahead
-from inference.drafters.prompt_lookup import PromptLookup
-from inference.drafters.recycling import Recycling
-from inference.drafters.suffix import Suffix
+from inference.drafters import Commit, Context, Drafter, Proposal, registry
 from inference.sample import GREEDY
 from inference.target import Target
 
 CONF = Path(__file__).parents[2] / "conf" / "drafter"
-CLASSES: dict[str, Any] = {
-    "prompt_lookup": PromptLookup,
-    "prompt_lookup_hf": PromptLookup,
-    "prompt_lookup_vllm": PromptLookup,
-    "suffix": Suffix,
-    "suffix_cold": Suffix,
-    "recycling": Recycling,
-    "recycling80": Recycling,
-    "lookahead": Lookahead,
-}
+NAMES = (
+    *("prompt_lookup", "prompt_lookup_hf", "prompt_lookup_vllm", "suffix", "suffix_cold"),
+    *("recycling", "recycling80", "lookahead"),
+)
 
 
 def make(name: str, target: Target, **values: Any) -> Any:
     """Return a source as its YAML describes it, but for the values given."""
     config = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
     assert isinstance(config, dict)
-    return CLASSES[name](typed(CLASSES[name].Config, {**config, **values}), target, name)
+    return registry.make(name, {**config, **values}, target)
 
 
 class Recorder:
     """Passes everything on to a source and keeps what it was asked and what it proposed."""
 
     def __init__(self, source: Drafter) -> None:
-        self.source, self.name, self.rule, self.tree = source, source.name, source.rule, source.tree
+        self.source, self.name, self.tree = source, source.name, source.tree
         self.feature_layers = source.feature_layers
         self.asked: list[tuple[list[int], int]] = []
         self.proposed: list[Proposal] = []
@@ -47,6 +36,9 @@ class Recorder:
 
     def reset(self, prompt: list[int]) -> None:
         self.source.reset(prompt)
+
+    def forget(self) -> None:
+        self.source.forget()
 
     def observe(self, commit: Commit) -> None:
         self.commits.append(commit)
