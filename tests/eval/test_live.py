@@ -155,7 +155,7 @@ def test_rows_hold_the_numbers_and_what_they_were_measured_under() -> None:
     assert (eagle["tau"], eagle["speedup"], eagle["speedup_hf"], eagle["draft_tokens"]) == (2, 2, 4, 24)
     assert (eagle["tokens"], eagle["steps"], eagle["tokens_per_second"]) == (24, 12, 6)
     assert eagle["tau_ci"] == eagle["speedup_ci"] == (2, 2)
-    assert (eagle["rule"], eagle["tree"], plain["tree"]) == ("none", "chain-2", "root")
+    assert (eagle["rule"], eagle["tree"], plain["tree"]) == ("point_mass", "chain-2", "root")
     assert (eagle["workload"], eagle["temperature"], eagle["batch_size"], eagle["memory_bytes"]) == ("tiny", 0, 1, 123)
     assert eagle["lossless"] == {"checked": 4, "identical": 4, "near_tie": 0, "failed": 0}
 
