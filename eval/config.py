@@ -7,7 +7,9 @@ from omegaconf import OmegaConf
 
 from heads.resolvers import ROOT
 from heads.typed import typed
+from inference.sample import Sampling
 from inference.target import DTYPES
+from inference.verify import check_rule
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class EvalConfig:
     """One evaluation.
 
     Attributes:
-        drafter: a key of `eval.run.DRAFTERS`.
+        drafter: the draft sources by name, each with its options: head, plain, or a file of conf/drafter/.
         run: a run's folder or a list of them; None for plain decoding alone.
         compare: further runs of the same target.
         out: folder of the report; None for the first run's.
@@ -26,7 +28,10 @@ class EvalConfig:
         prompts: how many of them.
         truncate: shorten prompts that fill the context.
         temperature: a number or a list of them; the gate runs at 0 whatever they are.
-        top_k, top_p: filters at temperatures above 0.
+        top_k, top_p, min_p: filters at temperatures above 0.
+        repetition_penalty: of what stands in the prompt or the answer, at temperature 0 too.
+        rule: a key of `inference.verify.RULES`, or auto for the one that accepts most of each draft.
+        lossy: whether a rule may change the target's law; its rows then have no speedup.
         batch_size: 1, which is all that the engine decodes at once.
         seed: of sampling, of the order of measurement and of the intervals.
         dtype: in which speed is measured.
@@ -35,7 +40,7 @@ class EvalConfig:
         hf: whether HF generate is timed too.
     """
 
-    drafter: str
+    drafter: dict[str, Any]
     run: Any
     compare: list[str]
     out: str | None
@@ -48,6 +53,10 @@ class EvalConfig:
     temperature: Any
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    rule: str
+    lossy: bool
     batch_size: Any
     seed: int
     dtype: str
@@ -66,14 +75,17 @@ class EvalConfig:
         for key, low in least.items():
             if getattr(self, key) < low:
                 raise ValueError(f"{key} is {getattr(self, key)}: give {low} or more")
+        if not self.drafter:
+            raise ValueError("drafter is empty: name at least one draft source, or plain")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype is {self.dtype!r}: choose auto, {', '.join(DTYPES)}")
         if self.gate_dtype not in DTYPES:
             raise ValueError(f"gate_dtype is {self.gate_dtype!r}: choose {', '.join(DTYPES)}")
         if not all(isinstance(run, str) for run in listed(self.run)):
             raise ValueError(f"run is {self.run!r}: give a run's folder, or a list of them")
-        if any(temperature < 0 for temperature in self.temperatures()):
-            raise ValueError(f"temperature is {self.temperature}: give 0 for greedy decoding or positive numbers")
+        check_rule(self.rule, self.lossy)
+        for temperature in self.temperatures():
+            self.sampling(temperature)
         batches = numbers("batch_size", self.batch_size)
         if batches != [1]:
             raise ValueError(f"batch_size is {self.batch_size}: the engine decodes one prompt at a time, give 1")
@@ -87,11 +99,16 @@ class EvalConfig:
         """Return the temperatures as a list."""
         return numbers("temperature", self.temperature)
 
+    def sampling(self, temperature: float) -> Sampling:
+        """Return how tokens are drawn at a temperature."""
+        return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
 
 def eval_config(**values: Any) -> EvalConfig:
     """Return conf/eval.yaml's evaluation with these values in place of its own, for callers without Hydra."""
     own = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "eval.yaml"))
     assert isinstance(own, dict)
+    values = {"drafter": {"head": {}}} | values
     return typed(
         EvalConfig, {str(key): value for key, value in own.items() if key not in ("defaults", "hydra")} | values
     )

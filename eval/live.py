@@ -50,6 +50,9 @@ def measure(
 ) -> Runs:
     """Run plain decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
 
+    A drafter that remembers starts every round over the prompts with nothing and learns from prompt to prompt, in the
+    prompts' order: it never meets a prompt that it has answered before.
+
     Returns:
         For "plain", each drafter's name and "hf": the repeats of each prompt, in the prompts' order.
     """
@@ -58,16 +61,24 @@ def measure(
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
     if hf:
-        runners[HF] = partial(hf_generate, target, max_new_tokens=settings.max_new_tokens)
-    return interleave(runners, prompts, repeats, warmup, settings.seed)
+        penalty = settings.sampling.repetition_penalty
+        runners[HF] = partial(hf_generate, target, max_new_tokens=settings.max_new_tokens, penalty=penalty)
+    return interleave(runners, prompts, repeats, warmup, settings.seed, [each.forget for each in drafters.values()])
 
 
-def interleave(runners: Mapping[str, Runner], prompts: Sequence[Prompt], repeats: int, warmup: int, seed: int) -> Runs:
-    """Call every runner `repeats` times on each prompt, in a new random order each time.
+def interleave(
+    runners: Mapping[str, Runner],
+    prompts: Sequence[Prompt],
+    repeats: int,
+    warmup: int,
+    seed: int,
+    begin: Sequence[Callable[[], None]] = (),
+) -> Runs:
+    """Call every runner on each prompt in turn, `repeats` rounds long, in a new random order of runners each time.
 
     Clock rates, other processes and memory drift during a session; side by side they hit all runners alike, and the
     order decides nothing. The first calls pay for lazy initialisation, so `warmup` prompts, the last ones first and
-    again where there are fewer, go through every runner before anything counts.
+    again where there are fewer, go through every runner before anything counts. `begin` is called before each round.
     """
     shuffle = random.Random(seed)
     for index in range(warmup):
@@ -75,24 +86,26 @@ def interleave(runners: Mapping[str, Runner], prompts: Sequence[Prompt], repeats
             run(prompts[-1 - index % len(prompts)].token)
     runs: Runs = {name: [[] for _ in prompts] for name in runners}
     console = Console(stderr=True)
-    shown = track(prompts, "measuring", console=console, transient=True, disable=not console.is_terminal)
-    for index, prompt in enumerate(shown):
-        for _ in range(repeats):
-            order = list(runners)
-            shuffle.shuffle(order)
-            for name in order:
-                runs[name][index].append(runners[name](prompt.token))
+    work = [(index, prompt) for _ in range(repeats) for index, prompt in enumerate(prompts)]
+    for index, prompt in track(work, "measuring", console=console, transient=True, disable=not console.is_terminal):
+        if index == 0:
+            for call in begin:
+                call()
+        order = list(runners)
+        shuffle.shuffle(order)
+        for name in order:
+            runs[name][index].append(runners[name](prompt.token))
     return runs
 
 
-def hf_generate(target: Target, prompt: list[int], max_new_tokens: int) -> Generation:
-    """Run HF's own greedy `generate` on the target's model, timed as our engine is.
+def hf_generate(target: Target, prompt: list[int], max_new_tokens: int, penalty: float = 1.0) -> Generation:
+    """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
 
     `generate` does not say when its prefill ended. A second call that stops after one token does the prefill and
     nothing else, so decoding took the difference. The runs hold no steps: the cost of one is not to be seen.
     """
-    _, prefill_s = _timed_generate(target, prompt, 1)
-    tokens, total_s = _timed_generate(target, prompt, min(max_new_tokens, target.context - len(prompt)))
+    _, prefill_s = _timed_generate(target, prompt, 1, penalty)
+    tokens, total_s = _timed_generate(target, prompt, min(max_new_tokens, target.context - len(prompt)), penalty)
     decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
     finish = "eos" if tokens[-1] in target.eos else "length"
     sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
@@ -104,7 +117,7 @@ def hf_generate_seconds(target: Target, prompt: list[int], max_new_tokens: int) 
     return hf_generate(target, prompt, max_new_tokens).decode_s
 
 
-def _timed_generate(target: Target, prompt: list[int], count: int) -> tuple[list[int], float]:
+def _timed_generate(target: Target, prompt: list[int], count: int, penalty: float) -> tuple[list[int], float]:
     """Return what `generate` adds to the prompt, at most `count` tokens, and the seconds it took."""
     eos = sorted(target.eos)
     # The sampling values are those of "no effect": the checkpoint's own would fill in for them, and warn.
@@ -115,7 +128,7 @@ def _timed_generate(target: Target, prompt: list[int], count: int) -> tuple[list
         temperature=1.0,
         top_p=1.0,
         top_k=50,
-        repetition_penalty=1.0,
+        repetition_penalty=penalty,
         use_cache=True,
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
@@ -155,7 +168,7 @@ def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, sessio
     found = metrics.acceptance(runs)
     return Row(
         drafter=name,
-        rule=drafter.rule,
+        rule=metrics.rules_used(runs),
         tree=drafter.tree,
         workload=session.workload,
         temperature=session.temperature,
@@ -173,6 +186,7 @@ def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, sessio
         speedup=None,
         speedup_ci=None,
         speedup_hf=None,
+        overlap_headroom=metrics.overlap_headroom(metrics.seconds(runs)),
         seconds=metrics.seconds(runs),
         memory_bytes=session.memory_bytes,
         lossless=(gate if session.temperature == 0 else UNCHECKED).counts(),

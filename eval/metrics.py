@@ -69,6 +69,12 @@ def acceptance(runs: Sequence[Generation]) -> Acceptance:
     )
 
 
+def rules_used(runs: Sequence[Generation]) -> str:
+    """Return the rules that verified the drafts of a set of runs, for reading."""
+    used = {step.rule for run in runs for step in run.steps if step.drafted}
+    return " + ".join(sorted(used)) or "none"
+
+
 def tokens_per_second(runs: Sequence[Generation]) -> float | None:
     """Decoding speed, the prefill excluded: total tokens over total seconds."""
     return ratio(sum(map(decoded, runs)), sum(run.decode_s for run in runs))
@@ -82,6 +88,12 @@ def seconds(runs: Sequence[Generation]) -> dict[str, float]:
         "verify": sum((step.verify_s for step in steps), 0.0),
         "other": sum((step.other_s for step in steps), 0.0),
     }
+
+
+def overlap_headroom(seconds: dict[str, float]) -> float | None:
+    """Return the steps' time over what it would be if the shorter of drafting and verifying hid behind the other."""
+    total = sum(seconds.values())
+    return ratio(total, total - min(seconds["draft"], seconds["verify"]))
 
 
 def speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | None:

@@ -7,8 +7,8 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import hydra
@@ -18,42 +18,21 @@ from rich.console import Console
 
 from data.prompts import Prompt
 from eval.config import EvalConfig
+from eval.drafters import load_drafters
 from eval.live import PLAIN, Session, measure, rows
 from eval.lossless import Gate, gate
 from eval.machine import device_facts, peak_memory, provenance
 from eval.report import Report, Row, table
-from eval.sources import find_heads, model_of, overlay, own_prompts
+from eval.sources import model_of, own_prompts
 from eval.workloads import load_workload, short_name
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
-from heads.store import load_head, read_config
 from heads.typed import typed
 from inference.decode import Settings
-from inference.drafters import Drafter
-from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.sample import GREEDY, Sampling
 from inference.target import Target, fast_dtype
+from inference.verify import is_lossy
 
-Drafters = dict[str, Drafter]
 PIPE_WIDTH = 140
-
-
-def head_drafters(config: EvalConfig, target: Target) -> Drafters:
-    """Return the heads of all runs, each under its own tree, in the target's dtype and on its device."""
-    runs = [*config.runs(), *config.compare]
-    if not runs:
-        raise ValueError("run is missing: give run=outputs/NAME, or drafter=plain to measure the target alone")
-    drafters: Drafters = {}
-    for name, folder in find_heads(runs).items():
-        head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
-        tree = typed(TreeConfig, overlay(read_config(folder)["tree"], config.tree))
-        drafters[name] = HeadDrafter(head, tree, name)
-    return drafters
-
-
-# Plain decoding is in every report; measuring nothing else needs no drafter.
-DRAFTERS: dict[str, Callable[[EvalConfig, Target], Drafters]] = {"head": head_drafters, "plain": lambda *_: {}}
 
 
 def evaluate(config: EvalConfig) -> Report:
@@ -68,11 +47,9 @@ def evaluate(config: EvalConfig) -> Report:
     Raises:
         ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
     """
-    if config.drafter not in DRAFTERS:
-        raise ValueError(f"drafter is {config.drafter!r}: choose one of {', '.join(DRAFTERS)}")
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
-    out = folder_for(config.out, runs)
+    out = folder_for(config.out, runs, list(config.drafter))
     workload = config.workload or own_prompts(runs[0] if runs else None) or model.get("prompts")
     if not workload:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
@@ -97,9 +74,9 @@ def evaluate(config: EvalConfig) -> Report:
     return report
 
 
-def folder_for(out: str | None, runs: Sequence[str]) -> Path:
-    """Return where the report goes: where the user says, else the first run's folder, or one for a run from the Hub."""
-    own = Path(runs[0]).expanduser() if runs else Path("plain")
+def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:
+    """Return where the report goes: where the user says, else the first run's folder, else one under outputs/."""
+    own = Path(runs[0]).expanduser() if runs else Path("-".join(drafters))
     return Path(out).expanduser() if out else own if own.is_dir() else Path("outputs") / own.name
 
 
@@ -116,27 +93,39 @@ def speed_dtype(config: EvalConfig, model: Mapping[str, Any], device: torch.devi
 
 def check(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> dict[str, Gate]:
     """Return the gate's verdict on each drafter: every prompt once, greedily."""
-    drafters = DRAFTERS[config.drafter](config, target)
+    drafters = load_drafters(config, target)
     if not drafters:
         return {}
-    settings = Settings(config.max_new_tokens, GREEDY, seed=config.seed, gaps=True)
+    settings = settings_at(0.0, config, gaps=True)
     runs = measure(target, drafters, prompts, settings, repeats=1, warmup=0, hf=False)
     once = {name: [repeats[0] for repeats in each] for name, each in runs.items()}
     ids = [prompt.id for prompt in prompts]
-    return {name: gate(once[PLAIN], once[name], ids, target.dtype) for name in drafters}
+    lossy = is_lossy(config.rule)
+    return {name: replace(gate(once[PLAIN], once[name], ids, target.dtype), lossy=lossy) for name in drafters}
+
+
+def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> Settings:
+    """Return how prompts are decoded at a temperature."""
+    return Settings(
+        config.max_new_tokens,
+        config.sampling(temperature),
+        seed=config.seed,
+        gaps=gaps,
+        rule=config.rule,
+        lossy=config.lossy,
+    )
 
 
 def timed_rows(
     config: EvalConfig, target: Target, prompts: Sequence[Prompt], gates: dict[str, Gate], workload: str
 ) -> list[Row]:
     """Return the rows of all temperatures, each an interleaved session of its own."""
-    drafters = DRAFTERS[config.drafter](config, target)
+    drafters = load_drafters(config, target)
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     made = []
     for temperature in config.temperatures():
-        sampling = Sampling(temperature, config.top_k, config.top_p)
-        settings = Settings(config.max_new_tokens, sampling, seed=config.seed)
+        settings = settings_at(temperature, config)
         hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
         runs = measure(target, drafters, prompts, settings, config.repeats, config.warmup, hf)
         session = Session(workload, temperature, 1, peak_memory(target.device), config.seed)
@@ -153,7 +142,8 @@ def described(target: Target) -> dict[str, Any]:
 
 def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:
     """Return what the numbers depend on besides models and machine."""
-    keys = ("max_new_tokens", "top_k", "top_p", "seed", "gate_dtype", "repeats", "warmup", "truncate")
+    sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
+    keys = ("max_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
     return {"prompts": prompts, **{key: getattr(config, key) for key in keys}, "provenance": provenance()}
 
 

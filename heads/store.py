@@ -56,25 +56,35 @@ def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, A
         ValueError: a weight is not finite.
         OSError: the disk is full or the folder cannot be written.
     """
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in head.state_dict().items()}
-    _assert_finite(tensors, folder, "the last saved head is kept; lower trainer.lr and train again")
     config: Any = head.config
     name = next(name for name, kind in HEADS.items() if type(head) is kind)
-    content = {"format": FORMAT, "head": {"name": name, **asdict(config)}, "target": asdict(spec), "tree": tree}
+    content = {"head": {"name": name, **asdict(config)}, "target": asdict(spec), "tree": tree}
+    write_folder(folder, content, head.state_dict())
+
+
+def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write config.json with this content and its format, and the tensors: whole, or leave the last as they were.
+
+    Raises:
+        ValueError: a value is not finite.
+        OSError: the disk is full or the folder cannot be written.
+    """
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    _assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
     new = folder.with_name(f".{folder.name}.new")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
         for path in (new / WEIGHTS, new / CONFIG, new):
             _flush(path)
         _swap(new, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
         reason = " ".join(str(error).split())
-        raise OSError(f"{folder}: the head could not be saved ({reason}); free space, the last one is whole") from error
+        raise OSError(f"{folder}: could not be saved ({reason}); free space, what was saved last is whole") from error
 
 
 def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
@@ -89,10 +99,20 @@ def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
         ValueError: there is no head, it is damaged or of another target: one line with the remedy.
     """
     content = read_config(folder)
-    _assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
+    assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
     head: nn.Module = _kind(folder, content)(_head_config(folder, content), ends)
+    fill(head, folder)
+    return head
+
+
+def fill(module: nn.Module, folder: Path) -> None:
+    """Load a folder's tensors into a module, which takes on their dtypes.
+
+    Raises:
+        ValueError: they are damaged, or not those that the module has.
+    """
     tensors = read_tensors(folder)
-    own: dict[str, Tensor] = head.state_dict(keep_vars=True)
+    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
     missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or unknown:
         raise ValueError(f"{folder}: the weights do not fit their config.json: missing {missing}, unknown {unknown}")
@@ -102,8 +122,7 @@ def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
             found, wanted = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
             raise ValueError(f"{folder}: {name} is {found} but its config.json and the target make it {wanted}")
         mine.data = mine.data.to(tensor.dtype)
-    head.load_state_dict(tensors)
-    return head
+    module.load_state_dict(tensors)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -112,29 +131,45 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: no such folder, not a head's folder, or a key that is missing, unknown or of the wrong type.
     """
+    content = read_folder(folder, "head", ("head", "target", "tree"))
+    _head_config(folder, content)
+    return content
+
+
+def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return a folder's config.json, checked for its format, its target and these keys.
+
+    Args:
+        folder: where.
+        kind: what it should hold, which is also what a run's folder calls it.
+        keys: what stands in it beside the format.
+
+    Raises:
+        ValueError: no such folder, nothing of the kind in it, or another content.
+    """
     path = last_good(folder) / CONFIG
     if not path.parent.is_dir():
         raise ValueError(f"{folder}: no such folder; give one that training or publishing has written")
     if not path.is_file():
-        raise ValueError(f"{folder}: not a head's folder, it holds no {CONFIG}; a run keeps its head in head/")
+        raise ValueError(f"{folder}: not a folder of kind {kind}, it holds no {CONFIG}; a run keeps it in {kind}/")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); save or download the head again") from None
-    if not isinstance(content, dict) or set(content) != {"format", "head", "target", "tree"}:
-        raise ValueError(f"{path}: not the config of a head, whose keys are format, head, target and tree")
+        raise ValueError(f"{path}: damaged ({error}); save or download it again") from None
+    if not isinstance(content, dict) or set(content) != {"format", *keys}:
+        wanted = ", ".join(("format", *keys[:-1])) + " and " + keys[-1]
+        raise ValueError(f"{path}: not the config of kind {kind}, whose keys are {wanted}")
     if content["format"] != FORMAT:
         raise ValueError(f"{path}: format {content['format']!r} where this version reads {FORMAT}; update headstart")
     try:
         typed(TargetSpec, content["target"])
     except ValueError as error:
         raise ValueError(f"{path}: target.{error}") from None
-    _head_config(folder, content)
     return content
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return a head's tensors.
+    """Return a folder's tensors.
 
     Raises:
         ValueError: the file is missing, truncated or damaged, or holds numbers that are not finite.
@@ -144,7 +179,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: truncated, damaged or missing ({reason}); save or download the head again") from None
+        raise ValueError(f"{path}: truncated, damaged or missing ({reason}); save or download it again") from None
     _assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors
 
@@ -203,13 +238,18 @@ def _head_config(folder: Path, content: dict[str, Any]) -> Any:
         raise ValueError(f"{folder}/{CONFIG}: head.{error}") from None
 
 
-def _assert_same_target(folder: Path, saved: TargetSpec, wanted: TargetSpec) -> None:
+def assert_same_target(folder: Path, saved: TargetSpec, wanted: TargetSpec) -> None:
+    """Refuse what was made for another target.
+
+    Raises:
+        ValueError: naming both targets and where they differ.
+    """
     for field, what in MUST_AGREE.items():
         theirs, ours = getattr(saved, field), getattr(wanted, field)
         if theirs != ours:
             raise ValueError(
-                f"{folder}: the head is for another target, {saved.name}: its {what} is {theirs}, but that of "
-                f"{wanted.name} is {ours}; choose the head's own target with model.path"
+                f"{folder}: made for another target, {saved.name}: its {what} is {theirs}, but that of "
+                f"{wanted.name} is {ours}; choose the target that it was made for with model.path"
             )
 
 

@@ -62,16 +62,19 @@ class Follower:
         self, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
     ) -> Float[Tensor, "N V"]:
         """Run one more tree level and return its logits; arguments as of `DraftHead.expand`, in the model's tokens."""
-        device = self.model.device
+        model, device = self.model, self.model.device
         token, mask = token.to(device), mask.to(device)
         nodes = list(range(len(self.depth), len(self.depth) + len(token)))
         for node, above, t in zip(nodes, parent.tolist(), token.tolist(), strict=True):
             self.below[self.level[above], t] = node
         self.level = nodes
         self.depth = torch.cat([self.depth, mask.sum(-1)])
-        logits = self.model.expand(token, self.depth, mask, self.cache).logits
-        assert logits is not None
-        return logits[0]
+        text = len(self.token)
+        position = torch.cat([torch.arange(text, device=device), text - 1 + self.depth])[None]
+        earlier, own = position.split([self.cache.length, len(token)], 1)
+        # A chain sees all that is before it, which needs no attention that takes a mask.
+        seen = None if bool(mask.all()) else torch.cat([mask.new_ones(len(mask), text), mask], 1)[None]
+        return model.ends.logits(model.run(token[None], own, seen, self.cache, earlier).last)[0]
 
 
 def load(path: str, dtype: str | None, device: str | None, trust_remote_code: bool, target: Target, key: str) -> Target:

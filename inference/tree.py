@@ -4,7 +4,8 @@ Node 0 is the root, the last committed token, whose target law is not known yet.
 N counts the nodes, the root included; P the committed tokens before the root; R the riders.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,12 +23,14 @@ class Riders(NamedTuple):
     """Tokens that ride along in a verification pass and are neither verified nor committed.
 
     They see all committed rows and what `seen` says of the N tree nodes and the R riders; nodes never see riders, so
-    the target's answer at the nodes, and with it the output, is what it would be without them.
+    the target's answer at the nodes, and with it the output, is what it would be without them. `stack` is called in
+    the place of the target's decoder stack; it must treat the nodes' rows as that does, and gives no feature layers.
     """
 
     token: Int[Tensor, "R"]
     offset: Int[Tensor, "R"]  # position, counted from the root's
     seen: Bool[Tensor, "R M"]  # M = N + R
+    stack: Callable[..., Any] | None = None
 
 
 def root(token: int, device: torch.device) -> DraftTree:
@@ -49,6 +52,14 @@ def ancestors(tree: DraftTree) -> Bool[Tensor, "N N"]:
 def depth(tree: DraftTree) -> Int[Tensor, "N"]:
     """Return each node's distance from the root."""
     return ancestors(tree).sum(-1) - 1
+
+
+def seen_tokens(tree: DraftTree, before: Bool[Tensor, "V"]) -> Bool[Tensor, "N V"]:
+    """Return for each node which tokens stand in its prefix: those `before` the tree's and those on its path."""
+    node, above = ancestors(tree).nonzero(as_tuple=True)
+    found = before.expand(len(tree.token), -1).clone()
+    found[node, tree.token[above]] = True
+    return found
 
 
 def layout(

@@ -102,7 +102,6 @@ class Assistant:
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name = config, name
-        self.rule = "recursive rejection (T>0)" if config.tree.kind in ("chain", "sampled") else "point mass"
         self.tree = config.tree.label
         model = follower.load(
             config.model, config.dtype, config.device, config.trust_remote_code, target, "drafter.assistant"
@@ -119,11 +118,14 @@ class Assistant:
         self.reset([])
 
     def reset(self, prompt: list[int]) -> None:
-        """Forget the last sequence."""
+        """Begin a new sequence."""
         self.follower.clear()
         self.length.reset()
         self.text = self.vocabulary.prompt(prompt)
         self.level: Level | None = None
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
 
     @torch.inference_mode()
     def observe(self, commit: Commit) -> None:
@@ -144,20 +146,20 @@ class Assistant:
             return Proposal(root(token, self.device))
         if tree.kind == "chain":
             return self.chain(self.level, context, min(room, self.length.now))
-        return Proposal(*grow(self, None, self.level, token, tree, context.sampling, context.rng, room))
+        return grow(self, None, self.level, tree, context._replace(room=room))
 
     def chain(self, level: Level, context: Context, depth: int) -> Proposal:
         """Draw one token after another, up to an end of the answer or to one that the assistant doubts.
 
         The chain ends after such a token and never without it: its law stays the one it was drawn from.
         """
-        growth = Growth(self, None, level, context.token[-1])
+        growth = Growth(self, None, level, context)
         above = torch.zeros(1, dtype=torch.long, device=self.device)
         laws = []
         while True:
-            law = distribution(growth.level.logits, context.sampling)
+            law = distribution(growth.logits(), context.sampling)
             laws.append(law)
-            token = context.rng.distinct(law, 1)[:, 0]
+            token = context.rng.distinct(law, 1, len(laws))[:, 0]
             nodes = growth.add(token, above)
             if (
                 len(laws) == depth

@@ -23,7 +23,6 @@ from inference.tree import DraftTree, root
 class AssistantSlem:
     """Another causal LM as a draft source, through text."""
 
-    rule = "point mass"
     feature_layers: tuple[int, ...] = ()
 
     @dataclass(frozen=True)
@@ -58,11 +57,14 @@ class AssistantSlem:
         self.reset([])
 
     def reset(self, prompt: list[int]) -> None:
-        """Forget the last sequence and take the prompt's text."""
+        """Begin a new sequence and take the prompt's text."""
         self.follower.clear()
         self.length.reset()
         self.text.start(prompt)
         self.logits: Float[Tensor, "1 A"] | None = None
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
 
     @torch.inference_mode()
     def observe(self, commit: Commit) -> None:

@@ -9,14 +9,17 @@ from inference.tree import root
 class Plain:
     """The baseline."""
 
-    name, rule, tree = "plain", "none", "root"
+    name, tree = "plain", "root"
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def reset(self, prompt: list[int]) -> None:
-        """Nothing to forget."""
+        """Nothing to begin."""
+
+    def forget(self) -> None:
+        """Nothing is known."""
 
     def observe(self, commit: Commit) -> None:
         """Nothing to learn."""

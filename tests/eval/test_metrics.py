@@ -43,6 +43,12 @@ def test_speed_is_a_ratio_of_sums_without_the_prefill() -> None:
     assert metrics.speedup([LONG, SHORT], plain) == pytest.approx((10 / 2.5) / (10 / 8))
 
 
+def test_headroom_hides_the_shorter_of_drafting_and_verifying() -> None:
+    assert metrics.overlap_headroom({"draft": 1.0, "verify": 3.0, "other": 1.0}) == 5 / 4
+    assert metrics.overlap_headroom({"draft": 3.0, "verify": 1.0, "other": 1.0}) == 5 / 4
+    assert metrics.overlap_headroom({"draft": 0.0, "verify": 0.0, "other": 0.0}) is None
+
+
 def test_seconds_are_those_of_the_steps() -> None:
     assert metrics.seconds([LONG, SHORT]) == pytest.approx({"draft": 0.625, "verify": 1.25, "other": 0.625})
 

@@ -33,6 +33,7 @@ ROW = Row(
     speedup=1.77,
     speedup_ci=(1.61, 1.93),
     speedup_hf=2.46,
+    overlap_headroom=1.2,
     seconds={"draft": 0.12, "verify": 0.24, "other": 0.012},
     memory_bytes=2**20,
     lossless={"checked": 8, "identical": 7, "near_tie": 1, "failed": 0},
@@ -43,7 +44,7 @@ SILENT = replace(ROW, speedup=None, speedup_ci=None, speedup_hf=None, lossless=R
 CONTRACT = (
     "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
     "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
-    "seconds memory_bytes lossless"
+    "overlap_headroom seconds memory_bytes lossless"
 )
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 
@@ -84,8 +85,17 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 def test_a_green_report_shows_the_numbers() -> None:
     text = shown(report())
     assert all(number in text for number in (*SPEEDUPS, "2.03", "123.4", "0.75 0.28", "7/8, 1 near tie"))
-    assert "| 10.00 | 20.00 | 1.00 | 2.0 | 0.50 |" in text  # draft, verify, other in ms a step, drafted a step
+    assert "| 10.00 | 20.00 | 1.00 | 2.0 | 0.50 | 1.20 |" in text  # draft, verify, other in ms a step, drafted a step
     assert report().passed
+
+
+def test_a_loss_is_marked() -> None:
+    assert "slower" not in table_line(report())
+    assert "0.81 [0.70, 0.92] slower" in table_line(report(replace(ROW, speedup=0.81, speedup_ci=(0.7, 0.92))))
+
+
+def table_line(made: Report) -> str:
+    return next(line for line in markdown(made).splitlines() if line.startswith("| eagle"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -13,11 +13,12 @@ from hydra import compose, initialize_config_dir
 
 from eval import live
 from eval.config import EvalConfig, eval_config
-from eval.run import DRAFTERS, evaluate, folder_for, main, speed_dtype
+from eval.run import evaluate, folder_for, main, speed_dtype
 from heads.resolvers import ROOT, register_resolvers
 from heads.store import save_head
 from heads.typed import typed
 from inference.decode import Generation
+from inference.drafters.registry import SOURCES
 from tests import toys
 
 SIZE = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0}
@@ -113,7 +114,7 @@ def test_a_red_gate_prints_no_speedup_and_exits_with_one(
 
 
 def test_plain_decoding_alone_needs_no_head(runs: Path, tmp_path: Path) -> None:
-    values = {"drafter": "plain", "run": None, "model": {"path": str(runs / "target"), "device": "cpu"}}
+    values = {"drafter": {"plain": {}}, "run": None, "model": {"path": str(runs / "target"), "device": "cpu"}}
     made = evaluate(small(runs, tmp_path, workload=str(runs / "prompts.jsonl"), **values))
     assert [row.drafter for row in made.rows] == ["plain"]
     assert made.passed
@@ -129,7 +130,7 @@ def test_a_tree_is_the_heads_own_but_for_what_is_given(runs: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"drafter": "oracle"}, "head, plain"),
+        ({"drafter": {"oracle": {}}}, "no source is called 'oracle'"),
         ({"run": None}, "model.path"),
         ({"run": "nonesuch"}, "nonesuch"),
         ({"compare": ["nonesuch"]}, "nonesuch"),
@@ -196,19 +197,26 @@ def test_speed_is_measured_in_the_dtype_that_was_asked_for() -> None:
 
 
 def test_the_report_goes_to_the_run_or_where_it_was_told(tmp_path: Path) -> None:
-    assert folder_for(None, [str(tmp_path)]) == tmp_path
-    assert folder_for("there", [str(tmp_path)]) == Path("there")
-    assert folder_for(None, ["me/mine"]) == Path("outputs/mine")
-    assert folder_for(None, []) == Path("outputs/plain")
+    assert folder_for(None, [str(tmp_path)], ["head"]) == tmp_path
+    assert folder_for("there", [str(tmp_path)], ["head"]) == Path("there")
+    assert folder_for(None, ["me/mine"], ["head"]) == Path("outputs/mine")
+    assert folder_for(None, [], ["suffix", "plain"]) == Path("outputs/suffix-plain")
 
 
-def test_the_drafters_are_those_the_readme_may_name() -> None:
-    assert set(DRAFTERS) == {"head", "plain"}
+def test_every_source_has_its_options_and_every_option_its_source() -> None:
+    register_resolvers()
+    names = {file.stem for file in (ROOT / "conf" / "drafter").glob("*.yaml")}
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = {name: compose("eval", [f"drafter={name}"]).drafter for name in names}
+    assert all(list(options) == [name] for name, options in composed.items())
+    sources = {options[name].get("source", name) for name, options in composed.items()}
+    assert sources == {"head", "plain", "hybrid", *SOURCES}
 
 
 def test_the_script_runs_from_anywhere_and_fails_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "eval" / "run.py"), "drafter=oracle"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: drafter is 'oracle': choose one of head, plain\n"
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "drafter/oracle" in done.stderr
+    assert "plain" in done.stderr
     assert list(tmp_path.iterdir()) == []

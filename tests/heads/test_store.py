@@ -127,7 +127,7 @@ def test_a_wrong_config_is_refused(saved: Path, edit: Callable[[dict[str, Any]],
 
 def test_no_head_is_refused(saved: Path, tmp_path: Path) -> None:
     assert "no such folder" in refusal(tmp_path / "nowhere")
-    assert "not a head's folder" in refusal(tmp_path)
+    assert "not a folder of kind head" in refusal(tmp_path)
     (saved / "config.json").write_text('{"format": 1, "he')
     assert "damaged" in refusal(saved)
     (saved / "config.json").write_bytes(b"\xff\xfe\x00")

@@ -1,0 +1,56 @@
+"""From the `drafter` part of a configuration to draft sources: trained heads, and those of inference/drafters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from eval.config import EvalConfig
+from eval.sources import find_heads, overlay
+from heads.store import load_head, read_config
+from heads.typed import build, typed
+from inference.drafters import Drafter
+from inference.drafters.head import HeadDrafter
+from inference.drafters.hybrid import Hybrid, Scored
+from inference.drafters.registry import make
+from inference.policy import TreeConfig
+from inference.target import Target
+
+Drafters = dict[str, Drafter]
+
+
+def load_drafters(config: EvalConfig, target: Target) -> Drafters:
+    """Return every draft source that the configuration names, on the target's device and in its dtype.
+
+    Raises:
+        ValueError: an unknown source or option, no run for `head`, or a head of another target.
+    """
+    drafters: Drafters = {}
+    for name, options in config.drafter.items():
+        if name == "head":
+            drafters.update(_heads(config, target))
+        elif name == "hybrid":
+            drafters[name] = _hybrid(config, options, target)
+        elif name != "plain":  # plain decoding is in every report
+            drafters[name] = make(name, options, target)
+    return drafters
+
+
+def _hybrid(config: EvalConfig, options: Mapping[str, Any], target: Target) -> Drafter:
+    """Return the first run's head beside a model-free source."""
+    own = build(Hybrid.Config, dict(options), "drafter.hybrid")
+    lookup = make("hybrid.lookup", own.lookup, target)
+    if not isinstance(lookup, Scored):
+        raise ValueError("drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix")
+    return Hybrid(own, next(iter(_heads(config, target).values())), lookup, "hybrid")
+
+
+def _heads(config: EvalConfig, target: Target) -> Drafters:
+    """Return the heads of all runs, each under its own tree."""
+    runs = [*config.runs(), *config.compare]
+    if not runs:
+        raise ValueError("run is missing: give run=outputs/NAME, or drafter=plain to measure the target alone")
+    drafters: Drafters = {}
+    for name, folder in find_heads(runs).items():
+        head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+        tree = typed(TreeConfig, overlay(read_config(folder)["tree"], config.tree))
+        drafters[name] = HeadDrafter(head, tree, name)
+    return drafters

@@ -1,0 +1,109 @@
+"""Train speculative streams for a frozen target, and keep those that were accepted most.
+
+    python train/streams.py model=tiny
+
+The evaluation is that of every draft source:
+
+    python eval/run.py drafter=streams drafter.streams.run=outputs/tiny-streams model=tiny
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import hydra
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from data.batches import Batches, fingerprint, pack
+from data.prompts import held_out_prompts, load_samples, save_prompts
+from heads.base import parameter_count
+from heads.errors import user_errors
+from heads.resolvers import register_resolvers
+from heads.typed import typed
+from inference.streams import KIND, Streams
+from inference.target import Target, default_device, fast_dtype
+from train import launch
+from train.run import provenance
+from train.stream_loop import StreamLoop, StreamsRunConfig
+
+register_resolvers()
+
+
+def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
+    """Make the output folder, once everything that a run needs has loaded."""
+    out = Path(run.out)
+    if run.overwrite and not run.resume:
+        for part in ("checkpoints", KIND, f".{KIND}.old"):
+            shutil.rmtree(out / part, ignore_errors=True)
+        for part in ("metrics.jsonl", "prompts.jsonl"):
+            (out / part).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
+
+
+def accelerator_for(run: StreamsRunConfig) -> Accelerator:
+    """Return accelerate's handle with the precision that the run asks for, or that the device is fast in."""
+    wanted, place = run.trainer.precision, torch.device(run.model.device or default_device())
+    quick = wanted == "auto" and fast_dtype(place) == torch.bfloat16
+    return Accelerator(mixed_precision="bf16" if quick or wanted == "bf16" else "no", cpu=run.model.device == "cpu")
+
+
+def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
+    """Run the whole job on this process."""
+    accelerator, trainer = accelerator_for(run), run.trainer
+    main, console = accelerator.is_main_process, Console()
+    if (Path(run.out) / "config.yaml").exists() and not (run.resume or run.overwrite):
+        raise ValueError(
+            f"{run.out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
+        )
+    accelerator.wait_for_everyone()  # no process may find what another one starts to write
+    set_seed(trainer.seed)
+    target = Target.load(run.model.path, run.model.dtype, str(accelerator.device), run.model.trust_remote_code)
+    streams = Streams(run.streams, target)
+    samples = load_samples(run.data, target.tokenizer)
+    prompts = held_out_prompts(run.data, target.tokenizer, trainer.eval_prompts)
+    packed = pack(samples, run.data.length)
+    step, micro = (max(1, tokens // run.data.length) for tokens in (trainer.batch_tokens, trainer.micro_tokens))
+    batches = Batches(packed, step, micro, trainer.seed, accelerator.process_index, accelerator.num_processes)
+    if main:
+        prepare_out(run, resolved)
+        save_prompts(prompts, Path(run.out, "prompts.jsonl"))
+        origin = provenance(accelerator.num_processes, fingerprint(samples))
+        Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+        console.print(
+            f"{run.name}: {parameter_count(streams):,} trained parameters, {len(samples):,} samples, "
+            f"{len(packed.token):,} rows of {run.data.length} tokens",
+            highlight=False,
+        )
+    accelerator.wait_for_everyone()
+    StreamLoop(run, accelerator, target, streams, batches, [prompt.token for prompt in prompts], resolved).train()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="streams")
+def main(cfg: DictConfig) -> None:
+    """Compose, check, and launch or train."""
+    with user_errors():
+        run = typed(StreamsRunConfig, cfg)
+        resolved = OmegaConf.to_container(cfg, resolve=True)
+        assert isinstance(resolved, dict)
+        if run.launcher.num_processes * run.launcher.num_nodes > 1 and not launch.launched():
+            status = launch.relaunch(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task)
+            raise SystemExit(status)
+        train(run, {str(key): value for key, value in resolved.items()})
+
+
+if __name__ == "__main__":
+    main()
