@@ -12,7 +12,7 @@ from inference.drafters import Context, Drafter
 from inference.sample import GREEDY, Sampling, distribution
 from inference.verify import Generator, Rng, verify
 from tests import toys
-from tests.inference.model_free import CLASSES, CONF, Recorder, accepted, decode, make, plain
+from tests.inference.model_free import CONF, NAMES, Recorder, accepted, decode, make, plain
 from tests.inference.test_enumeration import EXACT, HORIZON, VOCAB, Tables, distance, outcomes
 
 TOKENS = 36
@@ -41,8 +41,8 @@ def text(seed: int) -> tuple[list[int], list[int]]:
 
 
 def test_every_yaml_is_a_source() -> None:
-    assert {file.stem for file in CONF.glob("*.yaml")} >= set(CLASSES)
-    for name in CLASSES:
+    assert {file.stem for file in CONF.glob("*.yaml")} >= set(NAMES)
+    for name in NAMES:
         assert (CONF / f"{name}.yaml").read_text(encoding="utf-8").startswith(f"# @package drafter.{name}\n")
         made = make(name, toys.target())
         assert isinstance(made, Drafter)
@@ -67,7 +67,8 @@ def test_speculation_equals_plain_decoding(name: str) -> None:
 def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> None:
     drafter = source(name)
     warm(drafter, TEXT)
-    tree, _, riders = drafter.propose(Context(TEXT, GREEDY, Generator(0, torch.device("cpu")), room))
+    proposal = drafter.propose(Context(TEXT, GREEDY, Generator(0, torch.device("cpu")), room))
+    tree, riders = proposal.tree, proposal.riders
     assert int(trees.depth(tree).max()) <= room
     assert tree.token[0] == TEXT[-1]
     assert (room == 0) == (len(tree.token) == 1), "something is drafted wherever there is room"
@@ -78,8 +79,7 @@ def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> No
 def test_a_new_request_owes_nothing_to_the_last_one(name: str) -> None:
     used = source(name)
     decode(toys.target(), used, text(0)[0], TOKENS)
-    if hasattr(used, "forget"):
-        used.forget()
+    used.forget()
     again, first = Recorder(used), Recorder(source(name))
     for drafter in (again, first):
         decode(toys.target(), drafter, text(1)[0], TOKENS)
