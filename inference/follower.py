@@ -58,6 +58,7 @@ class Follower:
             above = node
         return nodes
 
+    @torch.inference_mode()
     def expand(
         self, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
     ) -> Float[Tensor, "N V"]:
