@@ -49,7 +49,7 @@ class Watched:
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.proposals = inner, []
-        self.name, self.rule, self.tree = inner.name, inner.rule, inner.tree
+        self.name, self.tree = inner.name, inner.tree
 
     def reset(self, prompt: list[int]) -> None:
         self.inner.reset(prompt)
