@@ -261,8 +261,10 @@ def test_the_module_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     text = toys.prompt(5, 9)
     rows, head = features(target, text[:-1]), load_mtp(target, str(tmp_path))
     state, level = head.extend(None, rows, torch.tensor(text[1:]))
-    position = torch.arange(8)[None]
-    hidden = theirs.forward_layer(0, rows.last, position, None, input_ids=torch.tensor([text[1:]]))
+    position, embedding = torch.arange(8)[None], target.ends.embed(torch.tensor([text[1:]]))
+    hidden = theirs.layers[0](
+        embedding, rows.last, target.base.rotary_emb(embedding, position), None, position, past_key_values=None
+    )
     torch.testing.assert_close(level.hidden, hidden[0, -1:], rtol=SINGLE, atol=SINGLE)
     assert (
         head.expand(state, level, torch.tensor([3]), torch.tensor([0]), torch.ones(1, 1).bool()).logits.isfinite().all()
