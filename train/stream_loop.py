@@ -200,8 +200,8 @@ class StreamLoop:
 
         def go() -> dict[str, Tensor]:
             with self.accelerator.autocast():
-                found = self.module(batch.token.to(device), batch.document.to(device), chosen.row.to(device))
-            sums = stream_sums(*found, chosen.valid.to(device))
+                draft, teacher = self.module(batch.token.to(device), batch.document.to(device), chosen.row.to(device))
+            sums = stream_sums(draft, teacher, chosen.valid.to(device))
             self.accelerator.backward((sums["loss"] / trained * self.weights(device)).sum() * processes)
             return {name: value.detach() for name, value in sums.items()}
 

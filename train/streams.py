@@ -74,8 +74,8 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     samples = load_samples(run.data, target.tokenizer)
     prompts = held_out_prompts(run.data, target.tokenizer, trainer.eval_prompts)
     packed = pack(samples, run.data.length)
-    sizes = [max(1, tokens // run.data.length) for tokens in (trainer.batch_tokens, trainer.micro_tokens)]
-    batches = Batches(packed, *sizes, trainer.seed, accelerator.process_index, accelerator.num_processes)
+    step, micro = (tokens // run.data.length for tokens in (trainer.batch_tokens, trainer.micro_tokens))
+    batches = Batches(packed, step, micro, trainer.seed, accelerator.process_index, accelerator.num_processes)
     if main:
         prepare_out(run, resolved)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
