@@ -7,7 +7,9 @@ from omegaconf import OmegaConf
 
 from heads.resolvers import ROOT
 from heads.typed import typed
+from inference.sample import Sampling
 from inference.target import DTYPES
+from inference.verify import check_rule
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,10 @@ class EvalConfig:
         prompts: how many of them.
         truncate: shorten prompts that fill the context.
         temperature: a number or a list of them; the gate runs at 0 whatever they are.
-        top_k, top_p: filters at temperatures above 0.
+        top_k, top_p, min_p: filters at temperatures above 0.
+        repetition_penalty: of what stands in the prompt or the answer, at temperature 0 too.
+        rule: a key of `inference.verify.RULES`, or auto for the one that accepts most of each draft.
+        lossy: whether a rule may change the target's law; its rows then have no speedup.
         batch_size: 1, which is all that the engine decodes at once.
         seed: of sampling, of the order of measurement and of the intervals.
         dtype: in which speed is measured.
@@ -48,6 +53,10 @@ class EvalConfig:
     temperature: Any
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    rule: str
+    lossy: bool
     batch_size: Any
     seed: int
     dtype: str
@@ -74,8 +83,9 @@ class EvalConfig:
             raise ValueError(f"gate_dtype is {self.gate_dtype!r}: choose {', '.join(DTYPES)}")
         if not all(isinstance(run, str) for run in listed(self.run)):
             raise ValueError(f"run is {self.run!r}: give a run's folder, or a list of them")
-        if any(temperature < 0 for temperature in self.temperatures()):
-            raise ValueError(f"temperature is {self.temperature}: give 0 for greedy decoding or positive numbers")
+        check_rule(self.rule, self.lossy)
+        for temperature in self.temperatures():
+            self.sampling(temperature)
         batches = numbers("batch_size", self.batch_size)
         if batches != [1]:
             raise ValueError(f"batch_size is {self.batch_size}: the engine decodes one prompt at a time, give 1")
@@ -88,6 +98,10 @@ class EvalConfig:
     def temperatures(self) -> list[float]:
         """Return the temperatures as a list."""
         return numbers("temperature", self.temperature)
+
+    def sampling(self, temperature: float) -> Sampling:
+        """Return how tokens are drawn at a temperature."""
+        return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
 
 def eval_config(**values: Any) -> EvalConfig:

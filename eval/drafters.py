@@ -1,13 +1,15 @@
 """From the `drafter` part of a configuration to draft sources: trained heads, and those of inference/drafters."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from eval.config import EvalConfig
 from eval.sources import find_heads, overlay
 from heads.store import load_head, read_config
-from heads.typed import typed
+from heads.typed import build, typed
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
+from inference.drafters.hybrid import Hybrid, Scored
 from inference.drafters.registry import make
 from inference.policy import TreeConfig
 from inference.target import Target
@@ -25,9 +27,20 @@ def load_drafters(config: EvalConfig, target: Target) -> Drafters:
     for name, options in config.drafter.items():
         if name == "head":
             drafters.update(_heads(config, target))
+        elif name == "hybrid":
+            drafters[name] = _hybrid(config, options, target)
         elif name != "plain":  # plain decoding is in every report
             drafters[name] = make(name, options, target)
     return drafters
+
+
+def _hybrid(config: EvalConfig, options: Mapping[str, Any], target: Target) -> Drafter:
+    """Return the first run's head beside a model-free source."""
+    own = build(Hybrid.Config, dict(options), "drafter.hybrid")
+    lookup = make("hybrid.lookup", own.lookup, target)
+    if not isinstance(lookup, Scored):
+        raise ValueError("drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix")
+    return Hybrid(own, next(iter(_heads(config, target).values())), lookup, "hybrid")
 
 
 def _heads(config: EvalConfig, target: Target) -> Drafters:

@@ -61,7 +61,8 @@ def measure(
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
     if hf:
-        runners[HF] = partial(hf_generate, target, max_new_tokens=settings.max_new_tokens)
+        penalty = settings.sampling.repetition_penalty
+        runners[HF] = partial(hf_generate, target, max_new_tokens=settings.max_new_tokens, penalty=penalty)
     return interleave(runners, prompts, repeats, warmup, settings.seed, [each.forget for each in drafters.values()])
 
 
@@ -97,14 +98,14 @@ def interleave(
     return runs
 
 
-def hf_generate(target: Target, prompt: list[int], max_new_tokens: int) -> Generation:
-    """Run HF's own greedy `generate` on the target's model, timed as our engine is.
+def hf_generate(target: Target, prompt: list[int], max_new_tokens: int, penalty: float = 1.0) -> Generation:
+    """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
 
     `generate` does not say when its prefill ended. A second call that stops after one token does the prefill and
     nothing else, so decoding took the difference. The runs hold no steps: the cost of one is not to be seen.
     """
-    _, prefill_s = _timed_generate(target, prompt, 1)
-    tokens, total_s = _timed_generate(target, prompt, min(max_new_tokens, target.context - len(prompt)))
+    _, prefill_s = _timed_generate(target, prompt, 1, penalty)
+    tokens, total_s = _timed_generate(target, prompt, min(max_new_tokens, target.context - len(prompt)), penalty)
     decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
     finish = "eos" if tokens[-1] in target.eos else "length"
     sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
@@ -116,7 +117,7 @@ def hf_generate_seconds(target: Target, prompt: list[int], max_new_tokens: int) 
     return hf_generate(target, prompt, max_new_tokens).decode_s
 
 
-def _timed_generate(target: Target, prompt: list[int], count: int) -> tuple[list[int], float]:
+def _timed_generate(target: Target, prompt: list[int], count: int, penalty: float) -> tuple[list[int], float]:
     """Return what `generate` adds to the prompt, at most `count` tokens, and the seconds it took."""
     eos = sorted(target.eos)
     # The sampling values are those of "no effect": the checkpoint's own would fill in for them, and warn.
@@ -127,7 +128,7 @@ def _timed_generate(target: Target, prompt: list[int], count: int) -> tuple[list
         temperature=1.0,
         top_p=1.0,
         top_k=50,
-        repetition_penalty=1.0,
+        repetition_penalty=penalty,
         use_cache=True,
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
@@ -167,7 +168,7 @@ def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, sessio
     found = metrics.acceptance(runs)
     return Row(
         drafter=name,
-        rule=drafter.rule,
+        rule=metrics.rules_used(runs),
         tree=drafter.tree,
         workload=session.workload,
         temperature=session.temperature,

@@ -34,18 +34,22 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Gate:
-    """The verdict over all prompts; every checked prompt is identical, a near tie, or failed."""
+    """The verdict over all prompts; every checked prompt is identical, a near tie, or failed.
+
+    A `lossy` rule is red whatever it emitted: that a few prompts came out alike proves nothing about it.
+    """
 
     checked: int
     identical: int
     near_tie: int
     failed: int
     first: Divergence | None = None  # the first failure
+    lossy: bool = False
 
     @property
     def passed(self) -> bool:
-        """Whether something was checked and nothing failed."""
-        return self.failed == 0 and self.checked > 0
+        """Whether something was checked, nothing failed, and the rule is meant to keep the target's law."""
+        return self.failed == 0 and self.checked > 0 and not self.lossy
 
     def counts(self) -> dict[str, int]:
         """Return the four counts, as the report writes them."""

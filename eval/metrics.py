@@ -69,6 +69,12 @@ def acceptance(runs: Sequence[Generation]) -> Acceptance:
     )
 
 
+def rules_used(runs: Sequence[Generation]) -> str:
+    """Return the rules that verified the drafts of a set of runs, for reading."""
+    used = {step.rule for run in runs for step in run.steps if step.drafted}
+    return " + ".join(sorted(used)) or "none"
+
+
 def tokens_per_second(runs: Sequence[Generation]) -> float | None:
     """Decoding speed, the prefill excluded: total tokens over total seconds."""
     return ratio(sum(map(decoded, runs)), sum(run.decode_s for run in runs))

@@ -128,10 +128,20 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 INTERVAL = f"[{LEVEL:.0%}]"
-HEADER = ("drafter", "T", f"τ {INTERVAL}", "P(a≥1) P(a≥2) …", "tok/s", f"speedup {INTERVAL}", "vs HF", "lossless")
+HEADER = (
+    "drafter",
+    "T",
+    "rule",
+    f"τ {INTERVAL}",
+    "P(a≥1) P(a≥2) …",
+    "tok/s",
+    f"speedup {INTERVAL}",
+    "vs HF",
+    "lossless",
+)
 TIMES = ("draft", "verify", "other")
 TIME_HEADER = (
-    *("drafter", "T", "rule", "tree", "steps", *(f"{part} ms" for part in TIMES)),
+    *("drafter", "T", "tree", "steps", *(f"{part} ms" for part in TIMES)),
     *("drafted", "accepted / drafted", "overlap headroom"),
 )
 NOTES = (
@@ -146,6 +156,8 @@ NOTES = (
     "A drafter that is slower than plain decoding is marked so.",
     "Overlap headroom: how many times faster the steps would be if a second device drafted the next tree while this "
     "one verifies (Mirror-SD, arXiv 2510.13161), all of the shorter of the two times hidden: an upper bound.",
+    "rule is how drafts were verified: greedy at temperature 0, where all lossless rules are one. A rule marked lossy "
+    "changes the target's law; it fails the gate by choice and is given no speedup.",
     "lossless counts the prompts whose greedy output is plain decoding's token for token, in the gate's dtype. A near "
     "tie first differs where rounding decides between the two best tokens. A drafter that fails is given no speedup.",
     "Memory is the peak of the whole session on an accelerator, else of the whole process, all drafters together.",
@@ -165,7 +177,7 @@ def table(report: Report) -> Table:
     """Return the table for the terminal."""
     shown = Table(title=title(report))
     for name in HEADER:
-        shown.add_column(name, justify="left" if name in ("drafter", "lossless") else "right")
+        shown.add_column(name, justify="left" if name in ("drafter", "rule", "lossless") else "right")
     for row in report.rows:
         shown.add_row(*_cells(report, row))
     return shown
@@ -197,6 +209,7 @@ def _cells(report: Report, row: Row) -> list[str]:
     return [
         row.drafter,
         f"{row.temperature:g}",
+        row.rule,
         _spread(row.tau, row.tau_ci),
         " ".join(f"{share:.2f}" for share in row.accepted_by_depth) or "-",
         _number(row.tokens_per_second, 1),
@@ -212,7 +225,7 @@ def _time_cells(row: Row) -> list[str]:
     times = [_number(1000 * row.seconds[part] / steps, 2) for part in TIMES]
     drafted, kept = _number(row.draft_tokens / steps, 1), _number(row.accepted_per_draft_token, 2)
     headroom = _number(row.overlap_headroom, 2)
-    return [row.drafter, f"{row.temperature:g}", row.rule, row.tree, str(row.steps), *times, drafted, kept, headroom]
+    return [row.drafter, f"{row.temperature:g}", row.tree, str(row.steps), *times, drafted, kept, headroom]
 
 
 def _slower(row: Row) -> str:
@@ -249,4 +262,6 @@ def _failure(name: str, gate: Gate) -> str:
     """Return one line on a red gate."""
     if not gate.checked:
         return f"{name}: no prompt was compared with plain decoding; speedup withheld"
-    return f"{name}: {gate.failed} of {gate.checked} prompts differ from plain decoding; speedup withheld; {gate.first}"
+    told = f"{gate.failed} of {gate.checked} prompts differ from plain decoding; speedup withheld"
+    why = "its rule is lossy by choice; " if gate.lossy else ""
+    return f"{name}: {why}{told}" + (f"; {gate.first}" if gate.first else "")

@@ -8,7 +8,7 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import hydra
@@ -29,8 +29,8 @@ from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
 from inference.decode import Settings
-from inference.sample import GREEDY, Sampling
 from inference.target import Target, fast_dtype
+from inference.verify import is_lossy
 
 PIPE_WIDTH = 140
 
@@ -96,11 +96,24 @@ def check(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> dict
     drafters = load_drafters(config, target)
     if not drafters:
         return {}
-    settings = Settings(config.max_new_tokens, GREEDY, seed=config.seed, gaps=True)
+    settings = settings_at(0.0, config, gaps=True)
     runs = measure(target, drafters, prompts, settings, repeats=1, warmup=0, hf=False)
     once = {name: [repeats[0] for repeats in each] for name, each in runs.items()}
     ids = [prompt.id for prompt in prompts]
-    return {name: gate(once[PLAIN], once[name], ids, target.dtype) for name in drafters}
+    lossy = is_lossy(config.rule)
+    return {name: replace(gate(once[PLAIN], once[name], ids, target.dtype), lossy=lossy) for name in drafters}
+
+
+def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> Settings:
+    """Return how prompts are decoded at a temperature."""
+    return Settings(
+        config.max_new_tokens,
+        config.sampling(temperature),
+        seed=config.seed,
+        gaps=gaps,
+        rule=config.rule,
+        lossy=config.lossy,
+    )
 
 
 def timed_rows(
@@ -112,8 +125,7 @@ def timed_rows(
         torch.cuda.reset_peak_memory_stats(target.device)
     made = []
     for temperature in config.temperatures():
-        sampling = Sampling(temperature, config.top_k, config.top_p)
-        settings = Settings(config.max_new_tokens, sampling, seed=config.seed)
+        settings = settings_at(temperature, config)
         hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
         runs = measure(target, drafters, prompts, settings, config.repeats, config.warmup, hf)
         session = Session(workload, temperature, 1, peak_memory(target.device), config.seed)
@@ -130,7 +142,8 @@ def described(target: Target) -> dict[str, Any]:
 
 def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:
     """Return what the numbers depend on besides models and machine."""
-    keys = ("max_new_tokens", "top_k", "top_p", "seed", "gate_dtype", "repeats", "warmup", "truncate")
+    sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
+    keys = ("max_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
     return {"prompts": prompts, **{key: getattr(config, key) for key in keys}, "provenance": provenance()}
 
 

@@ -2,5 +2,6 @@
 
 from heads.eagle import Eagle
 from heads.medusa import Medusa
+from heads.mtp import Mtp
 
-HEADS = {"eagle": Eagle, "medusa": Medusa}
+HEADS = {"eagle": Eagle, "medusa": Medusa, "mtp": Mtp}

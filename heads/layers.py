@@ -2,7 +2,8 @@
 
 Attention takes its pattern from the caller: a Block projects and rotates, then hands queries, keys and values to an
 `attend` function. Training, committing rows and expanding a tree differ in that function alone.
-Shape letters: B batch, T queries, S keys, H query heads, G key-value heads, E head width, X input width, D model width.
+Shape letters: B batch, T queries, S keys, H query heads, G key-value heads, E head width (F the values', where that
+differs), X input width, D model width.
 """
 
 from collections.abc import Callable
@@ -59,9 +60,9 @@ def repeat_groups(x: Float[Tensor, "B G S E"], heads: int) -> Float[Tensor, "B H
 def masked_attention(
     query: Float[Tensor, "B H T E"],
     key: Float[Tensor, "B G S E"],
-    value: Float[Tensor, "B G S E"],
+    value: Float[Tensor, "B G S F"],
     mask: Bool[Tensor, "#B T S"],
-) -> Float[Tensor, "B H T E"]:
+) -> Float[Tensor, "B H T F"]:
     """Attend where `mask` is true."""
     heads = query.shape[1]
     return functional.scaled_dot_product_attention(
@@ -74,7 +75,7 @@ def drafted_attention(
     true: tuple[Tensor, Tensor],
     own: list[tuple[Tensor, Tensor]],
     mask: Bool[Tensor, "B T T"],
-) -> Float[Tensor, "B H T E"]:
+) -> Float[Tensor, "B H T F"]:
     """Attend from rows drafted after row t: to the true rows that row t sees, and to row t's own drafted rows.
 
     This is the pattern of a chain drafted from the prefix that ends at row t, for all t at once: the training-time test

@@ -61,10 +61,13 @@ class TargetCache:
         return int(self.hf.get_seq_length())
 
     @torch.inference_mode()
-    def keep(self, prefix: int, rows: list[int]) -> None:
-        """Keep the first `prefix` rows and then `rows` (counted from the prefix) in every layer, closing the gaps."""
+    def keep(self, prefix: int, rows: list[int], layers: int | None = None) -> None:
+        """Keep the first `prefix` rows and then `rows` (counted from the prefix), closing the gaps.
+
+        In every layer, or in the first `layers` ones, which may hold rows that the others lack.
+        """
         index = None
-        for layer in self.hf.layers:
+        for layer in self.hf.layers[:layers]:
             assert isinstance(layer, GrowingLayer)
             if index is None and layer.buffers is not None and rows != list(range(len(rows))):
                 index = torch.tensor(rows, device=layer.buffers[0].device) + prefix

@@ -8,29 +8,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inference import tree as trees
 from inference.cache import TargetCache
 from inference.drafters import Commit, Context, Drafter, Verified
 from inference.drafters.plain import Plain
-from inference.sample import Sampling, distribution
+from inference.rng import Coupled, Generator, Rng
+from inference.sample import Sampling, penalize
 from inference.target import Pass, Target
-from inference.verify import Generator, Rng, verify
+from inference.tree import DraftTree
+from inference.verify import COUPLED, check_rule, decide
 
 OnTokens = Callable[[list[int], list[str]], None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one prompt is decoded. `gaps` records the target's top-2 logit gap at every emitted token."""
+    """How one prompt is decoded.
+
+    Attributes:
+        gaps: whether to record the target's top-2 logit gap at every emitted token.
+        rule: a key of `inference.verify.RULES`, or auto for the one that accepts most of each draft.
+        lossy: whether the rule may change the target's law.
+
+    Raises:
+        ValueError: an unknown rule, or a lossy one that is not allowed.
+    """
 
     max_new_tokens: int
     sampling: Sampling
     stop: tuple[str, ...] = ()
     seed: int = 0
     gaps: bool = False
+    rule: str = "auto"
+    lossy: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the rule."""
+        check_rule(self.rule, self.lossy)
 
 
 class Step(NamedTuple):
-    """One target pass: nodes drafted, drafted tokens accepted, tokens committed after stops, and seconds."""
+    """One target pass: nodes drafted, drafted tokens accepted, tokens committed after stops, seconds, and the rule."""
 
     drafted: int
     accepted: int
@@ -38,6 +56,7 @@ class Step(NamedTuple):
     draft_s: float
     verify_s: float
     other_s: float
+    rule: str = "none"
 
 
 @dataclass
@@ -69,9 +88,15 @@ class Session:
                 f"the prompt has {len(prompt)} tokens but {target.name} reads at most {target.context}: shorten it"
             )
         self.target, self.drafter, self.settings = target, drafter, settings
-        self.rng: Rng = Generator(settings.seed, target.device)
         self.cache: TargetCache = target.cache()
         self.context = list(prompt)
+        self.rng: Rng = Generator(settings.seed, target.device)
+        if settings.rule == COUPLED:
+            self.rng = Coupled(settings.seed, target.device, lambda: len(self.context))
+        self.seen: Tensor | None = None  # which tokens stand in the context, where a penalty asks for it
+        if settings.sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(target.ends.vocab_size, dtype=torch.bool, device=target.device)
+            self.seen[prompt] = True
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
         self.made = Generation()
 
@@ -87,9 +112,10 @@ class Session:
         self.drafter.reset(self.context)
         token = torch.tensor(self.context, device=self.target.device)
         out = self.target.prefill(token, self.cache)
-        law = distribution(_logits(out), self.settings.sampling)
-        first = self.rng.draw(law)[0]
-        self.emit([first], ["prefill"], _logits(out))
+        root = trees.root(self.context[-1], self.target.device)
+        logits = self.penalized(_logits(out), root)
+        first = decide(root, logits, None, self.settings.sampling, self.rng).token
+        self.emit([first], ["prefill"], logits)
         following = torch.cat([token[1:], token.new_tensor([first])])
         self.drafter.observe(Commit(following, out, None))
         self.made.prefill_s = self.clock() - start
@@ -98,18 +124,23 @@ class Session:
         """Draft, verify in one target pass, keep the accepted path."""
         begin = self.clock()
         room = self.limit - len(self.made.tokens) - 1
-        proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room))
+        prefix = self.cache.length
+        proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
         drafted = proposal.tree
         drafted_at = self.clock()
-        prefix = self.cache.length
-        out = self.target.score(drafted, self.cache, proposal.riders)
+        if proposal.entered is None:
+            out = self.target.score(drafted, self.cache, proposal.riders)
+        else:
+            out = self.target.parts.score_from(proposal.entered, drafted, self.cache)
         verified_at = self.clock()
         logits, riders = _logits(out).tensor_split([len(drafted.token)])
-        path, bonus = verify(drafted, distribution(logits, self.settings.sampling), proposal.q, self.rng)
+        sampling, asked = self.settings.sampling, self.settings.rule
+        scores = self.penalized(logits, drafted)
+        path, bonus, rule = decide(drafted, scores, proposal.q, sampling, self.rng, asked, proposal.replacement)
         self.cache.keep(prefix, path)
         index = torch.tensor(path, device=self.target.device)
         following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])
-        committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], logits[index])
+        committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], scores[index])
         settled = self.clock()
         if not self.made.finish:
             rows = Pass(out.hidden[:, index], out.last[:, index], None)
@@ -124,9 +155,16 @@ class Session:
                 (drafted_at - begin) + (end - settled),
                 verified_at - drafted_at,
                 settled - verified_at,
+                rule,
             )
         )
         self.made.decode_s += end - begin
+
+    def penalized(self, logits: Tensor, drafted: DraftTree) -> Tensor:
+        """Return the logits "N V" after each node, the repetition penalty for the node's own prefix applied."""
+        if self.seen is None:
+            return logits
+        return penalize(logits, trees.seen_tokens(drafted, self.seen), self.settings.sampling)
 
     def emit(self, tokens: list[int], sources: list[str], logits: Tensor) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""
@@ -147,6 +185,8 @@ class Session:
                 break
         taken = len(made.tokens) - before
         self.context.extend(tokens[:taken])
+        if self.seen is not None:
+            self.seen[tokens[:taken]] = True
         return taken
 
     def stopped(self) -> bool:
@@ -173,11 +213,11 @@ def speculate(
         target: the frozen target.
         drafter: the draft source; its feature layers are read from every pass.
         prompt: token ids.
-        settings: length, sampling, stops, seed.
+        settings: length, sampling, stops, seed, rule.
         on_tokens: called after every pass with the new tokens and their sources ("prefill", "draft", "bonus").
 
     Raises:
-        ValueError: an empty prompt, or one that fills the target's context.
+        ValueError: an empty prompt, one that fills the target's context, or a rule that is not right for the drafts.
     """
     target.feature_layers = drafter.feature_layers
     session = Session(target, drafter, prompt, settings)

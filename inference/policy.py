@@ -4,9 +4,11 @@
     static   a list of rank paths: (0, 2) is the third child of the root's first child (Medusa, EAGLE-1).
     dynamic  EAGLE-2 (arXiv 2406.16858): expand the most probable nodes of each level, keep the best of all.
     sampled  a fixed number of children a depth, drawn without replacement; their laws q are kept for verification.
+    independent  the same with replacement, so that siblings may repeat (SpecInfer, arXiv 2305.09781).
 
 At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one drawn child with p/q verification
-is accepted more often than one greedy child. No shape depends on a sampled token: that would change q.
+is accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled
+noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
 """
 
 from dataclasses import dataclass
@@ -18,16 +20,17 @@ from torch import Tensor
 
 from heads.base import Level
 from inference import tree as trees
-from inference.sample import Sampling, distribution
+from inference.drafters import Context, Proposal
+from inference.rng import Coupled, Rng
+from inference.sample import distribution, penalize
 from inference.tree import DraftTree
-from inference.verify import Rng
 
-KINDS = ("chain", "static", "dynamic", "sampled")
+KINDS = ("chain", "static", "dynamic", "sampled", "independent")
 
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """A tree policy: chain (depth), static (paths), dynamic (depth, top_k, nodes) or sampled (widths)."""
+    """A tree policy: chain (depth), static (paths), dynamic (depth, top_k, nodes), sampled or independent (widths)."""
 
     kind: str
     depth: int
@@ -45,6 +48,7 @@ class TreeConfig:
             "static": ("paths",),
             "dynamic": ("depth", "top_k", "nodes"),
             "sampled": ("widths",),
+            "independent": ("widths",),
         }
         for name in needed[self.kind]:
             value = getattr(self, name)
@@ -62,9 +66,8 @@ class TreeConfig:
             "chain": f"{self.depth}",
             "static": f"{len(self.paths)}",
             "dynamic": f"d{self.depth}k{self.top_k}n{self.nodes}",
-            "sampled": "x".join(map(str, self.widths)),
         }
-        return f"{self.kind}-{sizes[self.kind]}"
+        return f"{self.kind}-{sizes.get(self.kind, 'x'.join(map(str, self.widths)))}"
 
     @property
     def deepest(self) -> int:
@@ -96,16 +99,35 @@ class Expander(Protocol):
 
 
 class Growth:
-    """The tree that is being grown: its nodes so far, and which of them the head has expanded."""
+    """The tree that is being grown: its nodes so far, and which of them the head has expanded.
 
-    def __init__(self, head: Expander, state: Any, level: Level, root: int) -> None:
-        self.head, self.state, self.level = head, state, level
-        device = level.logits.device
-        self.token = [torch.tensor([root], device=device)]
-        self.parent = [torch.tensor([-1], device=device)]
-        self.nodes = torch.zeros(1, dtype=torch.long, device=device)  # tree indices of the level's nodes
-        self.size = 1
-        self.lineage: Bool[Tensor, "N M"] = torch.zeros(1, 0, dtype=torch.bool, device=device)
+    Drafts are ranked and drawn under the processors that the target is sampled with, as far as a rank notices them.
+    """
+
+    def __init__(self, head: Expander, state: Any, level: Level, context: Context) -> None:
+        self.head, self.state, self.level, self.context = head, state, level, context
+        logits = level.logits
+        self.token = [torch.tensor(context.token[-1:], device=logits.device)]
+        self.parent = [torch.tensor([-1], device=logits.device)]
+        self.nodes = torch.zeros(1, dtype=torch.long, device=logits.device)  # tree indices of the level's nodes
+        self.size, self.depth = 1, 0
+        self.lineage: Bool[Tensor, "N M"] = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)
+        self.seen: Tensor | None = None  # which tokens stand in the prefix of the level's nodes, for a penalty
+        if context.sampling.repetition_penalty != 1:
+            self.seen = torch.zeros_like(logits, dtype=torch.bool)
+            self.seen[:, context.token] = True
+
+    def logits(self) -> Float[Tensor, "N V"]:
+        """Return the level's logits, penalised."""
+        logits = self.level.logits
+        return logits if self.seen is None else penalize(logits, self.seen, self.context.sampling)
+
+    def scores(self) -> Float[Tensor, "N V"]:
+        """Return what the level's tokens are ranked by: their logits, those of the law with its noise if coupled."""
+        sampling, rng = self.context.sampling, self.context.rng
+        if sampling.temperature == 0 or not isinstance(rng, Coupled):
+            return self.logits()
+        return rng.race(distribution(self.logits(), sampling), self.depth + 1).log()
 
     def add(self, token: Int[Tensor, "K"], parent: Int[Tensor, "K"]) -> Int[Tensor, "K"]:
         """Append nodes whose parents are indices into the current level; return their tree indices."""
@@ -120,37 +142,36 @@ class Growth:
         self.lineage = torch.cat([self.lineage[parent], own], 1)
         self.level = self.head.expand(self.state, self.level, token, parent, self.lineage)
         self.nodes = nodes
+        self.depth += 1
+        if self.seen is not None:
+            self.seen = self.seen[parent].scatter(1, token[:, None], True)
 
     def tree(self) -> DraftTree:
         """Return the tree as grown so far."""
         return DraftTree(torch.cat(self.token), torch.cat(self.parent))
 
 
-def grow(
-    head: Expander, state: Any, level: Level, root: int, config: TreeConfig, sampling: Sampling, rng: Rng, room: int
-) -> tuple[DraftTree, Float[Tensor, "N V"] | None]:
+def grow(head: Expander, state: Any, level: Level, config: TreeConfig, context: Context) -> Proposal:
     """Grow a tree from the root's level.
 
     Args:
         head: the draft head or another expander, with its committed `state` and the root's `level`.
-        root: the root's token.
         config: the policy.
-        sampling: how the target will be sampled; sampled trees draw from the draft's law under the same filters.
-        rng: randomness of sampled trees.
-        room: the greatest depth that can still be committed.
+        context: the tokens so far, the root the last one; sampling, randomness, and the depth that is left.
 
     Returns:
         The tree, and q where its children were sampled.
     """
-    depth = min(room, head.max_depth)
-    growth = Growth(head, state, level, root)
+    depth = min(context.room, head.max_depth)
+    growth = Growth(head, state, level, context)
     if depth < 1:
-        return growth.tree(), None
+        return Proposal(growth.tree())
     if config.kind == "dynamic":
-        return _dynamic(growth, config, min(depth, config.depth)), None
+        return Proposal(_dynamic(growth, config, min(depth, config.depth)))
     paths = [path for path in config.shape() if len(path) <= depth]
-    sampled = config.kind != "static" and sampling.temperature > 0
-    laws = _fixed(growth, paths, rng if sampled else None, sampling)
+    sampled = config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, Coupled)
+    replacement = config.kind == "independent"
+    laws = _fixed(growth, paths, sampled, replacement)
     q = None
     if sampled:
         q = torch.zeros(growth.size, level.logits.shape[-1], dtype=laws[0][1].dtype, device=level.logits.device)
@@ -162,11 +183,11 @@ def grow(
     ):  # a filtered law or a small vocabulary had fewer tokens than the shape has children
         tree, index = trees.keep(tree, tree.token >= 0)
         q = None if q is None else q[index]
-    return tree, q
+    return Proposal(tree, q, replacement=replacement)
 
 
 def _fixed(
-    growth: Growth, paths: list[tuple[int, ...]], rng: Rng | None, sampling: Sampling
+    growth: Growth, paths: list[tuple[int, ...]], sampled: bool, replacement: bool
 ) -> list[tuple[Tensor, Float[Tensor, "K V"]]]:
     """Fill a fixed shape level by level, by rank or by drawing; return the levels' nodes and the laws drawn from."""
     laws = []
@@ -176,12 +197,12 @@ def _fixed(
     for depth in range(1, max(map(len, paths)) + 1):
         new = [path for path in paths if len(path) == depth]
         width = 1 + max(path[-1] for path in new)
-        if rng is None:
-            ranked = growth.level.logits.topk(width).indices
-        else:
-            law = distribution(growth.level.logits, sampling)
+        if sampled:
+            law = distribution(growth.logits(), growth.context.sampling)
             laws.append((growth.nodes, law))
-            ranked = rng.distinct(law, width)
+            ranked = _drawn(law, width, depth, replacement, growth.context.rng)
+        else:
+            ranked = growth.scores().topk(min(width, growth.level.logits.shape[-1])).indices
         place = {path: i for i, path in enumerate(level)}
         parent = torch.tensor([place[path[:-1]] for path in new], device=device)
         rank = torch.tensor([path[-1] for path in new], device=device)
@@ -196,13 +217,21 @@ def _fixed(
     return laws
 
 
+def _drawn(law: Float[Tensor, "K V"], width: int, depth: int, replacement: bool, rng: Rng) -> Int[Tensor, "K C"]:
+    """Draw each node's children, in order."""
+    if not replacement:
+        return rng.distinct(law, width, depth)
+    drawn = rng.draw(law.repeat_interleave(width, 0), depth)
+    return torch.tensor(drawn, device=law.device).view(-1, width)
+
+
 def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> DraftTree:
     """Expand the top_k most probable nodes of each level and keep the `nodes` most probable of all drafted ones."""
     score = growth.level.logits.new_zeros(1, dtype=torch.float32)  # cumulative log-probability of the level's nodes
     scores = [score]
     width = min(config.top_k, growth.level.logits.shape[-1])
     for step in range(depth):
-        best = growth.level.logits.float().log_softmax(-1).topk(width)
+        best = growth.scores().float().log_softmax(-1).topk(width)
         reached = (score[:, None] + best.values).flatten()
         token = best.indices.flatten()
         parent = torch.arange(len(score), device=token.device).repeat_interleave(width)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inference import tree
+from inference.parts import Entered
 from inference.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -50,6 +51,21 @@ def check(target: "Target") -> bool:
             f"{target.name}: its cache cannot be rolled back (a recurrent state?), so no draft can be verified"
         )
     return False
+
+
+@torch.no_grad()
+def splits(target: "Target", layers: int) -> bool:
+    """Return whether a chain that has run through the first layers gives the full pass's logits from there on."""
+    token = torch.arange(2 * PROMPT, device=target.device) % target.ends.vocab_size
+    prompt, nodes = token[:PROMPT], token[PROMPT:]
+    chain = DraftTree(nodes, torch.arange(-1, PROMPT - 1, device=target.device))
+    whole, split = target.cache(), target.cache()
+    target.prefill(prompt, whole)
+    target.prefill(prompt, split)
+    position, seen = tree.layout(chain, PROMPT)
+    hidden, _ = target.parts.enter(layers, nodes, position, seen, split)
+    found = target.parts.score_from(Entered(layers, hidden), chain, split).logits
+    return _close(found, target.score(chain, whole).logits)
 
 
 def _tree_is_exact(target: "Target", prompt: Tensor, drafted: DraftTree) -> bool:

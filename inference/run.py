@@ -44,6 +44,10 @@ class GenerateConfig:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    rule: str
+    lossy: bool
     seed: int
     fallback: str
     model: dict[str, Any]
@@ -55,8 +59,8 @@ class GenerateConfig:
 
     def settings(self) -> Settings:
         """Return how to decode."""
-        sampling = Sampling(self.temperature, self.top_k, self.top_p)
-        return Settings(self.max_new_tokens, sampling, seed=self.seed)
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        return Settings(self.max_new_tokens, sampling, seed=self.seed, rule=self.rule, lossy=self.lossy)
 
 
 def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:

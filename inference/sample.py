@@ -1,9 +1,12 @@
-"""From logits to the law that is sampled: temperature, top-k, top-p, in the order of transformers' processors."""
+"""From logits to the law that is sampled, in the order of transformers' processors.
+
+The repetition penalty on the raw logits, then temperature, top-k, top-p, min-p.
+"""
 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -18,6 +21,8 @@ class Sampling:
     temperature: float
     top_k: int  # 0 keeps all tokens
     top_p: float  # 1 keeps all tokens
+    min_p: float = 0.0  # 0 keeps all tokens
+    repetition_penalty: float = 1.0  # 1 changes nothing; read at temperature 0 too
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -27,16 +32,25 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}: give 0 for all tokens or a positive count")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give a number above 0, up to 1 for all tokens")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}: give 0 for all tokens, or a share of the likeliest's, up to 1")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give 1 for none or a positive number")
 
 
 GREEDY = Sampling(0.0, 0, 1.0)
 
 
+# Most laws reach top-p within this many tokens, so that the rest of the vocabulary needs no sorting.
+LIKELIEST = 1024
+
+
 def distribution(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
     """Return the law of the next token, in fp32 (fp64 stays).
 
-    Temperature 0 is the one-hot law of the largest logit, so that greedy decoding needs no code of its own. Top-k keeps
-    ties with the k-th logit; top-p keeps the smallest set of most likely tokens that reaches p (Holtzman et al., 2020).
+    Temperature 0 is the one-hot law of the largest logit. Top-k keeps ties with the k-th logit; top-p keeps the
+    smallest set of most likely tokens that reaches p (Holtzman et al., 2020); min-p keeps what has that share of the
+    likeliest token's probability (arXiv 2407.01082). The repetition penalty is `penalize`'s: it reads more than logits.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0:
@@ -47,8 +61,29 @@ def distribution(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Ten
         logits = logits.masked_fill(logits < floor, float("-inf"))
     law = logits.softmax(-1)
     if sampling.top_p < 1:
-        likely = law.sort(descending=True, stable=True)
-        before = likely.values.cumsum(-1) - likely.values
-        law = law.masked_fill((before >= sampling.top_p).scatter(-1, likely.indices, before >= sampling.top_p), 0.0)
+        law = _nucleus(law, sampling.top_p)
+    if sampling.min_p > 0:
+        law = law.masked_fill(law < sampling.min_p * law.amax(-1, keepdim=True), 0.0)
         law = law / law.sum(-1, keepdim=True)
     return law
+
+
+def _nucleus(law: Float[Tensor, "*n V"], top_p: float) -> Float[Tensor, "*n V"]:
+    """Return the law of the most likely tokens that together reach p."""
+    likely, index = law.topk(min(LIKELIEST, law.shape[-1]))
+    if likely.sum(-1).min() < top_p:
+        likely, index = law.sort(descending=True, stable=True)
+    inside = likely.cumsum(-1) - likely < top_p
+    kept = torch.zeros_like(law).scatter(-1, index, likely * inside)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def penalize(logits: Float[Tensor, "*n V"], seen: Bool[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
+    """Return the logits with those of `seen` tokens pulled down, in fp32; fp64 stays (arXiv 1909.05858).
+
+    As in transformers a positive logit is divided by the penalty and a negative one multiplied, once however often the
+    token stands in the prompt or the answer.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    penalty = sampling.repetition_penalty
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

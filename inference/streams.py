@@ -99,7 +99,7 @@ class Streams(nn.Module):
         target, streams, width = self._frozen[0], self.config.streams, token.shape[1]
         position, seen, source, stream = beside(document, anchor, streams)
         tokens = torch.cat([token, token.gather(1, source)], 1)
-        states = target.through(self.stack(source, stream), tokens, position, seen)
+        states = target.run(tokens, position, seen, None, stack=self.stack(source, stream)).last
         draft = target.ends.logits(states[:, width:]).unflatten(1, (-1, streams))
         with torch.no_grad():
             own = states[:, :width].detach()

@@ -7,6 +7,7 @@ how a tree mask reaches its attention. `Target.load` proves these on the loaded 
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from heads.base import Features, LayerShape
 from heads.store import TargetSpec
 from inference import probe, tree
 from inference.cache import TargetCache
+from inference.parts import Parts
 from inference.tree import DraftTree, Riders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -114,6 +116,11 @@ class Target:
         move: Any = model.to  # transformers wraps it in a way that hides its arguments
         return cls(move(place), tokenizer, path)
 
+    @cached_property
+    def parts(self) -> Parts:
+        """Its decoder stack in parts, for drafting with some of them."""
+        return Parts(self)
+
     def cache(self) -> TargetCache:
         """Return an empty cache for one sequence."""
         return TargetCache()
@@ -122,14 +129,14 @@ class Target:
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
         """Return the features of packed rows; documents do not see each other and each starts at position 0."""
         token, document = token.to(self.device), document.to(self.device)
-        out = self._forward(token, rows.positions(document), rows.visible(document), None)
+        out = self.run(token, rows.positions(document), rows.visible(document), None)
         return Features(token, out.hidden, out.last, document)
 
     @torch.inference_mode()
     def prefill(self, token: Int[Tensor, "T"], cache: TargetCache) -> Pass:
         """Append a sequence of committed tokens; logits of the last one alone (R = 1)."""
         position = torch.arange(cache.length, cache.length + len(token), device=self.device)
-        out = self._forward(token[None], position[None], None, cache)
+        out = self.run(token[None], position[None], None, cache)
         return out._replace(logits=self.ends.logits(out.last[:, -1:]))
 
     @torch.inference_mode()
@@ -144,18 +151,8 @@ class Target:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:
             position, seen = self._layout(drafted, prefix, riders)
-        out = self._forward(token[None], position, seen, cache, None if riders is None else riders.stack)
+        out = self.run(token[None], position, seen, cache, stack=None if riders is None else riders.stack)
         return out._replace(logits=self.ends.logits(out.last))
-
-    def through(
-        self,
-        stack: Callable[..., Any],
-        token: Int[Tensor, "B T"],
-        position: Int[Tensor, "B T"],
-        seen: Bool[Tensor, "B T T"],
-    ) -> Float[Tensor, "B T D"]:
-        """Return the final states of rows that run through `stack` in place of the decoder stack, with gradients."""
-        return self._forward(token, position, seen, None, stack).last
 
     def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
         """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
@@ -166,16 +163,26 @@ class Target:
             raise ValueError(f"{self.name}: its attention does not honour a tree mask; draft with tree=chain")
         return position[None], None
 
-    def _forward(
+    def run(
         self,
-        token: Tensor,
-        position: Tensor,
-        seen: Tensor | None,
+        token: Int[Tensor, "B T"],
+        position: Int[Tensor, "B T"],
+        seen: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | None,
+        earlier: Int[Tensor, "B P"] | None = None,
         stack: Callable[..., Any] | None = None,
     ) -> Pass:
-        """Run the decoder stack, or `stack`, without the lm_head; `seen` "B T S" overrides the causal pattern."""
-        mask = None if seen is None else self._attention_mask(seen, position, cache)
+        """Run the decoder stack without the lm_head.
+
+        Args:
+            token: the rows' tokens.
+            position: their positions.
+            seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
+            cache: the rows are appended to it.
+            earlier: the cached rows' positions; None for 0, 1, 2, …
+            stack: what to run in place of the decoder stack.
+        """
+        mask = None if seen is None else self._attention_mask(seen, position, earlier)
         with self._captured() as captured:
             out = (stack or self.base)(
                 input_ids=token,
@@ -188,13 +195,14 @@ class Target:
         hidden = torch.stack(captured, 2) if captured else last.new_zeros((*last.shape[:2], 0, last.shape[2]))
         return Pass(hidden, last, None)
 
-    def _attention_mask(self, seen: Tensor, position: Tensor, cache: TargetCache | None) -> Any:
+    def _attention_mask(self, seen: Tensor, position: Tensor, earlier: Tensor | None) -> Any:
         """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
         window: int | None = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         if "sliding_attention" not in kinds or window is None:
             return self._additive(seen)
-        earlier = torch.arange(cache.length if cache else 0, device=self.device).expand(len(position), -1)
+        if earlier is None:
+            earlier = torch.arange(seen.shape[2] - seen.shape[1], device=self.device).expand(len(position), -1)
         near = position[:, :, None] - torch.cat([earlier, position], 1)[:, None] < window
         if kinds == {"sliding_attention"}:
             return self._additive(seen & near)

@@ -54,6 +54,14 @@ def depth(tree: DraftTree) -> Int[Tensor, "N"]:
     return ancestors(tree).sum(-1) - 1
 
 
+def seen_tokens(tree: DraftTree, before: Bool[Tensor, "V"]) -> Bool[Tensor, "N V"]:
+    """Return for each node which tokens stand in its prefix: those `before` the tree's and those on its path."""
+    node, above = ancestors(tree).nonzero(as_tuple=True)
+    found = before.expand(len(tree.token), -1).clone()
+    found[node, tree.token[above]] = True
+    return found
+
+
 def layout(
     tree: DraftTree, prefix: int, riders: Riders | None = None, window: int | None = None
 ) -> tuple[Int[Tensor, "M"], Bool[Tensor, "M S"]]:

@@ -1,117 +1,183 @@
-"""The acceptance rules: which drafted path stands, and which token comes after it, so that the target's law is kept.
+"""Verification: which rule is right for which drafts, and its verdict on what the target made of them.
 
-Both rules are exact at every temperature and filter; at temperature 0 the laws are one-hot and nothing changes. All
-randomness enters through `Rng`, so that the tests can enumerate every outcome of this very code.
+At temperature 0 the target's law is one-hot and every lossless rule is the same walk along its best tokens.
 """
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from inference.tree import DraftTree, children
+from inference import rules
+from inference.rng import Generator, Rng
+from inference.rules import Chosen, Laws
+from inference.sample import Sampling, distribution
+from inference.tree import DraftTree
+
+__all__ = ["RULES", "Generator", "Rng", "Rule", "Verdict", "check_rule", "decide", "verify"]
+
+AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"
 
 
-@runtime_checkable
-class Rng(Protocol):
-    """The random choices that drafting and verification make."""
-
-    def draw(self, law: Float[Tensor, "N V"]) -> Sequence[int]:
-        """Draw one token from each row's law, independently."""
-        ...
-
-    def distinct(self, law: Float[Tensor, "N V"], count: int) -> Tensor:
-        """Draw `count` tokens from each row without replacement, in order, "N count"; -1 once the law is used up."""
-        ...
-
-    def accept(self, probability: float) -> bool:
-        """Return true with the given probability."""
-        ...
+Walk = Callable[[DraftTree, Laws, Any, Rng], Chosen]  # tree, p, q, rng
 
 
-class Generator:
-    """The Rng of real decoding: a seeded torch generator on the device of the laws."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.generator = torch.Generator(device).manual_seed(seed)
-
-    def race(self, law: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-        """Return keys whose descending order is a draw without replacement; tokens of zero probability get zero."""
-        return law / torch.empty_like(law).exponential_(generator=self.generator).clamp_min_(1e-30)
-
-    def draw(self, law: Float[Tensor, "N V"]) -> list[int]:
-        """Draw one token from each row's law."""
-        drawn: list[int] = self.race(law).argmax(-1).tolist()
-        return drawn
-
-    def distinct(self, law: Float[Tensor, "N V"], count: int) -> Tensor:
-        """Draw without replacement (exponential races, equal to Gumbel top-k; Kool et al., 2019)."""
-        best = self.race(law).topk(min(count, law.shape[-1]))
-        return torch.where(best.values > 0, best.indices, -1)
-
-    def accept(self, probability: float) -> bool:
-        """Return true with the given probability."""
-        if probability >= 1:
-            return True
-        return bool(torch.rand((), generator=self.generator, device=self.generator.device).item() < probability)
+def blind(rule: Callable[[DraftTree, Laws, Rng], Chosen]) -> Walk:
+    """Return a rule that reads no q in the form of those that do."""
+    return lambda tree, p, _, rng: rule(tree, p, rng)
 
 
-def verify(tree: DraftTree, p: Float[Tensor, "N V"], q: Float[Tensor, "N V"] | None, rng: Rng) -> tuple[list[int], int]:
-    """Choose the accepted path and the token that follows it.
+@dataclass(frozen=True)
+class Rule:
+    """A rule, and the drafts that it is right for.
+
+    Attributes:
+        walk: the rule itself.
+        drawn: whether it needs drafts that were drawn from known laws q; without, any choice will do.
+        chain: whether it takes at most one child a node.
+        replacement: how siblings must have been drawn, with replacement or without; None where it does not matter.
+        lossy: whether it changes the target's law.
+    """
+
+    walk: Walk
+    drawn: bool
+    chain: bool
+    replacement: bool | None
+    lossy: bool
+
+
+RULES = {
+    "match": Rule(blind(rules.match), False, False, None, False),
+    "point_mass": Rule(blind(rules.point_mass), False, False, None, False),
+    "token": Rule(partial(rules.recursive, replacement=False), True, True, None, False),
+    "block": Rule(partial(rules.traversal, replacement=False), True, True, None, False),
+    "recursive": Rule(partial(rules.recursive, replacement=False), True, False, False, False),
+    "recursive_replacement": Rule(partial(rules.recursive, replacement=True), True, False, True, False),
+    "traversal": Rule(partial(rules.traversal, replacement=False), True, False, False, False),
+    "traversal_replacement": Rule(partial(rules.traversal, replacement=True), True, False, True, False),
+    "coupled": Rule(blind(rules.match), False, False, None, False),
+    "typical": Rule(blind(rules.typical), False, False, None, True),
+    "threshold": Rule(blind(rules.threshold), False, False, None, True),
+}
+COUPLED = "coupled"
+
+
+class Verdict(NamedTuple):
+    """The accepted nodes from the root on, the next token (not part of the tree), and the rule's label for reports."""
+
+    path: list[int]
+    token: int
+    rule: str
+
+
+class Rows:
+    """The target's laws, each worked out when a rule looks at it: most nodes of a tree are never visited."""
+
+    def __init__(self, logits: Float[Tensor, "N V"], sampling: Sampling) -> None:
+        self.logits, self.sampling = logits, sampling
+
+    def __getitem__(self, node: int, /) -> Float[Tensor, "V"]:
+        """Return the law after a node."""
+        return distribution(self.logits[node], self.sampling)
+
+
+def check_rule(rule: str, lossy: bool) -> None:
+    """Check that a rule exists, and that a lossy one is asked for as such.
+
+    Raises:
+        ValueError: naming the rule and the remedy.
+    """
+    if rule != AUTO and rule not in RULES:
+        raise ValueError(f"rule is {rule!r}: choose {AUTO} or one of {', '.join(RULES)}")
+    if is_lossy(rule) and not lossy:
+        raise ValueError(f"rule={rule} changes the target's law: set lossy=true to allow it, or choose rule={AUTO}")
+
+
+def is_lossy(rule: str) -> bool:
+    """Return whether a rule changes the target's law."""
+    return rule != AUTO and RULES[rule].lossy
+
+
+def label(rule: str) -> str:
+    """Return what reports call a rule."""
+    return f"{rule} (lossy)" if is_lossy(rule) else rule
+
+
+def decide(
+    tree: DraftTree,
+    logits: Float[Tensor, "N V"],
+    q: Float[Tensor, "N V"] | None,
+    sampling: Sampling,
+    rng: Rng,
+    rule: str = AUTO,
+    replacement: bool = False,
+) -> Verdict:
+    """Verify a draft.
 
     Args:
         tree: the draft tree.
-        p: the target's law after each node.
-        q: the law from which each node's children were drawn without replacement; None if the children are a
-            deterministic choice (or any choice made before the target's own draw), each a point mass.
-        rng: the randomness.
+        logits: the target's at each node, the repetition penalty applied.
+        q: the laws from which each node's children were drawn; None if they were chosen in any other way.
+        sampling: how the target is sampled.
+        rng: the randomness; a `Coupled` one for the coupled rule.
+        rule: a key of `RULES`, or auto.
+        replacement: whether siblings were drawn with replacement.
 
-    Returns:
-        The accepted nodes from the root on, and the next token: the bonus or correction, not part of the tree.
+    Raises:
+        ValueError: the rule is not right for such a draft.
     """
-    return _point_mass(tree, p, rng) if q is None else _recursive_rejection(tree, p, q, rng)
+    if len(tree.token) == 1:
+        rule, shown = "match", NOTHING
+    else:
+        rule = fitting(rule, tree, q is not None, replacement, sampling.temperature == 0)
+        shown = label(rule)
+    chosen = RULES[rule]
+    if sampling.temperature > 0:
+        return Verdict(*chosen.walk(tree, Rows(logits, sampling), q, rng), shown)
+    if chosen.lossy:  # a one-hot law leaves nothing to be lenient about: they judge by the law at temperature 1
+        path, _ = chosen.walk(tree, Rows(logits, replace(sampling, temperature=1.0)), q, rng)
+        return Verdict(path, int(logits[path[-1]].argmax()), shown)
+    best = logits.argmax(-1).tolist()
+    return Verdict(*rules.follow(tree, lambda node, _: best[node]), NOTHING if shown == NOTHING else GREEDY_WALK)
 
 
-def _point_mass(tree: DraftTree, p: Float[Tensor, "N V"], rng: Rng) -> tuple[list[int], int]:
-    """Draw the target's own token at each node and follow it while it was drafted.
+def verify(
+    tree: DraftTree,
+    p: Float[Tensor, "N V"],
+    q: Float[Tensor, "N V"] | None,
+    rng: Rng,
+    rule: str = AUTO,
+    replacement: bool = False,
+) -> Chosen:
+    """Verify a draft by the target's laws p after each node; otherwise as `decide`."""
+    return RULES[fitting(rule, tree, q is not None, replacement, False)].walk(tree, p, q, rng)
 
-    The same law and acceptance as trying each child with probability p and renormalising after a rejection.
+
+def fitting(rule: str, tree: DraftTree, drawn: bool, replacement: bool, greedy: bool) -> str:
+    """Return the rule for a draft: the one that accepts most for auto (`benchmarks/rules.py` measures them).
+
+    Raises:
+        ValueError: a rule that is not right for the draft. At temperature 0 any choice of drafts will do.
     """
-    below, token, drawn = children(tree), tree.token.tolist(), rng.draw(p)
-    path = [0]
-    while True:
-        chosen = drawn[path[-1]]
-        child = next((c for c in below[path[-1]] if token[c] == chosen), None)
-        if child is None:
-            return path, chosen
-        path.append(child)
-
-
-def _recursive_rejection(
-    tree: DraftTree, p: Float[Tensor, "N V"], q: Float[Tensor, "N V"], rng: Rng
-) -> tuple[list[int], int]:
-    """Try siblings in drawn order, each against what the target's law has left (SpecInfer, EAGLE, Sequoia)."""
-    below, token = children(tree), tree.token.tolist()
-    path = [0]
-    while True:
-        target, draft = p[path[-1]], q[path[-1]].clone()
-        for child in below[path[-1]]:
-            x = token[child]
-            if rng.accept(float(target[x] / draft[x])):
-                path.append(child)
-                break
-            target = _residual(target, draft)
-            draft[x] = 0.0
-            draft = draft / draft.sum().clamp_min(torch.finfo(draft.dtype).tiny)
-        else:
-            return path, rng.draw(target[None])[0]
-
-
-def _residual(target: Float[Tensor, "V"], draft: Float[Tensor, "V"]) -> Float[Tensor, "V"]:
-    """Return what the target's law has left after a rejected draft."""
-    left = (target - draft).clamp_min(0)
-    total = left.sum()
-    # Equal laws never reject in exact arithmetic; where rounding did, nothing is left and the target's law stands.
-    return left / total if total > 0 else target
+    if rule == AUTO and not drawn:
+        return "point_mass"
+    chain = tree.parent.tolist() == list(range(-1, len(tree.parent) - 1))
+    if rule == AUTO:
+        return "block" if chain else "traversal_replacement" if replacement else "traversal"
+    asked = RULES[rule]
+    if asked.chain and not chain:
+        raise ValueError(f"rule={rule} verifies chains, and this draft is a tree: choose rule={AUTO}, or tree=chain")
+    if greedy:
+        return rule
+    if asked.drawn and not drawn:
+        raise ValueError(
+            f"rule={rule} needs drafts drawn from known laws, and these are chosen without drawing: choose "
+            f"rule={AUTO}, or a chain or sampled tree"
+        )
+    if asked.drawn and not chain and asked.replacement is not replacement:
+        drawn_how = "with" if replacement else "without"
+        raise ValueError(f"rule={rule} is not for siblings drawn {drawn_how} replacement: choose rule={AUTO}")
+    return rule

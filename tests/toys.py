@@ -46,6 +46,10 @@ HEAD_CONFIGS = {
         "intermediate_size": None, "rope_theta": 10000.0, "bias": True, "norm_eps": 1e-5,
     },
     "medusa": {"name": "medusa", "heads": 4, "layers": 1, "lm_head": "copied"},
+    "mtp": {
+        "name": "mtp", "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
+        "rope_theta": 10000.0, "norm_eps": 1e-5,
+    },
 }  # fmt: skip
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
 TREES = {

@@ -5,30 +5,41 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from inference.cache import TargetCache
+from inference.parts import Entered
+from inference.rng import Rng
 from inference.sample import Sampling
 from inference.target import Pass
 from inference.tree import DraftTree, Riders
-from inference.verify import Rng
 
 
 class Context(NamedTuple):
     """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left.
 
-    No node or rider may lie deeper than `room`: there the target's context or the answer ends.
+    No node or rider may lie deeper than `room`: there the target's context or the answer ends. `cache` holds the
+    target's rows before the last token. Only a source that drafts with the target itself writes to it: rows behind the
+    committed ones, which it drops again, or hands on as `Proposal.entered`.
     """
 
     token: list[int]
     sampling: Sampling
     rng: Rng
     room: int
+    cache: TargetCache | None = None
 
 
 class Proposal(NamedTuple):
-    """A tree rooted at the last token; where its children were sampled, the laws q they came from; and riders."""
+    """A tree rooted at the last token; where its children were sampled, the laws q they came from; and riders.
+
+    Sampled siblings are in drawn order, without `replacement` unless it says so. `entered` says that all nodes
+    have run through the target's first layers; then there are no riders.
+    """
 
     tree: DraftTree
     q: Float[Tensor, "N V"] | None = None
     riders: Riders | None = None
+    replacement: bool = False
+    entered: Entered | None = None
 
 
 class Verified(NamedTuple):
@@ -54,10 +65,9 @@ class Commit(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A draft source. `rule` names how its proposals are verified, `tree` their shape, for reports."""
+    """A draft source. `tree` names the shape of its proposals, for reports."""
 
     name: str
-    rule: str
     tree: str
     feature_layers: tuple[int, ...]
 

@@ -15,7 +15,6 @@ class HeadDrafter:
     def __init__(self, head: DraftHead, tree: TreeConfig, name: str) -> None:
         self.head, self.config, self.name = head, tree, name
         self.tree = tree.label
-        self.rule = "recursive rejection (T>0)" if tree.kind in ("chain", "sampled") else "point mass"
         self.feature_layers = head.feature_layers
         self.state: Any = None
         self.level: Level | None = None
@@ -39,6 +38,4 @@ class HeadDrafter:
     def propose(self, context: Context) -> Proposal:
         """Grow the tree."""
         assert self.level is not None, "propose before observe"
-        root = context.token[-1]
-        sampling, rng = context.sampling, context.rng
-        return Proposal(*grow(self.head, self.state, self.level, root, self.config, sampling, rng, context.room))
+        return grow(self.head, self.state, self.level, self.config, context)

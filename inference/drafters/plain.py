@@ -9,7 +9,7 @@ from inference.tree import root
 class Plain:
     """The baseline."""
 
-    name, rule, tree = "plain", "none", "root"
+    name, tree = "plain", "root"
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, device: torch.device) -> None:

@@ -1,24 +1,35 @@
 """Every draft source that needs no trained head, by the name of its file in conf/drafter/."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from heads.typed import build
 from inference.drafters import Drafter
+from inference.drafters.assistant import Assistant
+from inference.drafters.assistant_slem import AssistantSlem
+from inference.drafters.early_exit import EarlyExit
+from inference.drafters.layer_skip import LayerSkip
+from inference.drafters.lookahead import Lookahead
+from inference.drafters.mtp import MtpDrafter
+from inference.drafters.prompt_lookup import PromptLookup
+from inference.drafters.recycling import Recycling
+from inference.drafters.streams import StreamsDrafter
+from inference.drafters.suffix import Suffix
 from inference.target import Target
 
-
-class Source(Protocol):
-    """A class of drafters with its typed configuration."""
-
-    Config: type[Any]
-
-    def __call__(self, config: Any, target: Target, name: str) -> Drafter:
-        """Make the drafter for a target, under the name that reports give it."""
-        ...
-
-
-SOURCES: dict[str, Source] = {}
+# Each has a `Config` and is made of one, the target and a name.
+SOURCES: dict[str, Any] = {
+    "assistant": Assistant,
+    "assistant_slem": AssistantSlem,
+    "early_exit": EarlyExit,
+    "layer_skip": LayerSkip,
+    "lookahead": Lookahead,
+    "mtp": MtpDrafter,
+    "prompt_lookup": PromptLookup,
+    "recycling": Recycling,
+    "streams": StreamsDrafter,
+    "suffix": Suffix,
+}
 
 
 def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
@@ -37,4 +48,5 @@ def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     if source not in SOURCES:
         raise ValueError(f"drafter.{name}: no source is called {source!r}; choose one of {', '.join(SOURCES)}")
     made = SOURCES[source]
-    return made(build(made.Config, values, f"drafter.{name}"), target, name)
+    drafter: Drafter = made(build(made.Config, values, f"drafter.{name}"), target, name)
+    return drafter

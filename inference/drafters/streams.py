@@ -38,7 +38,6 @@ class StreamsDrafter:
         self.target, self.config, self.name = target, config.tree, name
         self.streams = streams or load_streams(Path(config.run).expanduser(), target)
         self.tree = config.tree.label
-        self.rule = "recursive rejection (T>0)" if config.tree.kind in ("chain", "sampled") else "point mass"
         self.depth = min(self.streams.config.streams, config.tree.deepest)  # deeper streams would draft nothing
         self.drafted: Drafted | None = None
         self.node: Tensor | None = None  # which node each rider belongs to
@@ -60,12 +59,10 @@ class StreamsDrafter:
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Grow the tree that the last pass has drafted, and let the streams of its nodes ride along."""
-        root = context.token[-1]
-        tree, q = trees.root(root, self.target.device), None
+        proposal = Proposal(trees.root(context.token[-1], self.target.device))
         if self.drafted is not None:
-            level = self.drafted.level(1, 1)
-            tree, q = grow(self.drafted, None, level, root, self.config, context.sampling, context.rng, context.room)
-        return Proposal(tree, q, self.riders(tree, context.room))
+            proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, context)
+        return proposal._replace(riders=self.riders(proposal.tree, context.room))
 
     def riders(self, tree: DraftTree, room: int) -> Riders | None:
         """Return the streams of all nodes, but for those that would draft deeper than can be committed."""

@@ -27,6 +27,7 @@ def generation(
                 draft_s=part / 4,
                 verify_s=part / 2,
                 other_s=part / 4,
+                rule="point_mass" if drafted else "none",
             )
             for drafted, accepted in steps
         ],

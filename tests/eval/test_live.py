@@ -95,7 +95,7 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
         seen.append((drafter.name, settings))
         return generation(3)
 
-    def hf_generate(target: Target, prompt: list[int], max_new_tokens: int) -> Generation:
+    def hf_generate(target: Target, prompt: list[int], max_new_tokens: int, penalty: float) -> Generation:
         seen.append(("hf", max_new_tokens))
         return generation(4)
 
@@ -127,7 +127,7 @@ def test_hf_generate_stays_within_the_context() -> None:
 
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
-    monkeypatch.setattr(live, "_timed_generate", lambda *given: ([7] * given[-1], seconds[given[-1]]))
+    monkeypatch.setattr(live, "_timed_generate", lambda _target, _prompt, count, _: ([7] * count, seconds[count]))
     target = StubTarget(eos=frozenset({1}))
     run = live.hf_generate(target, [0], 9)
     assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)
@@ -155,7 +155,7 @@ def test_rows_hold_the_numbers_and_what_they_were_measured_under() -> None:
     assert (eagle["tau"], eagle["speedup"], eagle["speedup_hf"], eagle["draft_tokens"]) == (2, 2, 4, 24)
     assert (eagle["tokens"], eagle["steps"], eagle["tokens_per_second"]) == (24, 12, 6)
     assert eagle["tau_ci"] == eagle["speedup_ci"] == (2, 2)
-    assert (eagle["rule"], eagle["tree"], plain["tree"]) == ("point mass", "chain-2", "root")
+    assert (eagle["rule"], eagle["tree"], plain["tree"]) == ("point_mass", "chain-2", "root")
     assert (eagle["workload"], eagle["temperature"], eagle["batch_size"], eagle["memory_bytes"]) == ("tiny", 0, 1, 123)
     assert eagle["lossless"] == {"checked": 4, "identical": 4, "near_tie": 0, "failed": 0}
 

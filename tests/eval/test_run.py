@@ -210,7 +210,7 @@ def test_every_source_has_its_options_and_every_option_its_source() -> None:
         composed = {name: compose("eval", [f"drafter={name}"]).drafter for name in names}
     assert all(list(options) == [name] for name, options in composed.items())
     sources = {options[name].get("source", name) for name, options in composed.items()}
-    assert sources == {"head", "plain", *SOURCES}
+    assert sources == {"head", "plain", "hybrid", *SOURCES}
 
 
 def test_the_script_runs_from_anywhere_and_fails_in_one_line(tmp_path: Path) -> None:

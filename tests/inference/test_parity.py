@@ -13,10 +13,10 @@ from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Commit
 from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig, grow
+from inference.rng import Generator
 from inference.sample import GREEDY, Sampling
 from inference.target import Target
 from inference.tree import DraftTree, Riders
-from inference.verify import Generator
 from tests import toys
 
 TOKENS = 36

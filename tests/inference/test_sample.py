@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from inference.rng import Generator
 from inference.sample import GREEDY, Sampling, distribution
-from inference.verify import Generator
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Commit, Context, Proposal
 from inference.drafters.streams import Drafted, StreamsDrafter
 from inference.policy import TreeConfig, grow
+from inference.rng import Generator
 from inference.sample import GREEDY, Sampling
 from inference.streams import RiderRows, Streams, frozen, load_streams, save_streams
 from inference.target import Target
 from inference.tree import DraftTree, Riders
-from inference.verify import Generator
 from tests import toys
 
 TOKENS = 36
@@ -214,9 +214,8 @@ def test_offline_acceptance_equals_online() -> None:
         while root < end - 1:
             room = end - root - 2
             drafted = Drafted(laws[min(root - 1, len(laws) - 1)][: max(room, 1)])
-            tree, _ = grow(
-                drafted, None, drafted.level(1, 1), token[root], config, GREEDY, Generator(0, target.device), room
-            )
+            context = Context(token[: root + 1], GREEDY, Generator(0, target.device), room)
+            tree = grow(drafted, None, drafted.level(1, 1), config, context).tree
             node, count, below = 0, 0, trees.children(tree)
             while True:
                 wanted = [c for c in below[node] if int(tree.token[c]) == token[root + count + 1]]

@@ -50,7 +50,7 @@ def batch(seed: int = 0, rows: int = 3, width: int = 24) -> Batch:
     return Batch(*(torch.tensor(part) for part in (token, document, mask)), torch.arange(rows))
 
 
-@pytest.mark.parametrize("every", [1, 2, 5, 50])
+@pytest.mark.parametrize("every", [1, 2, 5, 9])
 def test_anchors_are_every_so_many_of_the_targets_own_rows(every: int) -> None:
     packed, starts = batch(), set()
     for seed in range(8):

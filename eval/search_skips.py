@@ -1,0 +1,106 @@
+"""Find the sub-layers that a target drafts best without, on the user's own prompts, for drafter=layer_skip.
+
+python eval/search_skips.py model.path=/my/model workload=my_prompts.jsonl out=skips.json
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script: the checkout's root in place of this folder, or `import heads` would fail
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from eval.workloads import load_workload
+from heads.errors import user_errors
+from heads.resolvers import register_resolvers
+from heads.typed import typed
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters.layer_skip import LayerSkip
+from inference.sample import GREEDY
+from inference.skips import FORMAT, Rating, SearchSettings, SkipFile, record, save_skips, search
+from inference.target import Target
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """conf/search.yaml."""
+
+    model: dict[str, Any]
+    out: str | None
+    workload: str | None
+    prompts: int
+    max_new_tokens: int
+    search: SearchSettings
+
+
+def find(job: JobConfig) -> Path:
+    """Search, time what was found against plain decoding on the same prompts, write and print it.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: no such model or workload, the target's layers cannot be run in parts, or nothing pays to skip.
+    """
+    model = job.model
+    workload = job.workload or model.get("prompts")
+    if not workload:
+        raise ValueError("workload is missing: give a name, a file or a Hub data set")
+    target = Target.load(model["path"], model["dtype"], model["device"], bool(model["trust_remote_code"]))
+    prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
+    settings = Settings(job.max_new_tokens, GREEDY)
+    plain = [autoregress(target, prompt, settings) for prompt in prompts]
+    texts = [record(target, prompt, made.tokens) for prompt, made in zip(prompts, plain, strict=True)]
+    skips, rating = search(target.parts, texts, job.search)
+    if not skips.attention and not skips.mlp:
+        raise ValueError(f"{target.name}: no set of skipped sub-layers rates above plain decoding; use another drafter")
+    path = Path(job.out).expanduser() if job.out else Path("outputs") / f"{model['name']}-skips.json"
+
+    def write(found: dict[str, float]) -> None:
+        kept = (list(skips.attention), list(skips.mlp), rating.depth, job.search.stop)
+        save_skips(path, SkipFile(FORMAT, target.spec, *kept, found))
+
+    write(predicted(rating))
+    drafter = LayerSkip(LayerSkip.Config(str(path), None, None), target, "layer_skip")
+    made = [speculate(target, drafter, prompt, settings) for prompt in prompts]
+    found = {**predicted(rating), **measured(plain, made)}
+    write(found)
+    layers = len(target.decoder_layers)
+    print(f"{path}: without {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers of {layers} each")
+    print("\n".join(f"  {name}: {value:.4g}" for name, value in found.items()))
+    return path
+
+
+def predicted(rating: Rating) -> dict[str, float]:
+    """Return what the search expects."""
+    return {"predicted_tau": rating.tau, "predicted_speedup": rating.speed, "draft_cost": rating.cost}
+
+
+def measured(plain: list[Generation], drafted: list[Generation]) -> dict[str, float]:
+    """Return tokens a pass and tokens a second of decoding, timed once: for the order of magnitude."""
+    steps = sum(len(made.steps) for made in drafted)
+    speeds = [
+        sum(len(made.tokens) - 1 for made in side) / sum(made.decode_s for made in side) for side in (drafted, plain)
+    ]
+    return {
+        "measured_tau": sum(len(made.tokens) - 1 for made in drafted) / steps,
+        "tokens_per_second": speeds[0],
+        "plain_tokens_per_second": speeds[1],
+    }
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="search")
+def main(cfg: DictConfig) -> None:
+    """Run the command."""
+    register_resolvers()
+    with user_errors():
+        find(typed(JobConfig, cfg))
+
+
+if __name__ == "__main__":
+    main()

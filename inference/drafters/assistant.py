@@ -1,0 +1,182 @@
+"""A smaller causal LM drafts: speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+
+Any model that transformers loads, with the target's tokenizer or, by the tokens that both know (TLI, arXiv 2502.05202),
+with another. It reads and drafts level by level as heads do, so that every tree policy takes it; a chain may besides
+adapt its length and stop early.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from heads.base import Level
+from inference import follower
+from inference.drafters import Commit, Context, Proposal, Verified
+from inference.follower import Follower
+from inference.policy import Growth, TreeConfig, grow
+from inference.sample import distribution
+from inference.target import Target
+from inference.tree import root
+from inference.vocabulary import SameVocabulary, SharedVocabulary, Vocabulary
+
+MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}
+SCHEDULES = ("constant", "heuristic")
+
+
+class Length:
+    """How many tokens a chain drafts: constantly the same, or transformers' heuristic, anew for every sequence.
+
+    The heuristic drafts two more after a chain that was accepted whole, else one less.
+    """
+
+    def __init__(self, schedule: str, start: int) -> None:
+        self.adapts, self.start = schedule == "heuristic", start
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a sequence."""
+        self.now = self.start
+
+    def learn(self, verified: Verified | None) -> None:
+        """Take in what became of a chain."""
+        drafted = 0 if verified is None else len(verified.tree.token) - 1
+        if self.adapts and verified is not None and drafted:
+            self.now = self.now + 2 if len(verified.path) - 1 == drafted else max(1, self.now - 1)
+
+
+def check_chain(key: str, schedule: str, confidence: float) -> None:
+    """Check the values that every chain of an assistant has.
+
+    Raises:
+        ValueError: naming the one that is wrong.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"{key}.schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+    if not 0 <= confidence <= 1:
+        raise ValueError(f"{key}.confidence is {confidence}: give a probability, 0 to never stop early")
+
+
+def doubts(logits: Float[Tensor, "1 V"], token: Int[Tensor, "1"], confidence: float) -> bool:
+    """Whether a model gives its drafted token less than `confidence`, at temperature 1; 0 is never asked."""
+    return confidence > 0 and bool(logits[0].softmax(-1)[token] < confidence)
+
+
+class Assistant:
+    """Another causal LM as a draft source."""
+
+    feature_layers: tuple[int, ...] = ()
+    max_depth = 1 << 20  # the room in its context limits it, step by step
+
+    @dataclass(frozen=True)
+    class Config:
+        """The model and how it drafts; a null takes the target's. `schedule` and `confidence` are for chains.
+
+        A chain stops after a token that the assistant itself, at temperature 1, gives less than `confidence`.
+        """
+
+        model: str
+        match: str
+        dtype: str | None
+        device: str | None
+        trust_remote_code: bool
+        tree: TreeConfig
+        schedule: str
+        confidence: float
+
+        def __post_init__(self) -> None:
+            """Check the ranges."""
+            if self.match not in MATCHES:
+                raise ValueError(
+                    f"drafter.assistant.match is {self.match!r}: choose one of {', '.join(MATCHES)}, or "
+                    "drafter=assistant_slem to exchange text"
+                )
+            check_chain("drafter.assistant", self.schedule, self.confidence)
+            if self.tree.kind != "chain" and (self.schedule != "constant" or self.confidence > 0):
+                raise ValueError(
+                    f"drafter.assistant.tree.kind is {self.tree.kind!r}: only a chain has a schedule or stops by "
+                    "confidence; set schedule=constant and confidence=0, or tree.kind=chain"
+                )
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        self.config, self.name = config, name
+        self.tree = config.tree.label
+        model = follower.load(
+            config.model, config.dtype, config.device, config.trust_remote_code, target, "drafter.assistant"
+        )
+        if config.tree.kind != "chain" and not model.takes_trees:
+            raise ValueError(
+                f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
+                "honour a tree mask: set tree.kind=chain"
+            )
+        self.vocabulary: Vocabulary = MATCHES[config.match](target, model)
+        self.follower = Follower(model)
+        self.device, self.eos = target.device, target.eos
+        self.length = Length(config.schedule, config.tree.depth)
+        self.reset([])
+
+    def reset(self, prompt: list[int]) -> None:
+        """Begin a new sequence."""
+        self.follower.clear()
+        self.length.reset()
+        self.text = self.vocabulary.prompt(prompt)
+        self.level: Level | None = None
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
+
+    @torch.inference_mode()
+    def observe(self, commit: Commit) -> None:
+        """Read on: what was drafted, accepted and expanded is in the cache already."""
+        following = commit.token.tolist()
+        # A prefill's rows are the prompt's, which reset() took; only the last token is new.
+        self.text += self.vocabulary.follow(following[-1:] if commit.verified is None else following)
+        self.length.learn(commit.verified)
+        fits = 0 < len(self.text) <= self.follower.model.context
+        self.level = self.answer(self.follower.read(self.text)) if fits else None
+
+    @torch.inference_mode()
+    def propose(self, context: Context) -> Proposal:
+        """Grow the tree; where the text is over the assistant's own context, draft nothing."""
+        room = min(context.room, self.follower.model.context - len(self.text))
+        token, tree = context.token[-1], self.config.tree
+        if self.level is None or room < 1:
+            return Proposal(root(token, self.device))
+        if tree.kind == "chain":
+            return self.chain(self.level, context, min(room, self.length.now))
+        return grow(self, None, self.level, tree, context._replace(room=room))
+
+    def chain(self, level: Level, context: Context, depth: int) -> Proposal:
+        """Draw one token after another, up to an end of the answer or to one that the assistant doubts.
+
+        The chain ends after such a token and never without it: its law stays the one it was drawn from.
+        """
+        growth = Growth(self, None, level, context)
+        above = torch.zeros(1, dtype=torch.long, device=self.device)
+        laws = []
+        while True:
+            law = distribution(growth.logits(), context.sampling)
+            laws.append(law)
+            token = context.rng.distinct(law, 1, len(laws))[:, 0]
+            nodes = growth.add(token, above)
+            if (
+                len(laws) == depth
+                or int(token) in self.eos
+                or doubts(growth.level.logits, token, self.config.confidence)
+            ):
+                break
+            growth.descend(token, above, nodes)
+        return Proposal(growth.tree(), torch.cat([*laws, torch.zeros_like(laws[-1])]))
+
+    def expand(
+        self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the follower's cache."""
+        return self.answer(self.follower.expand(self.vocabulary.to_assistant(token), parent, mask))
+
+    def answer(self, logits: Tensor) -> Level:
+        """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""
+        placed = self.vocabulary.to_target(logits)
+        return Level(placed, placed[:, :0], ())

@@ -1,0 +1,131 @@
+"""Lookahead decoding (Fu et al., arXiv 2402.02057): n-grams that the target writes itself, by Jacobi iteration."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from inference.drafters import Commit, Context, Proposal
+from inference.target import Target
+from inference.tree import DraftTree, Riders
+
+
+class Lookahead:
+    """Lets a window of guesses ride along in every pass and drafts from the n-grams that it has turned up.
+
+    The window has `ngram` - 1 levels of `window` columns. The token of level j in column i stands i + j places after
+    the root; level 0 begins with the root itself. It follows the root, level 0 up to its column, and the levels
+    above it in its column. What the target writes below the last level completes an n-gram down each column and
+    becomes the last level, and level 0 leaves. At temperatures above 0 the window still takes the likeliest tokens;
+    what is drafted from it is verified like any other guess.
+
+    Memory: `guesses` n-grams for each token of the vocabulary at most, and at most `window` more with each pass.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """The paper's W (window), N (ngram) and G (guesses), and whether the prompt's n-grams are drafted too.
+
+        Raises:
+            ValueError: naming the value that is out of range.
+        """
+
+        window: int
+        ngram: int
+        guesses: int
+        from_prompt: bool
+
+        def __post_init__(self) -> None:
+            """Check the ranges."""
+            for name, least in {"window": 1, "ngram": 3, "guesses": 1}.items():
+                if getattr(self, name) < least:
+                    raise ValueError(f"drafter.lookahead.{name} is {getattr(self, name)}: give at least {least}")
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        if not target.takes_trees:
+            raise ValueError(f"{target.name}: its attention does not honour a tree mask, which drafter={name} needs")
+        self.config, self.name, self.device = config, name, target.device
+        self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"
+        self.reset([0])
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
+
+    def reset(self, prompt: list[int]) -> None:
+        """Begin a new sequence: fill the window with random tokens of the prompt."""
+        config = self.config
+        chance = random.Random(0)
+        self.levels = [chance.choices(prompt, k=config.window) for _ in range(config.ngram - 1)]
+        self.passes = 0
+        self.pool: dict[int, dict[tuple[int, ...], None]] = {}  # n-grams by their first token, the latest last
+        if config.from_prompt:
+            for end in range(config.ngram, len(prompt) + 1):
+                self.collect(prompt[end - config.ngram : end])
+
+    def collect(self, ngram: list[int]) -> None:
+        """Put an n-gram into the pool as its token's latest."""
+        known = self.pool.setdefault(ngram[0], {})
+        rest = tuple(ngram[1:])
+        known.pop(rest, None)
+        known[rest] = None
+        if len(known) > self.config.guesses:
+            del known[next(iter(known))]
+
+    @torch.inference_mode()
+    def observe(self, commit: Commit) -> None:
+        """Take the n-grams that the pass completed, and move the window on by one level."""
+        if commit.verified is None or commit.verified.riders is None:
+            return
+        width = len(self.levels[0])
+        written = commit.verified.riders[-width:].argmax(-1).tolist()
+        if self.passes >= self.config.ngram - 2:  # before, the columns hold random tokens below their first
+            for column in zip(*self.levels, written, strict=True):
+                self.collect(list(column))
+        self.levels = [*self.levels[1:], written]
+        self.passes += 1
+
+    def propose(self, context: Context) -> Proposal:
+        """Draft the root's n-grams as one tree, the latest first, and send the window along."""
+        root, room = context.token[-1], context.room
+        # Towards the end of the answer the columns that would reach beyond it fall away.
+        width = max(0, min(len(self.levels[0]), room - self.config.ngram + 3))
+        self.levels = [level[:width] for level in self.levels]
+        tree = merge(root, [rest[:room] for rest in reversed(self.pool.get(root, {}))], self.device)
+        if width == 0:
+            return Proposal(tree)
+        self.levels[0][0] = root
+        token = [token for level in self.levels for token in level][1:]
+        offset, seen = window(self.config.ngram - 1, width, self.device)
+        nodes = seen.new_zeros(len(token), len(tree.token))
+        nodes[:, 0] = True
+        return Proposal(
+            tree, None, Riders(torch.tensor(token, device=self.device), offset, torch.cat([nodes, seen], 1))
+        )
+
+
+def window(levels: int, width: int, device: torch.device) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R R"]]:
+    """Return for each rider its distance from the root and which riders it sees: level by level, without the root."""
+    place = torch.arange(1, levels * width, device=device)
+    level, column = place // width, place % width
+    before = (level == 0) & (column <= column[:, None])
+    above = (column == column[:, None]) & (level <= level[:, None])
+    return level + column, before | above
+
+
+def merge(root: int, sequences: list[tuple[int, ...]], device: torch.device) -> DraftTree:
+    """Return the tree of all the sequences, common beginnings once."""
+    token, parent = [root], [-1]
+    known: dict[tuple[int, int], int] = {}
+    for sequence in sequences:
+        node = 0
+        for drafted in sequence:
+            if (node, drafted) not in known:
+                known[node, drafted] = len(token)
+                token.append(drafted)
+                parent.append(node)
+            node = known[node, drafted]
+    return DraftTree(torch.tensor(token, device=device), torch.tensor(parent, device=device))

@@ -1,0 +1,96 @@
+"""Prompt lookup: what followed the last tokens earlier in the prompt or the output (Saxena, 2023; HF; vLLM `ngram`)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from inference.drafters import Commit, Context, Proposal
+from inference.target import Target
+from inference.tree import DraftTree
+
+MATCHES = ("first", "last")
+
+
+class PromptLookup:
+    """Drafts a chain copied from an earlier occurrence of the last n tokens, the longest n that occurs.
+
+    An index from n-grams to what followed them grows with the text, so a step costs a few lookups whatever the
+    context's length. Memory: one entry for each length of n-gram and token of the text at most.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """The lengths of n-grams that are tried, how many tokens are drafted, and which occurrence they follow.
+
+        Raises:
+            ValueError: naming the value that is out of range.
+        """
+
+        ngram_min: int
+        ngram_max: int
+        tokens: int
+        match: str
+
+        def __post_init__(self) -> None:
+            """Check the ranges."""
+            if self.ngram_min < 1:
+                raise ValueError(f"drafter.prompt_lookup.ngram_min is {self.ngram_min}: give at least 1")
+            if self.ngram_max < self.ngram_min:
+                raise ValueError(
+                    f"drafter.prompt_lookup.ngram_max is {self.ngram_max}: give at least ngram_min, {self.ngram_min}"
+                )
+            if self.tokens < 1:
+                raise ValueError(f"drafter.prompt_lookup.tokens is {self.tokens}: give at least 1")
+            if self.match not in MATCHES:
+                raise ValueError(f"drafter.prompt_lookup.match is {self.match!r}: choose one of {', '.join(MATCHES)}")
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        self.config, self.name = config, name
+        self.tree = f"chain-{config.tokens}"
+        self.device, self.eos = target.device, target.eos
+        self.sizes = range(config.ngram_max, config.ngram_min - 1, -1)
+        self.reset([])
+
+    def reset(self, prompt: list[int]) -> None:
+        """Begin a new sequence: index the prompt."""
+        self.text: list[int] = []
+        self.after: dict[tuple[int, ...], int] = {}  # where the text goes on after an n-gram
+        self.extend(prompt)
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
+
+    def observe(self, commit: Commit) -> None:
+        """Learn nothing here: a proposal reads the text itself."""
+
+    def propose(self, context: Context) -> Proposal:
+        """Copy what followed the longest n-gram that occurred before."""
+        self.extend(context.token[len(self.text) :])
+        draft = self.lookup(min(self.config.tokens, context.room))
+        token = torch.tensor([context.token[-1], *draft], device=self.device)
+        return Proposal(DraftTree(token, torch.arange(-1, len(draft), device=self.device)))
+
+    def extend(self, tokens: list[int]) -> None:
+        """Append tokens; an n-gram is indexed once a token follows it, so that the text's end never finds itself."""
+        text, after, first = self.text, self.after, self.config.match == "first"
+        for token in tokens:
+            end = len(text)
+            for n in self.sizes:
+                if n <= end:
+                    gram = tuple(text[end - n :])
+                    if not (first and gram in after):
+                        after[gram] = end
+            text.append(token)
+
+    def lookup(self, count: int) -> list[int]:
+        """Return up to `count` tokens that may follow the text, none from the end of the answer on."""
+        for n in self.sizes:
+            start = self.after.get(tuple(self.text[-n:])) if n < len(self.text) else None
+            if start is not None:
+                draft = self.text[start : start + count]
+                # After the end nothing can be accepted, and the end itself comes as well as the pass's own token.
+                end = next((i for i, token in enumerate(draft) if token in self.eos), len(draft))
+                return draft[:end]
+        return []

@@ -1,0 +1,180 @@
+"""SuffixDecoding (Oliaro et al., arXiv 2411.04975): what most often followed the longest known suffixes of the text."""
+
+import heapq
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from inference.drafters import Commit, Context, Proposal
+from inference.suffix_tree import Place, SuffixTree
+from inference.target import Target
+from inference.tree import DraftTree
+
+MODES = ("path", "tree")
+
+
+class Draft(NamedTuple):
+    """Drafted tokens, their parents (-1: the root), and how many of them the counts expect to be accepted."""
+
+    token: list[int]
+    parent: list[int]
+    score: float
+
+
+class Suffix:
+    """Drafts from two counted suffix trees: of this request, prompt and output, and of past requests' outputs.
+
+    Every suffix of the text that occurs in a tree may be continued, by a budget that grows with its length; the
+    continuation with the highest score stands, this request's before the past's. `score` holds it for the last
+    proposal.
+
+    Memory: the request's tree grows linearly with its text. The past's holds at most `memory_nodes` nodes of about
+    0.3 KB, forgetting the oldest outputs first. What a request's last pass commits is not remembered: the engine does
+    not report it.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Depth of the trees, budget of a draft, the past's use, and the shape of a draft.
+
+        Raises:
+            ValueError: naming the value that is out of range.
+        """
+
+        mode: str
+        depth: int
+        tokens: int
+        factor: float
+        offset: float
+        min_probability: float
+        memory: bool
+        memory_nodes: int
+
+        def __post_init__(self) -> None:
+            """Check the ranges."""
+            if self.mode not in MODES:
+                raise ValueError(f"drafter.suffix.mode is {self.mode!r}: choose one of {', '.join(MODES)}")
+            for name, least in {"depth": 2, "tokens": 1, "factor": 0, "memory_nodes": 1}.items():
+                value = getattr(self, name)
+                if value < least:
+                    raise ValueError(f"drafter.suffix.{name} is {value}: give at least {least}")
+            if not 0 <= self.min_probability <= 1:
+                raise ValueError(f"drafter.suffix.min_probability is {self.min_probability}: give a number from 0 to 1")
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        self.config, self.name, self.device = config, name, target.device
+        self.tree = f"{config.mode}-{config.tokens}"
+        self.draft = _path if config.mode == "path" else _tree
+        self.score = 0.0
+        self.text: list[int] = []
+        self.answer = 0  # where the text's output begins
+        self.forget()
+        self.reset([])
+
+    def forget(self) -> None:
+        """Forget past requests too, so that the next one starts cold: the order of requests matters to a warm start."""
+        self.past = SuffixTree(self.config.depth)
+        self.found: list[Place] = []  # the text's suffixes in the past's tree
+        self.answer = len(self.text)  # what the text says so far is forgotten with the rest
+
+    def reset(self, prompt: list[int]) -> None:
+        """Remember the last request's output and index a new prompt."""
+        output = self.text[self.answer :]
+        if self.config.memory and output:
+            self.past.start()
+            self.past.extend(output)
+            while self.past.nodes > self.config.memory_nodes:
+                self.past.forget_oldest()
+        self.text = []
+        self.found = []
+        self.answer = len(prompt)
+        self.own = SuffixTree(self.config.depth)
+        self.own.start()
+        self.extend(prompt)
+
+    def observe(self, commit: Commit) -> None:
+        """Learn nothing here: a proposal reads the text itself."""
+
+    def propose(self, context: Context) -> Proposal:
+        """Return the draft of the highest score."""
+        self.extend(context.token[len(self.text) :])
+        best = Draft([], [], 0.0)
+        for matches in (self.own.matches(), self.found):
+            best = self.improve(best, matches, context.room)
+        self.score = best.score
+        token = torch.tensor([context.token[-1], *best.token], device=self.device)
+        parent = torch.tensor([-1, *(above + 1 for above in best.parent)], device=self.device)
+        return Proposal(DraftTree(token, parent))
+
+    def extend(self, tokens: list[int]) -> None:
+        """Append tokens to the text, its tree, and the search in the past's tree."""
+        self.text.extend(tokens)
+        self.own.extend(tokens)
+        if len(tokens) > self.config.depth:  # what came before no longer matters
+            self.found, tokens = [], tokens[-self.config.depth :]
+        for token in tokens:
+            self.found = self.past.advance(self.found, token)
+
+    def improve(self, best: Draft, matches: list[Place], room: int) -> Draft:
+        """Return the best draft from the places where suffixes of the text end, shortest first, or the one at hand.
+
+        Of equal scores the longer match's stands.
+        """
+        config = self.config
+        for length in range(len(matches), 0, -1):
+            budget = min(config.tokens, int(config.factor * length + config.offset), config.depth - length, room)
+            if budget > best.score:  # a drafted token scores 1 at most
+                draft = self.draft(matches[length - 1], budget, config.min_probability)
+                best = draft if draft.score > best.score else best
+        return best
+
+
+def _path(place: Place, budget: int, floor: float) -> Draft:
+    """Follow the most frequent child while the path stays likely enough."""
+    (node, used), probability, score = place, 1.0, 0.0
+    token: list[int] = []
+    while len(token) < budget:
+        if used == node.length:
+            child = node.best
+            if child is None:
+                break
+            probability *= child.count / node.count
+            if probability < floor:
+                break
+            node, used = child, 0
+        token.append(node.text[node.start + used])
+        score += probability
+        used += 1
+    return Draft(token, list(range(-1, len(token) - 1)), score)
+
+
+def _tree(place: Place, budget: int, floor: float) -> Draft:
+    """Take the likeliest continuations first, wherever they branch off."""
+    token: list[int] = []
+    parent: list[int] = []
+    queue: list[tuple[float, int, Place, int]] = []  # of equals the one that was found first
+    serial = itertools.count()
+    probability, score, at = 1.0, 0.0, -1
+    while True:
+        for share, below in _continuations(place):
+            if probability * share >= floor:
+                heapq.heappush(queue, (-probability * share, next(serial), below, at))
+        if not queue or len(token) >= budget:
+            return Draft(token, parent, score)
+        negative, _, place, above = heapq.heappop(queue)
+        probability, at = -negative, len(token)
+        token.append(place.node.text[place.node.start + place.used - 1])
+        parent.append(above)
+        score += probability
+
+
+def _continuations(place: Place) -> list[tuple[float, Place]]:
+    """Return the places one token further, each with its share of the occurrences."""
+    node, used = place
+    if used < node.length:
+        return [(1.0, Place(node, used + 1))]
+    return [(child.count / node.count, Place(child, 1)) for child in node.children.values()]

@@ -1,0 +1,172 @@
+"""A counted suffix tree over several texts that grows a token at a time and forgets whole texts again.
+
+A substring's count is how often it occurs in the texts, overlaps included, up to a depth. Edges carry stretches of text
+(path compression), so the nodes grow linearly with the text: a text's copy shares the edges of the original.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+OPEN = sys.maxsize  # the end of an edge that goes on to its text's end, however far that grows
+
+
+class Node:
+    """An edge and the node at its end: `text[start:end]`, which continues the substrings above it `count` times.
+
+    `best` is the child that occurs most often, of equals the one that occurred last.
+    """
+
+    __slots__ = ("best", "children", "count", "end", "start", "text")
+
+    def __init__(self, text: list[int], start: int, end: int, count: int) -> None:
+        self.text, self.start, self.end, self.count = text, start, end, count
+        self.children: dict[int, Node] = {}
+        self.best: Node | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens the edge holds now."""
+        return min(self.end, len(self.text)) - self.start
+
+    def promote(self, child: "Node") -> None:
+        """Let a child whose count has just risen lead if none is more frequent."""
+        if self.best is None or child.count >= self.best.count:
+            self.best = child
+
+
+class Place(NamedTuple):
+    """Where a substring ends: after `used` tokens of a node's edge."""
+
+    node: Node
+    used: int
+
+    def follow(self, token: int) -> "Place | None":
+        """Return the place one token further, None where that never occurred."""
+        node, used = self
+        if used < node.length:
+            return Place(node, used + 1) if node.text[node.start + used] == token else None
+        child = node.children.get(token)
+        return None if child is None else Place(child, 1)
+
+
+class SuffixTree:
+    """Counts every substring of at most `depth` tokens.
+
+    Appending a token costs one step for each repeated suffix of the text, at most `depth`. Nodes: at most two for each
+    token and repeated suffix, and about two a token altogether.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.nodes = 0
+        self.root = Node([], 0, 0, 0)
+        self.texts: list[list[int]] = []
+        # The nodes at which the repeated suffixes of the newest text end, shortest first. A suffix that occurs once is
+        # a leaf, which grows with its text by itself.
+        self.active: list[Node] = []
+
+    def start(self) -> None:
+        """Begin another text; substrings do not cross texts."""
+        self.texts.append([])
+        self.active = []
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the newest text."""
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """Append one token: every suffix becomes one longer and is counted."""
+        text = self.texts[-1]
+        text.append(token)
+        reached = []
+        for node in (self.root, *self.active):
+            child = node.children.get(token)
+            if child is None:
+                child = node.children[token] = Node(text, len(text) - 1, OPEN, 1)
+                self.nodes += 1
+                node.promote(child)
+            else:
+                reached.append(self._descend(node, child, token))
+        self.active = reached[: self.depth - 1]
+
+    def _descend(self, node: Node, child: Node, token: int) -> Node:
+        """Count one more occurrence of the child's first token after `node`, and return the node that ends there."""
+        if child.length == 1:
+            child.count += 1
+            node.promote(child)
+            return child
+        if node is not self.root and node.count == child.count + 1:
+            # All that reached this node went on with the token, so the boundary moves down the edge: no new node.
+            if node.end < len(node.text) and node.text[node.end] == token:
+                node.end += 1
+            else:  # the edge of a text that was forgotten
+                node.text, node.start, node.end = [*node.text[node.start : node.end], token], 0, node.length + 1
+            del node.children[token]
+        else:
+            upper = Node(child.text, child.start, child.start + 1, child.count + 1)
+            upper.best = child
+            node.children[token] = upper
+            if node.best is child:
+                node.best = upper
+            node.promote(upper)
+            self.nodes += 1
+            node = upper
+        child.start += 1
+        node.children[child.text[child.start]] = child
+        return node
+
+    def forget_oldest(self) -> None:
+        """Take back all that the oldest text added."""
+        text = self.texts.pop(0)
+        if not self.texts:
+            self.active = []
+        for start in range(len(text)):
+            self._uncount(text, start)
+
+    def _uncount(self, text: list[int], at: int) -> None:
+        """Take back one suffix: lower the counts along its path, and cut the path where nobody else goes."""
+        node, stop = self.root, min(len(text), at + self.depth)
+        while at < stop:
+            parent, node = node, node.children[text[at]]
+            node.count -= 1
+            if node.count == 0:
+                del parent.children[text[at]]
+                self.nodes -= _size(node)
+            elif node.text is text:  # keep the edge, not the whole text
+                node.text, node.start, node.end = text[node.start : node.end], 0, node.length
+            if parent is not self.root and parent.best is node:
+                parent.best = max(parent.children.values(), key=lambda child: child.count, default=None)
+            if node.count == 0:
+                return
+            at += node.length
+
+    def matches(self) -> list[Place]:
+        """Return where the suffixes of the newest text end that occur elsewhere too, shortest first."""
+        return [Place(node, node.length) for node in self.active]
+
+    def advance(self, places: list[Place], token: int) -> list[Place]:
+        """Return where the suffixes of some other text end, shortest first, once `token` has followed it.
+
+        Args:
+            places: the same before the token, [] for an empty text.
+            token: the text's next token.
+        """
+        followed = (place.follow(token) for place in [Place(self.root, 0), *places])
+        return [place for place in followed if place is not None][: self.depth - 1]
+
+    def count(self, tokens: list[int]) -> int:
+        """Return how often a substring occurs, for one of at most `depth` tokens."""
+        place: Place | None = Place(self.root, 0)
+        for token in tokens:
+            place = None if place is None else place.follow(token)
+        return 0 if place is None else place.node.count
+
+
+def _size(node: Node) -> int:
+    nodes, open_ = 0, [node]
+    while open_:
+        nodes += 1
+        open_ += open_.pop().children.values()
+    return nodes

@@ -1,0 +1,67 @@
+"""What the tests of the model-free sources share: their YAML, and a decoding whose proposals are written down."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters import Commit, Context, Drafter, Proposal, registry
+from inference.sample import GREEDY
+from inference.target import Target
+
+CONF = Path(__file__).parents[2] / "conf" / "drafter"
+NAMES = (
+    *("prompt_lookup", "prompt_lookup_hf", "prompt_lookup_vllm", "suffix", "suffix_cold"),
+    *("recycling", "recycling80", "lookahead"),
+)
+
+
+def make(name: str, target: Target, **values: Any) -> Any:
+    """Return a source as its YAML describes it, but for the values given."""
+    config = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert isinstance(config, dict)
+    return registry.make(name, {**config, **values}, target)
+
+
+class Recorder:
+    """Passes everything on to a source and keeps what it was asked and what it proposed."""
+
+    def __init__(self, source: Drafter) -> None:
+        self.source, self.name, self.tree = source, source.name, source.tree
+        self.feature_layers = source.feature_layers
+        self.asked: list[tuple[list[int], int]] = []
+        self.proposed: list[Proposal] = []
+        self.commits: list[Commit] = []
+
+    def reset(self, prompt: list[int]) -> None:
+        self.source.reset(prompt)
+
+    def forget(self) -> None:
+        self.source.forget()
+
+    def observe(self, commit: Commit) -> None:
+        self.commits.append(commit)
+        self.source.observe(commit)
+
+    def propose(self, context: Context) -> Proposal:
+        before = list(context.token)
+        self.asked.append((before, context.room))
+        self.proposed.append(self.source.propose(context))
+        assert context.token == before, "a proposal must leave the engine's text alone"
+        return self.proposed[-1]
+
+
+def plain(target: Target, prompt: list[int], tokens: int) -> list[int]:
+    """Return the target's own greedy continuation."""
+    return autoregress(target, prompt, Settings(tokens, GREEDY)).tokens
+
+
+def decode(target: Target, source: Drafter, prompt: list[int], tokens: int) -> Generation:
+    """Decode greedily with a source."""
+    return speculate(target, source, prompt, Settings(tokens, GREEDY))
+
+
+def accepted(made: Generation) -> list[int]:
+    """Return how many drafted tokens each pass accepted."""
+    return [step.accepted for step in made.steps]

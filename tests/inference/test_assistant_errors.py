@@ -1,0 +1,62 @@
+"""What an assistant cannot be, said in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.decode import Settings, autoregress, speculate
+from inference.sample import GREEDY
+from inference.target import Target
+from tests import assistants, toys
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The target itself."""
+    return assistants.save(toys.target().model, toys.tokenizer(), tmp_path_factory.mktemp("twin"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"match": "slem"}, "drafter.assistant.match is 'slem'.*drafter=assistant_slem"),
+        ({"schedule": "linear"}, "drafter.assistant.schedule is 'linear': choose one of constant, heuristic"),
+        ({"confidence": 1.5}, "drafter.assistant.confidence is 1.5"),
+        ({"tree": toys.TREES["dynamic"], "confidence": 0.3}, "drafter.assistant.tree.kind is 'dynamic'.*confidence=0"),
+        ({"tree": toys.TREES["static"], "schedule": "heuristic"}, "schedule=constant"),
+        ({"device": "cuda:77"}, "drafter.assistant.device is 'cuda:77'"),
+        ({"device": "elsewhere"}, "drafter.assistant.device is 'elsewhere'"),
+        ({"dtype": "int3"}, "drafter.assistant.*int3"),
+        ({"model": "/nonesuch"}, "drafter.assistant.model=/nonesuch"),
+    ],
+)
+def test_a_bad_value_is_named_in_one_line(twin: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        assistants.assistant(changes.pop("model", twin), toys.target(), **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_another_tokenizer_is_named_with_the_ways_out(tmp_path: Path) -> None:
+    names = [f"w{i}" for i in range(toys.VOCAB)]
+    other = assistants.words([*names[:7], names[8], names[7], *names[9:]])
+    path = assistants.save(toys.target().model, other, tmp_path)
+    with pytest.raises(ValueError, match=r"token 'w7' is 7 .* and 8 .*match=tli .*drafter=assistant_slem") as error:
+        assistants.assistant(path, toys.target())
+    assert "\n" not in str(error.value)
+
+
+def test_a_tree_needs_an_attention_that_takes_one(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Target.load.__func__
+
+    def without(cls: type[Target], *values: Any) -> Target:
+        made: Target = load(cls, *values)
+        made.takes_trees = False
+        return made
+
+    monkeypatch.setattr(Target, "load", classmethod(without))
+    with pytest.raises(ValueError, match=r"drafter.assistant.tree.kind is 'sampled'.*tree.kind=chain"):
+        assistants.assistant(twin, toys.target(), tree=toys.TREES["sampled"])
+    source = assistants.assistant(twin, toys.target())
+    made = speculate(toys.target(), source, toys.prompt(0), Settings(12, GREEDY))
+    assert made.tokens == autoregress(toys.target(), toys.prompt(0), Settings(12, GREEDY)).tokens

@@ -1,0 +1,151 @@
+"""An assistant's draws: the law of the emitted tokens is the target's, by running the real code on every outcome."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.base import Level
+from inference.drafters import Commit, Context, Proposal
+from inference.drafters.assistant import Assistant
+from inference.follower import Follower
+from inference.sample import GREEDY, Sampling, distribution
+from inference.target import Pass, Target
+from inference.tree import DraftTree
+from inference.verify import Rng, verify
+from tests import assistants, toys
+from tests.inference.test_enumeration import EXACT, Replay, distance, outcomes
+
+T1 = Sampling(1.0, 0, 1.0)
+
+
+class Remembering:
+    """A follower that runs its model once for every path, however many forks of an enumeration ask for it."""
+
+    def __init__(self, inner: Follower) -> None:
+        self.model, self.inner = inner.model, inner
+        self.known: dict[tuple[int, ...], Tensor] = {}
+
+    def clear(self) -> None:
+        self.paths: list[tuple[int, ...]] = []
+
+    def read(self, token: list[int]) -> Tensor:
+        self.paths = [tuple(token)]
+        return self.logits()
+
+    def expand(self, token: Tensor, parent: Tensor, mask: Tensor) -> Tensor:
+        self.paths = [(*self.paths[p], t) for p, t in zip(parent.tolist(), token.tolist(), strict=True)]
+        return self.logits()
+
+    def logits(self) -> Tensor:
+        for path in self.paths:
+            if path not in self.known:
+                self.known[path] = self.inner.read(list(path))
+        return torch.cat([self.known[path] for path in self.paths])
+
+
+class Laws:
+    """A target and an assistant that are tiny models."""
+
+    def __init__(self, target: Target, source: Assistant, prompt: list[int], horizon: int) -> None:
+        self.target, self.source, self.prompt, self.horizon = target, source, prompt, horizon
+        self.source.follower = Remembering(source.follower)
+        self.known: dict[tuple[int, ...], Tensor] = {}
+
+    def p(self, path: tuple[int, ...], sampling: Sampling) -> Tensor:
+        if path not in self.known:
+            out = self.target.prefill(torch.tensor([*self.prompt, *path]), self.target.cache())
+            assert out.logits is not None
+            self.known[path] = out.logits[0, -1]
+        return distribution(self.known[path], sampling)
+
+    def program(self, rng: Rng, sampling: Sampling) -> tuple[int, ...]:
+        """One drafted and verified pass after the prompt, then plain sampling."""
+        self.source.reset(self.prompt[:-1])
+        following = torch.tensor(self.prompt[1:])
+        empty = torch.zeros(1, len(following), 0)
+        self.source.observe(Commit(following, Pass(empty[..., None, :], empty, None), None))
+        tree, q, _ = self.source.propose(Context(self.prompt, sampling, rng, self.horizon - 1))
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(tree.token.tolist(), tree.parent.tolist(), strict=True):
+            paths.append(() if parent < 0 else (*paths[parent], token))
+        path, bonus = verify(tree, torch.stack([self.p(made, sampling) for made in paths]), q, rng)
+        emitted = [int(tree.token[node]) for node in path[1:]] + [bonus]
+        while len(emitted) < self.horizon:
+            emitted.append(rng.draw(self.p(tuple(emitted), sampling)[None])[0])
+        return tuple(emitted[: self.horizon])
+
+    def expected(self, sampling: Sampling) -> dict[tuple[int, ...], float]:
+        law: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(self.horizon):
+            law = {
+                (*path, t): weight * float(p)
+                for path, weight in law.items()
+                for t, p in enumerate(self.p(path, sampling))
+            }
+        return law
+
+
+def laws(tmp_path: Path, match: str, **changes: Any) -> Laws:
+    """Return a target of three tokens with an assistant: of the same tokens and a padded head, or of other tokens."""
+    names = ["a", "b", "c"]
+    other = [*names, "b2"] if match == "same" else ["x", "c", "a", "y"]
+    target = Target(assistants.tiny(3, 0).eval(), assistants.words(names), "tiny")
+    own = assistants.words(names if match == "same" else other)
+    path = assistants.save(assistants.tiny(4, 1), own, tmp_path)
+    source = assistants.assistant(path, target, match=match, **changes)
+    return Laws(target, source, [0, 2, 1, 1], 3)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "chain": {"tree": assistants.chain(2)},
+    "doubting chain": {"tree": assistants.chain(2), "confidence": 0.5},
+    "sampled": {"tree": toys.TreeConfig("sampled", 0, 0, 0, [], [2, 1])},
+    "static": {"tree": toys.TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0]], [])},
+    "dynamic": {"tree": toys.TreeConfig("dynamic", 2, 2, 3, [], [])},
+}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, T1, Sampling(0.8, 2, 0.9)], ids=["T0", "T1", "filtered"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("match", ["same", "tli"])
+def test_the_emitted_law_is_the_targets(match: str, case: str, sampling: Sampling, tmp_path: Path) -> None:
+    both = laws(tmp_path, match, **CASES[case])
+    found = outcomes(lambda rng: both.program(rng, sampling))
+    assert distance(found, both.expected(sampling)) < EXACT
+
+
+def test_dropping_a_doubted_token_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect that stopping after a token, never before it, avoids: a law cut by the token's own value."""
+    both = laws(tmp_path, "same", **CASES["doubting chain"])
+    chain = Assistant.chain
+
+    def cut(self: Assistant, level: Level, context: Context, depth: int) -> Proposal:
+        tree, q, _ = chain(self, level, context, depth)
+        assert q is not None
+        end = next((i for i in range(1, len(tree.token)) if q[i - 1, tree.token[i]] < 0.5), len(tree.token))
+        return Proposal(DraftTree(tree.token[:end], tree.parent[:end]), q[:end])
+
+    monkeypatch.setattr(Assistant, "chain", cut)
+    found = outcomes(lambda rng: both.program(rng, T1))
+    assert distance(found, both.expected(T1)) > 0.01
+
+
+def test_enumeration_reaches_the_assistants_own_draws(tmp_path: Path) -> None:
+    """Without forks in the draft the exactness above would be that of plain sampling."""
+    both, draws = laws(tmp_path, "same", **CASES["chain"]), set()
+
+    class Noted(Replay):
+        def distinct(self, law: Tensor, count: int) -> Tensor:
+            drawn = super().distinct(law, count)
+            draws.add(int(drawn[0, 0]))
+            return drawn
+
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        rng = Noted(scripts.pop())
+        both.program(rng, T1)
+        scripts += rng.open
+    assert draws == {0, 1, 2}

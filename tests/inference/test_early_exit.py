@@ -1,0 +1,223 @@
+"""Self-speculation by early exit: the same logits as the full pass, nothing run twice, and the law kept."""
+
+from collections import Counter
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from heads.resolvers import ROOT
+from heads.typed import typed
+from inference import probe
+from inference import tree as trees
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters import Context, Proposal
+from inference.drafters.early_exit import EarlyExit
+from inference.policy import TreeConfig
+from inference.sample import GREEDY, Sampling, distribution
+from inference.target import Target
+from inference.tree import DraftTree
+from inference.verify import Generator
+from tests import toys
+
+TOKENS = 24
+EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
+EXITS = (1, 2)
+
+
+def drafter(target: Target, exit_layer: int, tree: str) -> EarlyExit:
+    return EarlyExit(EarlyExit.Config(exit_layer, toys.TREES[tree]), target, "early exit")
+
+
+def proposal(target: Target, exit_layer: int, tree: str, sampling: Sampling = GREEDY, room: int = 9) -> Proposal:
+    """Draft after a prompt, and compare what verification makes of it with the full pass, there and after rollback."""
+    prompt = toys.prompt(3, 12)
+    cache = target.cache()
+    target.feature_layers = ()
+    target.prefill(torch.tensor(prompt[:-1]), cache)
+    context = Context(prompt, sampling, Generator(0, target.device), room, cache)
+    made = drafter(target, exit_layer, tree).propose(context)
+    assert made.entered is not None
+    found = target.parts.score_from(made.entered, made.tree, cache)
+    whole = target.cache()
+    target.prefill(torch.tensor(prompt[:-1]), whole)
+    expected = target.score(made.tree, whole)
+    near = EXACT.get(target.name, 1e-9)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=near, atol=near)
+    torch.testing.assert_close(found.last, expected.last, rtol=near, atol=near)
+    path = max(trees.paths(made.tree), key=len)
+    for each in (cache, whole):
+        each.keep(11, path)
+    following = [target.prefill(made.tree.token[:2], each).logits for each in (cache, whole)]
+    torch.testing.assert_close(*following, rtol=near, atol=near)
+    return made
+
+
+@pytest.mark.parametrize("exit_layer", EXITS)
+@pytest.mark.parametrize("tree", toys.TREES)
+@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+def test_going_on_from_the_exit_is_the_full_pass(name: str, tree: str, exit_layer: int) -> None:
+    made = proposal(toys.target(name, torch.float64), exit_layer, tree)
+    assert len(made.tree.token) > 4
+    if tree == "sampled":
+        proposal(toys.target(name, torch.float64), exit_layer, tree, Sampling(1.0, 0, 1.0))
+
+
+def exit_logits(target: Target, exit_layer: int, path: list[int]) -> Tensor:
+    """Read the exit's logits after a text naively: a full pass, its layer's output, the final norm, the lm_head."""
+    states = target.model(input_ids=torch.tensor([path]), output_hidden_states=True).hidden_states[exit_layer]
+    norm = next(m for n, m in target.base.named_children() if n in ("norm", "ln_f"))
+    return target.ends.logits(norm(states[0, -1]))
+
+
+@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+def test_a_chain_is_the_naive_early_exit_draft(name: str) -> None:
+    target = toys.target(name, torch.float64)
+    made = proposal(target, 2, "chain")
+    text = toys.prompt(3, 12)
+    for token in made.tree.token[1:].tolist():
+        assert token == int(exit_logits(target, 2, text).argmax())
+        text.append(token)
+
+
+def test_a_tree_is_the_naive_early_exit_draft_at_every_node() -> None:
+    target = toys.target("gemma3", torch.float64)  # sliding windows see tree rows by position
+    made = proposal(target, 2, "static")
+    below = trees.children(made.tree)
+    for path in trees.paths(made.tree):
+        for depth, node in enumerate(path[:-1]):
+            text = toys.prompt(3, 12) + made.tree.token[path[1 : depth + 1]].tolist()
+            ranked = exit_logits(target, 2, text).topk(len(below[node])).indices.tolist()
+            assert made.tree.token[below[node]].tolist() == ranked
+
+
+def test_q_is_the_law_that_was_drawn_from() -> None:
+    target, sampling = toys.target("llama", torch.float64), Sampling(0.8, 12, 0.9)
+    made = proposal(target, 1, "sampled", sampling)
+    assert made.q is not None
+    for path in trees.paths(made.tree):
+        for depth, node in enumerate(path[:-1]):
+            text = toys.prompt(3, 12) + made.tree.token[path[1 : depth + 1]].tolist()
+            law = distribution(exit_logits(target, 1, text), sampling)
+            torch.testing.assert_close(made.q[node], law, rtol=1e-9, atol=1e-9)
+
+
+def decode(name: str, exit_layer: int, tree: str, seed: int, sampling: Sampling = GREEDY) -> Generation:
+    target = toys.target(name)
+    return speculate(target, drafter(target, exit_layer, tree), toys.prompt(seed), Settings(TOKENS, sampling, seed=5))
+
+
+@pytest.mark.parametrize(("name", "tree"), [*(("llama", tree) for tree in toys.TREES), ("mistral", "static")])
+def test_speculation_equals_plain_decoding(name: str, tree: str) -> None:
+    accepted = 0
+    for seed in range(2):
+        plain = autoregress(toys.target(name), toys.prompt(seed), Settings(TOKENS, GREEDY)).tokens
+        made = decode(name, 2, tree, seed)
+        assert toys.lively(plain)
+        assert made.tokens == plain
+        accepted += sum(step.accepted for step in made.steps)
+    assert accepted > 0, "no draft was accepted: nothing was tested"
+
+
+def test_acceptance_is_what_the_recorded_text_predicts() -> None:
+    target, total = toys.target(), 0
+    for seed in range(2):
+        prompt = toys.prompt(seed)
+        text = prompt + autoregress(target, prompt, Settings(TOKENS, GREEDY)).tokens
+        counts, root = [], len(prompt)
+        while root < len(text) - 1:
+            drafted = text[: root + 1]
+            for _ in range(min(4, len(text) - 2 - root)):
+                drafted = [*drafted, int(exit_logits(target, 2, drafted).argmax())]
+            agreed = 0
+            while root + 1 + agreed < len(drafted) and drafted[root + 1 + agreed] == text[root + 1 + agreed]:
+                agreed += 1
+            counts.append(agreed)
+            root += agreed + 1
+        assert [step.accepted for step in decode("llama", 2, "chain", seed).steps] == counts
+        total += sum(counts)
+    assert total > 0
+
+
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
+def test_sampling_is_reproducible_and_varied(tree: str) -> None:
+    sampling = Sampling(1.0, 10, 0.95)
+    first, again = (decode("llama", 1, tree, 0, sampling) for _ in range(2))
+    assert first.tokens == again.tokens
+    assert toys.lively(first.tokens)
+
+
+def executed(target: Target, exit_layer: int) -> tuple[Generation, list[int], list[int]]:
+    """Decode, and count per layer how often its MLP ran and on how many rows, after the prefill."""
+    runs, rows = Counter[int](), Counter[int]()
+
+    def count(layer: int) -> object:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            runs[layer] += 1
+            rows[layer] += args[0].shape[1]
+
+        return hook
+
+    source = drafter(target, exit_layer, "chain")
+    layers = target.decoder_layers
+    handles = [layer.mlp.register_forward_pre_hook(count(i)) for i, layer in enumerate(layers)]
+    try:
+        made = speculate(target, source, toys.prompt(0), Settings(TOKENS, GREEDY))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return made, [runs[i] - 1 for i in range(len(layers))], [rows[i] - 7 for i in range(len(layers))]
+
+
+@pytest.mark.parametrize("exit_layer", EXITS)
+def test_no_row_runs_through_a_layer_twice(exit_layer: int) -> None:
+    made, runs, rows = executed(toys.target(), exit_layer)
+    nodes = sum(step.drafted + 1 for step in made.steps)
+    assert rows == [nodes] * 3  # each node once through each layer, whoever asked for it
+    # One pass a node through the first layers, then one through the others for all nodes of the step.
+    assert runs == [nodes] * exit_layer + [len(made.steps)] * (3 - exit_layer)
+
+
+def test_other_drafters_and_passes_are_left_as_they_were() -> None:
+    target = toys.target()
+    before = autoregress(target, toys.prompt(1), Settings(TOKENS, GREEDY)).tokens
+    decode("llama", 1, "dynamic", 1)
+    assert all("forward" not in vars(layer) for layer in target.decoder_layers)
+    assert autoregress(target, toys.prompt(1), Settings(TOKENS, GREEDY)).tokens == before
+
+
+def test_a_layer_is_restored_when_a_pass_fails() -> None:
+    target = toys.target()
+    nodes = DraftTree(torch.tensor([1]), torch.tensor([-1]))
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        target.parts.enter(1, nodes.token + 10_000, nodes.token, torch.ones(1, 1).bool(), target.cache())
+    assert all("forward" not in vars(layer) for layer in target.decoder_layers)
+
+
+@pytest.mark.parametrize(("exit_layer", "said"), [(0, "at least 1"), (3, "give 1 to 2")])
+def test_an_exit_out_of_range_is_named(exit_layer: int, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"drafter\.early_exit\.exit_layer is {exit_layer}.*{said}"):
+        drafter(toys.target(), exit_layer, "chain")
+
+
+def test_a_target_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "splits", lambda *_: False)
+    with pytest.raises(ValueError, match="cannot be run in two parts"):
+        drafter(toys.target(), 1, "chain")
+
+
+def test_a_target_that_takes_no_mask_is_refused() -> None:
+    target = toys.target("qwen3")
+    target.takes_trees = False
+    vars(target).pop("parts", None)
+    try:
+        with pytest.raises(ValueError, match="takes no mask of ours"):
+            drafter(target, 1, "chain")
+    finally:
+        target.takes_trees = True
+
+
+def test_the_yaml_fits() -> None:
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / "early_exit.yaml"))
+    assert typed(EarlyExit.Config, values).tree == TreeConfig("chain", 4, 0, 0, [], [])

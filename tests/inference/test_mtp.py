@@ -1,0 +1,321 @@
+"""A checkpoint's own multi-token-prediction module, in both namings, against formulas written out and transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+)
+from transformers.modeling_layers import MtpModel
+
+from heads.base import Features
+from heads.resolvers import ROOT
+from heads.typed import typed
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters.mtp import MtpDrafter
+from inference.mtp import load_mtp
+from inference.sample import GREEDY, Sampling
+from inference.target import Target
+from tests import toys
+
+TOKENS = 24
+WIDTH, INNER, HEADS, GROUPS, HEAD = 32, 48, 4, 2, 8
+ROTARY = 1e-5  # transformers' rotary tables and norms are fp32 in every dtype
+SINGLE = 1e-4
+MOE = {
+    **toys.SIZES, "num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 12,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
+
+
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    """Return a module for the toy Llama under the names of DeepSeek's block, large enough to draft varied tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "enorm": (WIDTH,), "hnorm": (WIDTH,), "eh_proj": (WIDTH, 2 * WIDTH), "norm": (WIDTH,),
+        "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,),
+        "self_attn.q_proj": (HEADS * HEAD, WIDTH), "self_attn.k_proj": (GROUPS * HEAD, WIDTH),
+        "self_attn.v_proj": (GROUPS * HEAD, WIDTH), "self_attn.o_proj": (WIDTH, HEADS * HEAD),
+        "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER),
+    }  # fmt: skip
+    made = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: tensor + 1 if tensor.ndim == 1 else tensor for name, tensor in made.items()}
+
+
+def behind(name: str) -> str:
+    return f"model.layers.3.{'shared_head.norm' if name == 'norm' else name}.weight"
+
+
+def apart(name: str) -> str:
+    own = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
+    return f"mtp.{own[name]}.weight" if name in own else f"mtp.layers.0.{name}.weight"
+
+
+NAMINGS = {"behind": behind, "apart": apart}
+
+
+def save(folder: Path, naming: str, sharded: bool = False) -> Path:
+    """Write the toy Llama with a module, in one file or in two with an index."""
+    target = toys.target()
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    extra = {NAMINGS[naming](name): tensor for name, tensor in weights().items()}
+    if naming == "behind":  # published checkpoints repeat the shared ends
+        ends = {"embed_tokens": target.ends.embedding.weight, "shared_head.head": target.ends.head_weight()}
+        extra |= {f"model.layers.3.{name}.weight": tensor.clone() for name, tensor in ends.items()}
+    main = load_file(folder / "model.safetensors")
+    if not sharded:
+        save_file(main | extra, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for shard, part in (("model-1.safetensors", main), ("model-2.safetensors", extra)):
+        save_file(part, folder / shard, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Turn pairs (i, i + E/2) of a head "T E" by position times 10000^(-2i/E)."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(len(x), dtype=x.dtype)[:, None] * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    first, second = x[:, :half], x[:, half:]
+    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+
+
+def written_out(w: dict[str, Tensor], embedding: Tensor, state: Tensor) -> Tensor:
+    """Compute one module's states "T D" from embeddings of the next tokens and the states before, row by row."""
+    x = torch.cat([rms(embedding, w["enorm"]), rms(state, w["hnorm"])], -1) @ w["eh_proj"].T
+    y = rms(x, w["input_layernorm"])
+    query, key, value = (y @ w[f"self_attn.{name}_proj"].T for name in "qkv")
+    outs = []
+    for head in range(HEADS):
+        group = head // (HEADS // GROUPS)
+        q = rotated(query[:, head * HEAD : (head + 1) * HEAD])
+        k = rotated(key[:, group * HEAD : (group + 1) * HEAD])
+        v = value[:, group * HEAD : (group + 1) * HEAD]
+        rows = []
+        for t in range(len(q)):
+            score = torch.stack([q[t] @ k[s] / HEAD**0.5 for s in range(t + 1)]).softmax(-1)
+            rows.append(sum(score[s] * v[s] for s in range(t + 1)))
+        outs.append(torch.stack(rows))
+    x = x + torch.cat(outs, -1) @ w["self_attn.o_proj"].T
+    y = rms(x, w["post_attention_layernorm"])
+    x = x + (functional.silu(y @ w["mlp.gate_proj"].T) * (y @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
+    return rms(x, w["norm"])
+
+
+def features(target: Target, token: list[int]) -> Features:
+    target.feature_layers = ()
+    return target.features(torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("naming", "sharded"), [("behind", False), ("behind", True), ("apart", False), ("apart", True)]
+)
+def test_a_chain_is_the_formulas_written_out(tmp_path: Path, naming: str, sharded: bool) -> None:
+    path = save(tmp_path, naming, sharded)
+    target = Target.load(str(path), "float64", "cpu")
+    assert target.spec.fingerprint == toys.target().spec.fingerprint  # the target itself is loaded without the module
+    head = load_mtp(target, str(path))
+    text = toys.prompt(5, 9)
+    rows = features(target, text[:-1])
+    state, level = head.extend(None, rows, torch.tensor(text[1:]))
+    w = {name: tensor.double() for name, tensor in weights().items()}
+    embeddings = [target.ends.embed(torch.tensor(text[1:]))]
+    states = rows.last[0]
+    true = states
+    for depth in range(1, 4):
+        found = written_out(w, torch.cat(embeddings), states)
+        torch.testing.assert_close(level.logits[0], target.ends.logits(found[-1]), rtol=ROTARY, atol=ROTARY)
+        token = level.logits[0].argmax()[None]
+        embeddings.append(target.ends.embed(token))
+        states = torch.cat([true, found[len(true) - 1 :]])  # drafted rows read the module's own states
+        seen = torch.ones(1, depth, dtype=torch.bool)
+        level = head.expand(state, level, token, torch.zeros(1, dtype=torch.long), seen)
+
+
+def test_unroll_and_the_trainable_head_agree_with_the_checkpoints_module(tmp_path: Path) -> None:
+    path = save(tmp_path, "apart")
+    target = Target.load(str(path), "float64", "cpu")
+    loaded, ours = load_mtp(target, str(path)), toys.head("mtp", target)
+    ours.load_state_dict({name.replace("block.layer.", "block."): t for name, t in loaded.state_dict().items()})
+    for norm in (m for m in ours.modules() if hasattr(m, "eps")):
+        norm.eps = 1e-6
+    packed = features(target, toys.prompt(5, 9))
+    for theirs, own in zip(loaded.unroll(packed, 3), ours.unroll(packed, 3), strict=True):
+        torch.testing.assert_close(theirs.logits, own.logits, rtol=ROTARY, atol=ROTARY)
+
+
+def decode(path: Path, tree: str, seed: int, sampling: Sampling = GREEDY) -> tuple[Generation, list[int]]:
+    target = Target.load(str(path), "float32", "cpu")
+    source = MtpDrafter(MtpDrafter.Config(None, toys.TREES[tree]), target, "mtp")
+    settings = Settings(TOKENS, sampling, seed=5)
+    return speculate(target, source, toys.prompt(seed), settings), autoregress(
+        target, toys.prompt(seed), settings
+    ).tokens
+
+
+def test_speculation_equals_plain_decoding(tmp_path: Path) -> None:
+    path, accepted = save(tmp_path, "behind"), 0
+    for seed, tree in enumerate(toys.TREES):
+        made, plain = decode(path, tree, seed)
+        assert toys.lively(plain)
+        assert made.tokens == plain
+        accepted += sum(step.accepted for step in made.steps)
+    assert accepted > 0, "no draft was accepted: nothing was tested"
+
+
+def test_sampling_is_reproducible_and_varied(tmp_path: Path) -> None:
+    path = save(tmp_path, "behind")
+    first, again = (decode(path, "sampled", 0, Sampling(1.0, 10, 0.95))[0] for _ in range(2))
+    assert first.tokens == again.tokens
+    assert toys.lively(first.tokens)
+
+
+def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Write experts one by one, as checkpoints hold them."""
+    made = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            made[name] = tensor.clone()
+            continue
+        stem, part = name.rsplit(".", 1)
+        for i, expert in enumerate(tensor):
+            halves = expert.chunk(2) if part == "gate_up_proj" else (expert,)
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            made |= {f"{stem}.{i}.{n}.weight": half.clone() for n, half in zip(names, halves, strict=True)}
+    return made
+
+
+def mixture(folder: Path, model: torch.nn.Module, layer: torch.nn.Module) -> tuple[Target, dict[str, Tensor]]:
+    """Save a mixture of experts and a module of its own kind; return the target and the module's norms."""
+    torch.manual_seed(3)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    made = {name: torch.rand(WIDTH) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
+    made["eh_proj"] = 0.3 * torch.randn(WIDTH, 2 * WIDTH)
+    extra = {f"model.layers.2.{name}.weight": tensor for name, tensor in made.items()}
+    extra |= {f"model.layers.2.{name}": tensor for name, tensor in split_experts(layer.state_dict()).items()}
+    model.save_pretrained(folder)
+    toys.tokenizer().save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    return Target.load(str(folder), "float32", "cpu"), made  # its experts' kernel takes no fp64
+
+
+def deepseek() -> DeepseekV3ForCausalLM:
+    torch.manual_seed(1)
+    latent = {"q_lora_rank": None, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
+    sizes = {key: value for key, value in MOE.items() if key not in ("head_dim", "num_key_value_heads")}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, num_key_value_heads=4))
+
+
+def glm() -> Glm4MoeForCausalLM:
+    torch.manual_seed(1)
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**MOE, use_qk_norm=True, attention_bias=True, num_nextn_predict_layers=1))
+
+
+@pytest.mark.parametrize("make", [deepseek, glm])
+def test_a_mixture_of_experts_is_the_targets_own_layer(tmp_path: Path, make: object) -> None:
+    assert callable(make)
+    model = make()
+    layer = type(model.model.layers[-1])(model.config, 1)
+    target, made = mixture(tmp_path, model, layer)
+    text = toys.prompt(5, 9)
+    rows = features(target, text[:-1])
+    _, level = load_mtp(target, str(tmp_path)).extend(None, rows, torch.tensor(text[1:]))
+    # transformers' layer under its own causal attention, between the formulas written out.
+    embedding = rms(target.ends.embed(torch.tensor(text[1:])), made["enorm"])
+    x = torch.cat([embedding, rms(rows.last[0], made["hnorm"])], -1) @ made["eh_proj"].T
+    rotary = target.base.rotary_emb(x[None], torch.arange(8)[None])
+    shut = torch.full((1, 1, 8, 8), float("-inf")).triu(1)
+    out = layer.eval()(x[None], attention_mask=shut, position_embeddings=rotary)
+    expected = target.ends.logits(rms(out[0, -1], made["shared_head.norm"]))
+    torch.testing.assert_close(level.logits[0], expected, rtol=SINGLE, atol=SINGLE)
+
+
+def test_the_module_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    model = glm()
+    layer = type(model.model.layers[-1])(model.config, 1)
+    target, made = mixture(tmp_path, model, layer)
+    theirs = MtpModel(target.model, 1).eval()
+    theirs.layers[0].mtp_block.load_state_dict(layer.state_dict())
+    ends = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "post_norm", "eh_proj": "eh_proj"}
+    for name, own in ends.items():
+        theirs.layers[0].get_parameter(f"{own}.weight").data = made[name]
+    text = toys.prompt(5, 9)
+    rows, head = features(target, text[:-1]), load_mtp(target, str(tmp_path))
+    state, level = head.extend(None, rows, torch.tensor(text[1:]))
+    position = torch.arange(8)[None]
+    hidden = theirs.forward_layer(0, rows.last, position, None, input_ids=torch.tensor([text[1:]]))
+    torch.testing.assert_close(level.hidden, hidden[0, -1:], rtol=SINGLE, atol=SINGLE)
+    assert (
+        head.expand(state, level, torch.tensor([3]), torch.tensor([0]), torch.ones(1, 1).bool()).logits.isfinite().all()
+    )
+
+
+def refused(target: Target, checkpoint: Path) -> str:
+    with pytest.raises(ValueError, match=r"drafter\.mtp") as error:
+        MtpDrafter(MtpDrafter.Config(str(checkpoint), toys.TREES["chain"]), target, "mtp")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:
+    target = toys.target()
+    target.model.save_pretrained(tmp_path / "bare")
+    assert "carries no module" in refused(target, tmp_path / "bare")
+    assert "no readable model.safetensors" in refused(target, tmp_path / "absent")
+    path = save(tmp_path / "whole", "behind")
+    file = path / "model.safetensors"
+    kept = load_file(file)
+    for name, tensor in (
+        ("model.layers.3.mlp.up_proj.weight_scale_inv", torch.ones(1)),
+        ("model.layers.3.mlp.up_proj.weight", torch.ones(3, 3)),
+    ):
+        save_file(kept | {name: tensor}, file)
+        assert "mlp.up_proj" in refused(target, path)
+    save_file({name: tensor for name, tensor in kept.items() if "enorm" not in name}, file)
+    assert "enorm" in refused(target, path)
+    file.write_bytes(b"broken")
+    assert "no readable model.safetensors" in refused(target, path)
+
+
+@pytest.mark.parametrize(("name", "said"), [("gpt2", "rotary"), ("mistral", "sliding_window"), ("gemma2", "by itself")])
+def test_a_layer_that_wants_more_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    target = toys.target(name)
+    layer = target.decoder_layers[-1]
+    extra = {"mtp.fc": (32, 64), "mtp.norm": (32,), "mtp.pre_fc_norm_embedding": (32,), "mtp.pre_fc_norm_hidden": (32,)}
+    tensors = {f"{part}.weight": torch.randn(shape) for part, shape in extra.items()}
+    tensors |= {f"mtp.layers.0.{part}": tensor.clone() for part, tensor in layer.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert said in refused(target, tmp_path)
+
+
+def test_loading_leaves_the_target_as_it_was(tmp_path: Path) -> None:
+    path = save(tmp_path, "behind")
+    target = Target.load(str(path), "float32", "cpu")
+    before = target.prefill(torch.tensor(toys.prompt(0)), target.cache()).logits
+    load_mtp(target, str(path))
+    torch.testing.assert_close(target.prefill(torch.tensor(toys.prompt(0)), target.cache()).logits, before)
+
+
+def test_the_yaml_fits() -> None:
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / "mtp.yaml"))
+    assert isinstance(values, dict)
+    assert typed(MtpDrafter.Config, values).tree.label == "chain-3"

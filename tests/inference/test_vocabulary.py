@@ -1,0 +1,167 @@
+"""Tokens of different tokenizers as bytes, the intersection of vocabularies, and what lies outside it."""
+
+import functools
+import itertools
+import random
+
+import pytest
+import torch
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
+
+from inference.sample import Sampling, distribution
+from inference.target import Target
+from inference.vocabulary import SameVocabulary, SharedVocabulary, token_bytes
+from tests import assistants
+from tests.tokenizers import KINDS, TEXT, trained
+
+PAIRS = list(itertools.permutations(KINDS, 2))
+
+
+@functools.cache
+def model(kind: str, padding: int = 0) -> Target:
+    tokenizer = trained(kind)
+    return Target(assistants.tiny(len(tokenizer) + padding, 0).eval(), tokenizer, kind)
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, token: list[int]) -> str:
+    """Return what tokens read in the middle of a text."""
+    anchor = tokenizer("the", add_special_tokens=False)["input_ids"][-1:]
+    return tokenizer.decode(anchor + token)[len(tokenizer.decode(anchor)) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_what_the_tokenizer_itself_decodes(kind: str) -> None:
+    tokenizer, pieces, whole = trained(kind), token_bytes(model(kind)), 0
+    assert set(pieces) == set(range(len(tokenizer))) - {0, 1, 2}  # all but the special ones
+    for number, piece in pieces.items():
+        read = shown(tokenizer, [number])
+        assert piece.decode("utf-8", "replace") == read or "\ufffd" in read
+        whole += "\ufffd" not in read
+    assert whole > 20
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_bytes_of_tokens_that_split_characters_join_to_the_text(kind: str) -> None:
+    tokenizer, pieces = trained(kind), token_bytes(model(kind))
+    for text in TEXT:
+        token = tokenizer(" " + text, add_special_tokens=False)["input_ids"]
+        assert b"".join(pieces[t] for t in token).decode().lstrip() == text.lstrip()
+    assert any("\ufffd" in tokenizer.decode([t]) for t in tokenizer(TEXT[3])["input_ids"])
+
+
+def test_added_tokens_read_as_they_are() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained("bytes").backend_tokenizer)
+    tokenizer.add_tokens(["Ġ|x|"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    pieces = token_bytes(Target(assistants.tiny(len(tokenizer), 0).eval(), tokenizer, "added"))
+    assert pieces[tokenizer.convert_tokens_to_ids("Ġ|x|")] == "Ġ|x|".encode()
+    assert tokenizer.convert_tokens_to_ids("<|end|>") not in pieces
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_shared_tokens_read_the_same(ours: str, theirs: str) -> None:
+    shared = SharedVocabulary(model(ours), model(theirs))
+    special = {0: 0, 1: 1, 2: 2}
+    assert special.items() <= shared.one.items()
+    assert len(set(shared.one.values())) == len(shared.one) > 8
+    for a, b in shared.one.items():
+        if a not in special:
+            read = shown(trained(ours), [a]), shown(trained(theirs), [b])
+            assert read[0] == read[1] or "\ufffd" in read[0] + read[1]
+
+
+def test_the_space_marker_is_part_of_a_token() -> None:
+    bytewise, spaced = trained("bytes"), trained("metaspace")
+    one = SharedVocabulary(model("bytes"), model("metaspace")).one
+    assert one[bytewise.convert_tokens_to_ids("Ġthe")] == spaced.convert_tokens_to_ids("▁the")
+    inner = bytewise.convert_tokens_to_ids("the")  # as in "other": no space, and no word that begins with one
+    assert one.get(inner) != spaced.convert_tokens_to_ids("▁the")
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_logits_become_a_law_on_shared_tokens(padding: int) -> None:
+    target, assistant = model("bytes", padding), model("sentencepiece", padding)
+    shared = SharedVocabulary(target, assistant)
+    logits = torch.randn(4, assistant.ends.vocab_size, generator=torch.Generator().manual_seed(0))
+    law = distribution(shared.to_target(logits), Sampling(1.0, 0, 1.0))
+    assert law.shape == (4, target.ends.vocab_size)
+    whole = logits.softmax(-1)
+    kept = whole[:, list(shared.one.values())].sum(-1)
+    expected = torch.zeros_like(law)
+    for a, b in shared.one.items():
+        expected[:, a] = whole[:, b] / kept
+    torch.testing.assert_close(law, expected)
+    drafted = law.argmax(-1)
+    assert shared.to_assistant(drafted).tolist() == [shared.one[t] for t in drafted.tolist()]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_what_follows_is_mapped_or_spelled(ours: str, theirs: str) -> None:
+    shared = SharedVocabulary(model(ours), model(theirs))
+    pieces, others = token_bytes(model(ours)), token_bytes(model(theirs))
+    spelled = 0
+    for token, piece in pieces.items():
+        followed = shared.follow([token])
+        assert b"".join(others[t] for t in followed) in (piece, b"")
+        assert token not in shared.one or followed == [shared.one[token]]
+        spelled += len(followed) > 1
+    assert spelled > 0 or theirs != "sentencepiece"
+    assert shared.follow([5, 6, 1]) == shared.follow([5]) + shared.follow([6]) + [1]
+
+
+def test_a_prompt_is_encoded_as_text() -> None:
+    token = trained("bytes")(TEXT[0])["input_ids"]
+    found = SharedVocabulary(model("bytes"), model("sentencepiece")).prompt(token)
+    assert found == trained("sentencepiece")(TEXT[0])["input_ids"]
+    assert found[0] == 0
+
+
+def test_different_ends_of_the_answer_are_one() -> None:
+    def made(end: str) -> Target:
+        tokenizer = assistants.words(["a", "b", end])
+        tokenizer.eos_token = end
+        return Target(assistants.tiny(3, 0).eval(), tokenizer, end)
+
+    assert SharedVocabulary(made("<end>"), made("<eos>")).one == {0: 0, 1: 1, 2: 2}
+
+
+def test_same_vocabularies_pad_and_cut() -> None:
+    small, large = model("words"), model("words", 2)
+    size = small.ends.vocab_size
+    logits = torch.randn(2, size + 2, generator=torch.Generator().manual_seed(0))
+    cut, padded = SameVocabulary(small, large), SameVocabulary(large, small)
+    assert torch.equal(cut.to_target(logits), logits[:, :size])
+    wide = padded.to_target(logits[:, :size])
+    assert torch.equal(wide[:, :size], logits[:, :size])
+    assert wide[:, size:].isneginf().all()
+    assert padded.follow([3, size + 1, 4]) == [3, 4]
+    law = distribution(wide, Sampling(1.0, 0, 1.0))
+    assert law[:, size:].eq(0).all()
+    torch.testing.assert_close(law[:, :size], logits[:, :size].softmax(-1))
+
+
+def test_random_tokens_survive_the_way_there_and_back() -> None:
+    """Bytes are bytes: what one tokenizer spells of another's tokens maps back to the same bytes."""
+    chooser = random.Random(0)
+    one, other = token_bytes(model("bytes")), token_bytes(model("sentencepiece"))
+    there = SharedVocabulary(model("bytes"), model("sentencepiece"))
+    back = SharedVocabulary(model("sentencepiece"), model("bytes"))
+    for _ in range(20):
+        token = chooser.choices(sorted(one), k=12)
+        written = there.follow(token)
+        text = b"".join(one[t] for t in token)
+        assert b"".join(other[t] for t in written) == text
+        assert b"".join(one[t] for t in back.follow(written)) == text
+
+
+def test_what_cannot_be_compared_is_named_in_one_line() -> None:
+    pair = [assistants.words(["a", "b"]), assistants.words(["c", "d"])]
+    models = [
+        Target(assistants.tiny(2, 0).eval(), made, name) for made, name in zip(pair, ("ours", "other"), strict=True)
+    ]
+    with pytest.raises(ValueError, match="other shares no token with ours: use drafter=assistant_slem"):
+        SharedVocabulary(*models)
+    pair[1].backend_tokenizer.decoder = decoders.CTC()
+    with pytest.raises(ValueError, match=r"other: .* CTC decoder .*: use drafter=assistant_slem"):
+        SharedVocabulary(*models)
