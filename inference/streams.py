@@ -11,6 +11,7 @@ Shape letters: B rows of a batch, T positions, A anchors, the rows that have str
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,10 @@ class Streams(nn.Module):
         stack = _sharing(target.base)
         names = _linears(target, first, config.modules)
         adapted = _adapt(stack, names, config, self.act)
-        entry = stack.get_submodule(_name_of(target, first))
-        entry.register_forward_pre_hook(self._enter)
+        for layer in range(first):
+            below = stack.get_submodule(_name_of(target, layer))
+            vars(below)["forward"] = partial(self._below, below.forward)
+        stack.get_submodule(_name_of(target, first)).register_forward_pre_hook(self._enter)
         self.adapters = nn.ModuleDict({name.replace(".", "/"): _matrices(layer) for name, layer in adapted.items()})
         self._frozen = (target, stack)  # in a tuple, so that they are no submodules and never trained or saved
         self._riding: tuple[Tensor, Tensor] | None = None
@@ -96,7 +99,7 @@ class Streams(nn.Module):
         target, streams, width = self._frozen[0], self.config.streams, token.shape[1]
         position, seen, source, stream = beside(document, anchor, streams)
         tokens = torch.cat([token, token.gather(1, source)], 1)
-        states = target.through(self.stack(source, stream), tokens, position, seen)
+        states = target.run(tokens, position, seen, None, stack=self.stack(source, stream)).last
         draft = target.ends.logits(states[:, width:]).unflatten(1, (-1, streams))
         with torch.no_grad():
             own = states[:, :width].detach()
@@ -104,6 +107,12 @@ class Streams(nn.Module):
             taught = torch.stack([rows.teacher(own, depth)[batch, anchor] for depth in range(1, streams + 1)], 2)
             teacher = target.ends.logits(taught)
         return draft, teacher
+
+    def _below(self, forward: Callable[..., Any], hidden: Tensor, *args: Any, **inputs: Any) -> Any:
+        """Run a layer below the streams' first, in which and in whose cache they have no rows."""
+        assert self._riding is not None
+        cut = partial(_cut, own=self.act.first, riders=self._riding[0].shape[1])
+        return forward(cut(hidden), *map(cut, args), **{name: cut(value) for name, value in inputs.items()})
 
     def _enter(self, _layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Let the streams begin: their rows take on the states of their sources, and their embeddings."""
@@ -201,6 +210,17 @@ def frozen(streams: Streams, target: Target) -> Streams:
     return streams.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
+def _cut(value: Any, own: int, riders: int) -> Any:
+    """Return a layer's input for its first `own` rows: states, positions and rotations "B M …", or a mask "B 1 M S"."""
+    if isinstance(value, tuple):
+        return tuple(_cut(part, own, riders) for part in value)
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return value
+    if value.ndim == 4:
+        return value[:, :, :own, :-riders]
+    return value[:, :own] if value.shape[1] == own + riders else value
+
+
 def _sharing(base: nn.Module) -> nn.Module:
     """Return a copy of a module whose parameters and buffers are the very same tensors."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
@@ -220,8 +240,9 @@ def _linears(target: Target, first: int, wanted: list[str] | None) -> list[str]:
             if isinstance(module, nn.Linear | Conv1D):
                 found.setdefault(name.rsplit(".", 1)[-1], []).append(f"{_name_of(target, layer)}.{name}")
     unknown = [name for name in wanted or [] if name not in found]
-    if unknown:
-        raise ValueError(f"streams.modules: {target.name} has no {', '.join(unknown)}; choose from {', '.join(found)}")
+    if unknown or not found or wanted == []:
+        missing = ", ".join(unknown) or "linear layer to adapt"
+        raise ValueError(f"streams.modules is {wanted}: {target.name} has no {missing}; choose from {', '.join(found)}")
     return [name for kind, names in found.items() if wanted is None or kind in wanted for name in names]
 
 

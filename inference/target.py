@@ -154,16 +154,6 @@ class Target:
         out = self.run(token[None], position, seen, cache, stack=None if riders is None else riders.stack)
         return out._replace(logits=self.ends.logits(out.last))
 
-    def through(
-        self,
-        stack: Callable[..., Any],
-        token: Int[Tensor, "B T"],
-        position: Int[Tensor, "B T"],
-        seen: Bool[Tensor, "B T T"],
-    ) -> Float[Tensor, "B T D"]:
-        """Return the final states of rows that run through `stack` in place of the decoder stack, with gradients."""
-        return self.run(token, position, seen, None, stack=stack).last
-
     def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
         """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
         position, seen = tree.layout(drafted, prefix, riders)

@@ -74,7 +74,7 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     samples = load_samples(run.data, target.tokenizer)
     prompts = held_out_prompts(run.data, target.tokenizer, trainer.eval_prompts)
     packed = pack(samples, run.data.length)
-    step, micro = (max(1, tokens // run.data.length) for tokens in (trainer.batch_tokens, trainer.micro_tokens))
+    step, micro = (tokens // run.data.length for tokens in (trainer.batch_tokens, trainer.micro_tokens))
     batches = Batches(packed, step, micro, trainer.seed, accelerator.process_index, accelerator.num_processes)
     if main:
         prepare_out(run, resolved)

@@ -1,0 +1,360 @@
+"""Speculative streams: the target stays as it is, and a stream's law is the same in training, decoding and by hand."""
+
+import copy
+import functools
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.store import read_tensors
+from inference import tree as trees
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters import Commit, Context, Proposal
+from inference.drafters.streams import Drafted, StreamsDrafter
+from inference.policy import TreeConfig, grow
+from inference.rng import Generator
+from inference.sample import GREEDY, Sampling
+from inference.streams import RiderRows, Streams, frozen, load_streams, save_streams
+from inference.target import Target
+from inference.tree import DraftTree, Riders
+from tests import toys
+
+TOKENS = 36
+CONFIG = Streams.Config(streams=3, layers=2, rank=4, alpha=8, modules=None)
+EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
+DOUBLE = torch.float64
+LAYERS = [*((name, 2) for name in toys.ARCHITECTURES), ("llama", None), ("gpt2", None)]
+
+
+def made(target: Target, config: Streams.Config = CONFIG) -> Streams:
+    """Return streams whose weights are large enough that they draft varied tokens."""
+    torch.manual_seed(3)
+    streams = Streams(config, target)
+    for parameter in streams.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return frozen(streams, target)
+
+
+@functools.cache
+def toy(name: str = "llama", dtype: torch.dtype = torch.float32, layers: int | None = 2) -> tuple[Target, Streams]:
+    """Return a toy target and its streams, the same every time."""
+    target = toys.target(name, dtype)
+    return target, made(target, replace(CONFIG, layers=layers))
+
+
+def source(tree: TreeConfig, dtype: torch.dtype = torch.float32, kind: type[StreamsDrafter] = StreamsDrafter) -> Any:
+    target, streams = toy(dtype=dtype)
+    return kind(StreamsDrafter.Config("nowhere", tree), target, "streams", streams)
+
+
+@functools.cache
+def text(seed: int, dtype: torch.dtype = torch.float32) -> tuple[list[int], int]:
+    """Return a prompt with the target's greedy continuation, and the prompt's length."""
+    prompt = toys.prompt(seed)
+    return prompt + autoregress(toys.target(dtype=dtype), prompt, Settings(TOKENS, GREEDY)).tokens, len(prompt)
+
+
+def accepted(run: Generation) -> list[int]:
+    return [step.accepted for step in run.steps]
+
+
+@pytest.mark.parametrize("tree", toys.TREES)
+def test_speculation_equals_plain_decoding(tree: str) -> None:
+    drafter, total = source(toys.TREES[tree]), 0
+    for seed in range(4):
+        token, length = text(seed)
+        run = speculate(toys.target(), drafter, toys.prompt(seed), Settings(TOKENS, GREEDY))
+        assert toys.lively(token[length:])
+        assert run.tokens == token[length:]
+        total += sum(accepted(run))
+    assert total > 0, "no draft was accepted: nothing was tested"
+
+
+def test_the_target_is_untouched() -> None:
+    """Bit for bit, in another pass without and with riders of another kind, before and after streams exist and run."""
+    target = Target(copy.deepcopy(toys.target().model), toys.tokenizer(), "own")
+    prompt, tree = torch.tensor(toys.prompt(1)), DraftTree(torch.tensor(toys.prompt(2, 3)), torch.tensor([-1, 0, 0]))
+    plain = Riders(torch.tensor([5]), torch.tensor([1]), torch.tensor([[True, False, False, True]]))
+
+    def logits() -> list[Tensor]:
+        cache, found = target.cache(), []
+        found.append(target.prefill(prompt, cache).logits)
+        for riders in (None, plain):
+            found.append(target.score(tree, cache, riders).logits)
+            cache.keep(len(prompt), [])
+        return found
+
+    modules = [(name, type(module)) for name, module in target.model.named_modules()]
+    before = logits()
+    drafter = StreamsDrafter(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", made(target))
+    speculate(target, drafter, toys.prompt(1), Settings(TOKENS, GREEDY))
+    assert all(a.equal(b) for a, b in zip(before, logits(), strict=True))
+    assert [(name, type(module)) for name, module in target.model.named_modules()] == modules
+    assert all(not module._forward_pre_hooks and not module._forward_hooks for module in target.model.modules())
+    assert {id(p) for p in drafter.streams._frozen[1].parameters()} >= {id(p) for p in target.base.parameters()}
+
+
+@pytest.mark.parametrize(("name", "layers"), LAYERS)
+def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> None:
+    (target, streams), near = toy(name, DOUBLE, layers), EXACT.get(name, 1e-9)
+    drafter = StreamsDrafter(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", streams)
+    tree = DraftTree(torch.tensor(toys.prompt(9, 4)), torch.tensor([-1, 0, 0, 2]))
+    riders = drafter.riders(tree, 20)
+    assert riders is not None
+    prompt = torch.tensor(toys.prompt(3, 12))
+    found = []
+    for ride in (None, riders, riders._replace(stack=None)):
+        cache = target.cache()
+        target.prefill(prompt, cache)
+        found.append(target.score(tree, cache, ride).logits)
+    alone, together, unadapted = (logits[0] for logits in found if logits is not None)
+    torch.testing.assert_close(together[:4], alone, rtol=near, atol=near)
+    assert not torch.allclose(together[4:], unadapted[4:], atol=0.1), "the adapters did nothing: nothing was tested"
+
+
+def by_hand(target: Target, streams: Streams, token: list[int]) -> Tensor:
+    """Return the laws of the last token's streams, one after another, through merged weights and a plain cache."""
+    first = len(target.decoder_layers) - (streams.config.layers or len(target.decoder_layers))
+    base: Any = copy.deepcopy(target.base)
+    out = target.base(torch.tensor([token]), use_cache=True, output_hidden_states=True)
+    scale = streams.config.alpha / streams.config.rank
+    for name, matrices in streams.adapters.items():
+        weight = base.get_submodule(name.replace("/", ".")).weight
+        weight.data += scale * matrices.up.weight @ matrices.down.weight
+    cache, laws = out.past_key_values, []
+    for j in range(1, streams.config.streams + 1):
+        hidden = out.hidden_states[first][:, -1:] + streams.embedding[j - 1]
+        position = torch.tensor([[len(token) - 1 + j]])
+        angles = base.rotary_emb(hidden, position)
+        for layer in base.layers[first:]:
+            hidden = layer(hidden, position_ids=position, past_key_values=cache, position_embeddings=angles)
+        for layer in cache.layers[:first]:  # the lower layers hold no streams
+            layer.keys, layer.values = layer.keys[:, :, : len(token)], layer.values[:, :, : len(token)]
+        laws.append(target.ends.logits(base.norm(hidden))[0, 0])
+    return torch.stack(laws)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 2, None])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_law_of_a_stream_is_the_one_computed_by_hand(name: str, layers: int | None) -> None:
+    target, streams = toy(name, DOUBLE, layers)
+    token = toys.prompt(4, 10)
+    anchor = torch.tensor([[3, 9]])
+    found, _ = streams(torch.tensor([token]), torch.zeros(1, 10, dtype=torch.long), anchor)
+    for i, row in enumerate(anchor[0].tolist()):
+        torch.testing.assert_close(found[0, i], by_hand(target, streams, token[: row + 1]), rtol=1e-6, atol=1e-6)
+
+
+class Watched(StreamsDrafter):
+    """Notes what each pass proposed and what became of it."""
+
+    seen: list[tuple[int, Proposal, Context, Commit]]
+
+    def propose(self, context: Context) -> Proposal:
+        self.proposed = super().propose(context), context._replace(token=list(context.token))
+        return self.proposed[0]
+
+    def observe(self, commit: Commit) -> None:
+        if commit.verified is not None:
+            self.seen.append((len(self.proposed[1].token) - 1, *self.proposed, commit))
+        super().observe(commit)
+
+
+def watched(target: Target, streams: Streams, seed: int) -> tuple[Watched, Generation]:
+    drafter = Watched(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", streams)
+    drafter.seen = []
+    return drafter, speculate(target, drafter, toys.prompt(seed), Settings(TOKENS, GREEDY))
+
+
+@pytest.mark.parametrize(("name", "layers"), LAYERS)
+def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | None) -> None:
+    """Every accepted node's streams, in the pass that verified it, against one pass over the finished text."""
+    (target, streams), near = toy(name, DOUBLE, layers), EXACT.get(name, 1e-9) * 10
+    drafter, run = watched(target, streams, 0)
+    token = torch.tensor([toys.prompt(0) + run.tokens])
+    # A second document in front: training packs rows, decoding does not.
+    packed = torch.cat([torch.tensor([toys.prompt(7, 9)]), token], 1)
+    document = torch.cat([torch.zeros(1, 9, dtype=torch.long), torch.ones_like(token)], 1)
+    anchor = torch.arange(packed.shape[1])[None]
+    with torch.no_grad():
+        laws, teacher = streams(packed, document, anchor)
+        own = target.ends.logits(target.features(packed, document).last)
+    compared = 0
+    for root, proposal, _, commit in drafter.seen:
+        verified, riders = commit.verified, proposal.riders
+        if verified is None or verified.riders is None or riders is None:
+            continue
+        size = len(proposal.tree.token)
+        for depth, node in enumerate(verified.path):
+            mine = (riders.seen[:, :size] == trees.ancestors(proposal.tree)[node]).all(-1)  # they see what it sees
+            expected = laws[0, 9 + root + depth][: int(mine.sum())]
+            torch.testing.assert_close(verified.riders[mine], expected, rtol=near, atol=near)
+            compared += int(mine.sum())
+    assert compared > 60
+    for depth in (1, 2, 3):
+        torch.testing.assert_close(teacher[0, :-depth, depth - 1], own[0, depth:], rtol=near, atol=near)
+
+
+def test_offline_acceptance_equals_online() -> None:
+    """The acceptance follows from the finished text and the laws of the rows that ended each step."""
+    (target, streams), config, total = toy(dtype=DOUBLE), toys.TREES["dynamic"], 0
+    for seed in range(3):
+        token, length = text(seed, DOUBLE)
+        online = speculate(target, source(config, DOUBLE), toys.prompt(seed), Settings(TOKENS, GREEDY))
+        assert online.tokens == token[length:]
+        anchor = torch.arange(len(token) - 4)[None]
+        with torch.no_grad():
+            laws = streams(torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), anchor)[0][0]
+        counts, root, end = [0], length + 1, len(token)  # the first step drafts nothing
+        while root < end - 1:
+            room = end - root - 2
+            drafted = Drafted(laws[min(root - 1, len(laws) - 1)][: max(room, 1)])
+            context = Context(token[: root + 1], GREEDY, Generator(0, target.device), room)
+            tree = grow(drafted, None, drafted.level(1, 1), config, context).tree
+            node, count, below = 0, 0, trees.children(tree)
+            while True:
+                wanted = [c for c in below[node] if int(tree.token[c]) == token[root + count + 1]]
+                if not wanted:
+                    break
+                node, count = wanted[0], count + 1
+            counts.append(count)
+            root += count + 1
+        assert counts == accepted(online)
+        total += sum(counts)
+    assert total > 0, "no draft was accepted: nothing was tested"
+
+
+def test_a_drafter_begins_each_sequence_anew() -> None:
+    target, drafter = toys.target(), source(toys.TREES["dynamic"])
+    first, other, again = (
+        speculate(target, drafter, toys.prompt(seed), Settings(TOKENS, GREEDY)) for seed in (0, 1, 0)
+    )
+    assert accepted(first) == accepted(again)
+    assert first.steps[0].drafted == other.steps[0].drafted == again.steps[0].drafted == 0
+    assert all(step.drafted > 0 for step in first.steps[1:-3])
+
+
+def test_nothing_lies_deeper_than_can_be_committed() -> None:
+    target, streams = toy()
+    drafter, run = watched(target, streams, 2)
+    assert len(run.tokens) == TOKENS
+    for _, proposal, context, _ in drafter.seen:
+        assert int(trees.depth(proposal.tree).max()) <= context.room
+        assert proposal.riders is None or int(proposal.riders.offset.max()) < max(context.room, 1)
+    assert {proposal.riders is None for _, proposal, context, _ in drafter.seen if context.room < 2} <= {True}
+    filled = toys.prompt(0, target.context - 5)
+    assert len(speculate(target, drafter, filled, Settings(TOKENS, GREEDY)).tokens) == 5
+
+
+def test_streams_that_no_tree_would_read_do_not_ride() -> None:
+    drafter = source(TreeConfig("chain", 2, 0, 0, [], []))
+    riders = drafter.riders(trees.root(1, torch.device("cpu")), 9)
+    assert riders.offset.tolist() == [1, 2]
+    assert riders.seen.tolist() == [[True, True, False], [True, True, True]]
+    tree = DraftTree(torch.tensor([1, 2]), torch.tensor([-1, 0]))
+    assert drafter.riders(tree, 3).offset.tolist() == [1, 2, 2]  # (1, 2) would draft at depth 4
+    assert drafter.riders(tree, 3).seen[2].tolist() == [True, True, False, False, True]
+
+
+@pytest.mark.parametrize("tree", toys.TREES)
+def test_sampling_is_reproducible_and_varied(tree: str) -> None:
+    target, settings = toys.target(), Settings(TOKENS, Sampling(1.0, 10, 0.95), seed=5)
+    drafter = source(toys.TREES[tree])
+    first, again = (speculate(target, drafter, toys.prompt(0), settings) for _ in range(2))
+    assert first.tokens == again.tokens
+    assert toys.lively(first.tokens)
+    other = speculate(target, drafter, toys.prompt(0), replace(settings, seed=6))
+    assert other.tokens != first.tokens
+
+
+def test_the_gradient_reaches_the_streams_alone() -> None:
+    target = toys.target(dtype=DOUBLE)
+    streams = made(target).train().requires_grad_(True)
+    document = torch.zeros(1, 12, dtype=torch.long)
+    draft, teacher = streams(torch.tensor([toys.prompt(0, 12)]), document, torch.tensor([[2, 5, 8]]))
+    assert not teacher.requires_grad
+    draft.square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in streams.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
+    assert {id(p) for p in streams.parameters()}.isdisjoint(map(id, target.model.parameters()))
+
+
+def test_new_adapters_change_nothing() -> None:
+    target = toys.target(dtype=DOUBLE)
+    streams = frozen(Streams(replace(CONFIG, modules=["q_proj", "down_proj"]), target), target)
+    assert len(streams.adapters) == 4
+    assert all(bool((a.up.weight == 0).all()) for a in streams.adapters.values())
+
+
+def test_round_trip_bit_for_bit(tmp_path: Path) -> None:
+    target, streams = toy()
+    save_streams(tmp_path / "run" / "streams", CONFIG, streams.state_dict(), target.spec)
+    for folder in (tmp_path / "run", tmp_path / "run" / "streams"):
+        drafter = StreamsDrafter(StreamsDrafter.Config(str(folder), toys.TREES["chain"]), target, "streams")
+        assert drafter.streams.config == CONFIG
+        loaded = drafter.streams.state_dict()
+        assert all(tensor.equal(loaded[name]) for name, tensor in streams.state_dict().items())
+    assert sum(tensor.numel() for tensor in read_tensors(tmp_path / "run" / "streams").values()) == sum(
+        p.numel() for p in streams.parameters()
+    )
+    expected = accepted(speculate(target, source(toys.TREES["chain"]), toys.prompt(0), Settings(TOKENS, GREEDY)))
+    assert accepted(speculate(target, drafter, toys.prompt(0), Settings(TOKENS, GREEDY))) == expected
+
+
+def test_another_targets_streams_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    target, streams = toy()
+    weights = streams.state_dict()
+    save_streams(tmp_path / "streams", CONFIG, weights, replace(target.spec, name="someone/target", fingerprint="f00d"))
+    with pytest.raises(ValueError, match="someone/target: its fingerprint of the weights is f00d"):
+        load_streams(tmp_path, target)
+    save_streams(tmp_path / "streams", replace(CONFIG, rank=2), weights, target.spec)
+    with pytest.raises(ValueError, match=r"down.weight is \(4, .* its config.json and the target make it \(2, "):
+        load_streams(tmp_path, target)
+    save_streams(tmp_path / "streams", CONFIG, {"embedding": weights["embedding"]}, target.spec)
+    with pytest.raises(ValueError, match="missing"):
+        load_streams(tmp_path, target)
+    (tmp_path / "streams" / "config.json").write_text('{"format": 1, "streams": {}}')
+    with pytest.raises(ValueError, match="kind streams, whose keys are format, streams and target"):
+        load_streams(tmp_path, target)
+    (tmp_path / "streams" / "config.json").unlink()
+    with pytest.raises(ValueError, match="not a folder of kind streams"):
+        load_streams(tmp_path, target)
+    with pytest.raises(ValueError, match="no such folder"):
+        StreamsDrafter(StreamsDrafter.Config(str(tmp_path / "nowhere"), toys.TREES["chain"]), target, "streams")
+    with pytest.raises(ValueError, match="embedding holds values that are not finite"):
+        save_streams(tmp_path / "x", CONFIG, {"embedding": weights["embedding"] * float("nan")}, target.spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"streams": 0}, "streams.streams is 0"),
+        ({"layers": 0}, "streams.layers is 0"),
+        ({"layers": 4}, "streams.layers is 4: llama has 3 layers"),
+        ({"rank": 0}, "streams.rank is 0"),
+        ({"alpha": 0}, "streams.alpha is 0"),
+        ({"modules": ["q_proj", "w_proj"]}, "llama has no w_proj; choose from q_proj, k_proj"),
+        ({"modules": []}, "streams.modules"),
+    ],
+)
+def test_a_bad_configuration_is_one_line(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        Streams(Streams.Config(**asdict(CONFIG) | change), toys.target())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_that_takes_no_mask_and_layers_of_experts_are_refused() -> None:
+    target = toys.target()
+    target.takes_trees = False
+    try:
+        with pytest.raises(ValueError, match="no stream can ride along"):
+            Streams(CONFIG, target)
+    finally:
+        target.takes_trees = True
+    with pytest.raises(ValueError, match=r"streams.modules.*attention"):
+        RiderRows().forward(None, "streams", torch.zeros(3, 4), torch.zeros(3, 4))

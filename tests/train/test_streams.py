@@ -1,0 +1,207 @@
+"""Training of speculative streams: which rows are anchors, what is summed, that it helps, and whole jobs."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from data.batches import Batch, Batches, pack
+from data.prompts import Sample
+from heads.resolvers import ROOT, register_resolvers
+from heads.typed import typed
+from inference.decode import Settings, autoregress, speculate
+from inference.drafters.streams import StreamsDrafter
+from inference.sample import GREEDY
+from inference.streams import Streams, load_streams
+from tests import toys
+from train.stream_loop import StreamLoop, StreamsRunConfig, anchors, stream_sums
+from train.streams import train
+
+SMALL = [
+    "data.length=32", "data.held_out=4", "data.max_tokens=64", "model.dtype=float32", "model.device=cpu",
+    "trainer.batch_tokens=128", "trainer.micro_tokens=64", "trainer.eval_prompts=2", "trainer.eval_tokens=8",
+    "trainer.precision=fp32", "trainer.steps=4", "trainer.eval_every=2", "trainer.save_every=2",
+    "streams.layers=2", "streams.rank=4",
+]  # fmt: skip
+
+
+def configured(*overrides: str) -> tuple[StreamsRunConfig, dict[str, Any]]:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("streams", list(overrides))
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+        return typed(StreamsRunConfig, cfg), resolved
+
+
+def batch(seed: int = 0, rows: int = 3, width: int = 24) -> Batch:
+    """Return packed rows of several documents with prompts and answers, the last row's end without any."""
+    draw = random.Random(seed)
+    token = [[draw.randrange(toys.VOCAB) for _ in range(width)] for _ in range(rows)]
+    document = [[0] * 9 + [1] * (width - 9) for _ in range(rows - 1)] + [[0] * 14 + [-1] * (width - 14)]
+    mask = [[int(t % 9 > 2) for t in range(width)] for _ in range(rows)]
+    return Batch(*(torch.tensor(part) for part in (token, document, mask)), torch.arange(rows))
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 9])
+def test_anchors_are_every_so_many_of_the_targets_own_rows(every: int) -> None:
+    packed, starts = batch(), set()
+    for seed in range(8):
+        found = anchors(packed, every, 3, seed)
+        for b in range(3):
+            document, mask = packed.document[b].tolist(), packed.mask[b].tolist()
+
+            def teaches(t: int, j: int, document: list[int] = document, mask: list[int] = mask) -> bool:
+                label = t + 1 + j
+                return label < 24 and document[label] == document[t] >= 0 and mask[label] == mask[t] == 1
+
+            own = [t for t in range(24) if any(teaches(t, j) for j in (1, 2, 3))]
+            used = found.valid[b].any(-1)
+            rows = found.row[b][used].tolist()
+            start = own.index(rows[0]) if rows else every
+            assert rows == own[start::every]
+            assert start < every or len(own) <= start
+            starts.add(start)
+            for row, valid in zip(rows, found.valid[b][used].tolist(), strict=True):
+                assert valid == [teaches(row, j) for j in (1, 2, 3)]
+        again = anchors(packed, every, 3, seed)
+        assert again.row.equal(found.row)
+        assert again.valid.equal(found.valid)
+    assert len(starts) == 1 if every == 1 else len(starts) > 1
+
+
+def test_a_batch_that_trains_nothing_has_no_valid_anchor() -> None:
+    packed = batch()
+    empty = anchors(replace(packed, mask=torch.zeros_like(packed.mask)), 2, 3, 0)
+    assert empty.row.tolist() == [[0]] * 3
+    assert not empty.valid.any()
+
+
+def test_sums_are_those_of_a_loop() -> None:
+    torch.manual_seed(0)
+    draft, teacher = torch.randn(2, 4, 3, 7), torch.randn(2, 4, 3, 7)
+    valid = torch.rand(2, 4, 3) < 0.5
+    valid[:, :, 2] = False
+    loss, accuracy = [0.0] * 3, [0.0] * 3
+    for b, a, g in valid.nonzero().tolist():
+        p, q = teacher[b, a, g].softmax(-1), draft[b, a, g].softmax(-1)
+        loss[g] -= float((p * q.log()).sum())
+        accuracy[g] += float(p.argmax() == q.argmax())
+    found = stream_sums(draft, teacher, valid)
+    torch.testing.assert_close(found["loss"], torch.tensor(loss))
+    assert found["accuracy"].tolist() == accuracy
+    assert loss[2] == 0
+
+
+def test_training_raises_acceptance(tmp_path: Path) -> None:
+    """On the target's own texts, which the streams learn nearly by heart."""
+    target, count = toys.target(), 24
+    texts = [
+        toys.prompt(seed) + autoregress(target, toys.prompt(seed), Settings(count, GREEDY)).tokens for seed in range(4)
+    ]
+    samples = [Sample(str(i), text, [0] * 7 + [1] * count) for i, text in enumerate(texts)]
+    run, resolved = configured(
+        f"out={tmp_path}", *SMALL, "trainer.steps=60", "trainer.batch_tokens=128", "trainer.micro_tokens=128",
+        "trainer.eval_every=60", "trainer.save_every=60", "trainer.lr_width=64", "trainer.clip=5.0", "every=1",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    streams = Streams(run.streams, target)
+    prompts = [text[:7] for text in texts]
+    loop = StreamLoop(
+        run, Accelerator(cpu=True), target, streams, Batches(pack(samples, 32), 4, 4, 0, 0, 1), prompts, resolved
+    )
+    loop.run = replace(run, trainer=replace(run.trainer, eval_prompts=4, eval_tokens=count))
+    before = loop.acceptance_length(load(run, target, tmp_path, loop))
+    loop.train()
+    after = loop.progress["best_tau"]
+    assert (before, after) > (0, 0)
+    assert after > before + 0.8
+    drafter = StreamsDrafter(StreamsDrafter.Config(str(tmp_path), run.tree), target, "streams")
+    made = speculate(target, drafter, prompts[0], Settings(count, GREEDY))
+    assert made.tokens == texts[0][7:]
+    assert made.tau > 1.5
+
+
+def load(run: StreamsRunConfig, target: Any, folder: Path, loop: StreamLoop) -> Streams:
+    """Return a decoding copy of the untrained streams, by way of the disk."""
+    loop.measure(0)
+    loop.progress |= {"best_tau": 0.0}
+    return load_streams(folder, target)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return the folder and the overrides of a finished run."""
+    folder = tmp_path_factory.mktemp("job")
+    target = toys.target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    draw = random.Random(0)
+    lines = [" ".join(f"w{draw.randrange(toys.VOCAB)}" for _ in range(draw.randrange(12, 40))) for _ in range(40)]
+    (folder / "text.txt").write_text("\n".join(lines) + "\n")
+    overrides = [f"model.path={folder / 'target'}", f"data.path={folder / 'text.txt'}", *SMALL]
+    train(*configured(*overrides, f"out={folder / 'whole'}"))
+    return folder, overrides
+
+
+def losses(out: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def test_a_run_leaves_its_contract_behind(job: tuple[Path, list[str]]) -> None:
+    out = job[0] / "whole"
+    names = {path.name for path in out.iterdir()}
+    assert {"config.yaml", "provenance.json", "metrics.jsonl", "checkpoints", "streams", "prompts.jsonl"} <= names
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "tau" in record] == [2, 4]
+    assert sorted(losses(out)) == [1, 2, 3, 4]
+    content = json.loads((out / "streams" / "config.json").read_text())
+    assert content["streams"]["layers"] == 2
+    assert content["target"]["fingerprint"] == toys.target().spec.fingerprint
+
+
+def test_a_run_goes_on_bit_for_bit(job: tuple[Path, list[str]]) -> None:
+    folder, overrides = job
+    whole, out = folder / "whole", folder / "resumed"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
+    train(*configured(*overrides, f"out={out}", "resume=true"))
+    assert losses(out) == losses(whole)
+
+
+def test_accumulation_changes_nothing(job: tuple[Path, list[str]]) -> None:
+    folder, overrides = job
+    train(*configured(*overrides, f"out={folder / 'one'}", "trainer.micro_tokens=128"))
+    one, two = losses(folder / "one"), losses(folder / "whole")
+    assert all(abs(one[step] - two[step]) < 1e-4 * two[step] for step in two)
+
+
+def test_a_folder_with_a_run_is_refused(job: tuple[Path, list[str]]) -> None:
+    folder, overrides = job
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(*configured(*overrides, f"out={folder / 'whole'}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("every=0", "every is 0"),
+        ("decay=0", "decay is 0"),
+        ("streams.streams=0", "streams.streams is 0"),
+        ("trainer.micro_tokens=100", "less than a row of data.length=512"),
+        ("+streams.stepz=1", "streams.stepz is not a known key"),
+        ("tree.depth=0", "tree.depth is 0"),
+    ],
+)
+def test_a_bad_value_is_named_in_one_line(override: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        configured(override)
+    assert "\n" not in str(caught.value)
