@@ -95,6 +95,14 @@ def outcomes(program: Callable[[Rng], Result]) -> list[tuple[Result, float]]:
     return found
 
 
+def law(program: Callable[[Rng], tuple[int, ...]]) -> Law:
+    """Return the probability of every result of a program."""
+    found = Law()
+    for result, weight in outcomes(program):
+        found[result] = found.get(result, 0.0) + weight
+    return found
+
+
 def distance(found: Law, expected: Law) -> float:
     """Return the total variation between two laws."""
     return 0.5 * sum(abs(found.get(k, 0.0) - expected.get(k, 0.0)) for k in {*found, *expected})
