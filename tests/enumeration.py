@@ -259,9 +259,9 @@ def one_pass(found: list[Draft], sampling: Sampling, rule: str | Rule) -> Passed
 
 def judged(draft: Draft, sampling: Sampling, rule: str | Rule, rng: Rng) -> tuple[list[int], int]:
     """Verify one draft."""
-    tree, q, _, replacement = draft.proposal
+    tree, q = draft.proposal.tree, draft.proposal.q
     if isinstance(rule, str):
-        path, token, _ = decide(tree, draft.logits, q, sampling, rng, rule, replacement)
+        path, token, _ = decide(tree, draft.logits, q, sampling, rng, rule, draft.proposal.replacement)
         return path, token
     return rule(tree, distribution(draft.logits, sampling), q, rng)
 
