@@ -82,6 +82,17 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert "nan" not in (tmp_path / "report.md").read_text(encoding="utf-8").split("## How")[0]
 
 
+def test_a_lossy_gate_is_red_without_a_failure() -> None:
+    gate = replace(GREEN, lossy=True)
+    made = report(replace(SILENT, rule="typical (lossy)", lossless=GREEN.counts()), gate)
+    assert not made.passed
+    assert made.failures() == [
+        "eagle: its rule is lossy by choice; 0 of 8 prompts differ from plain decoding; speedup withheld"
+    ]
+    assert "typical (lossy)" in shown(made)
+    assert "withheld" in shown(made)
+
+
 def test_a_green_report_shows_the_numbers() -> None:
     text = shown(report())
     assert all(number in text for number in (*SPEEDUPS, "2.03", "123.4", "0.75 0.28", "7/8, 1 near tie"))

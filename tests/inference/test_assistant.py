@@ -54,6 +54,9 @@ class Watched:
     def reset(self, prompt: list[int]) -> None:
         self.inner.reset(prompt)
 
+    def forget(self) -> None:
+        pass
+
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
 
@@ -105,7 +108,7 @@ def test_every_draft_is_that_of_a_model_without_a_cache(near: str, tree: str) ->
         reference = Afresh(model, context)
         room = len(whole) - len(context) - 1
         rng = Generator(0, torch.device("cpu"))
-        expected, _ = grow(reference, None, reference.logits(), context[-1], config, GREEDY, rng, room)
+        expected = grow(reference, None, reference.logits(), config, Context(context, GREEDY, rng, room)).tree
         assert proposal.tree.token.tolist() == expected.token.tolist()
         assert proposal.tree.parent.tolist() == expected.parent.tolist()
         accepted.append(matched(expected, whole[len(context) :]))
@@ -131,7 +134,7 @@ def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None
     watched = Watched(source)
     made = speculate(toys.target(), watched, toys.prompt(0), Settings(TOKENS, sampling, seed=4))
     assert any(step.accepted < step.drafted for step in made.steps)
-    for context, (drafted, q, _) in watched.proposals[:-1]:
+    for context, (drafted, q, *_) in watched.proposals[:-1]:
         assert q is not None
         assert q.shape == (len(drafted.token), toys.VOCAB)
         for path in trees.paths(drafted):
@@ -204,7 +207,7 @@ def test_a_doubted_token_is_the_last_and_is_kept(near: str) -> None:
     watched = Watched(source)
     made = speculate(toys.target(), watched, toys.prompt(0), Settings(TOKENS, T1, seed=2))
     lengths = set()
-    for step, (context, (tree, _, _)) in zip(made.steps, watched.proposals, strict=True):
+    for step, (context, (tree, *_)) in zip(made.steps, watched.proposals, strict=True):
         read = context + tree.token[1:].tolist()
         logits = source.follower.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
         own = [float(logits[i - 1].softmax(-1)[read[i]]) for i in range(len(context), len(read))]

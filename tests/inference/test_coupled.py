@@ -11,14 +11,15 @@ from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Commit, Context, Proposal
 from inference.drafters.head import HeadDrafter
+from inference.policy import grow
 from inference.rng import Coupled
 from inference.sample import Sampling
-from inference.tree import DraftTree
-from inference.verify import verify
-from tests import toys
+from inference.tree import DraftTree, children
+from inference.verify import decide, verify
+from tests import enumeration, toys
 
 CPU = torch.device("cpu")
-TOKENS = 16
+TOKENS = 12
 SAMPLINGS = {
     "T0": Sampling(0.0, 0, 1.0),
     "T0.7": Sampling(0.7, 0, 1.0),
@@ -35,6 +36,9 @@ class Guess:
 
     def reset(self, prompt: list[int]) -> None:
         self.length = len(prompt)
+
+    def forget(self) -> None:
+        pass
 
     def observe(self, commit: Commit) -> None:
         pass
@@ -93,6 +97,9 @@ class Twin:
         self.coupled = coupled
 
     def reset(self, prompt: list[int]) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def observe(self, commit: Commit) -> None:
@@ -185,4 +192,18 @@ def test_noise_is_keyed_by_position_and_not_by_call() -> None:
     later = Coupled(5, CPU, lambda: 12)
     assert later.draw(law, 1) == forward[2]
     assert one.distinct(law, 3, 2)[0, 0] == forward[1][0]
-    assert one.distinct(torch.tensor([[0.0, 1.0, 0.0]]), 3).tolist() == [[1, -1, -1]]
+    assert Coupled(5, CPU, lambda: 0).distinct(torch.tensor([[0.0, 1.0, 0.0]]), 3).tolist() == [[1, -1, -1]]
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "sampled", "independent", "ragged"])
+def test_policies_race_their_laws_against_the_noise_of_each_depth(tree: str) -> None:
+    """A head with the target's laws ranks the target's own choice first at every depth, so a path ends at a leaf."""
+    sampling = enumeration.SAMPLINGS["penalty"]
+    tables = enumeration.Tables(0, "equal")
+    for seed in range(8):
+        rng = Coupled(seed, CPU, lambda: len(enumeration.PROMPT))
+        context = Context(list(enumeration.PROMPT), sampling, rng, 2)
+        tree_, q, *_ = grow(tables, None, tables.level([()]), enumeration.TREES[tree], context)
+        assert q is None
+        path, *_ = decide(tree_, tables.scores(tree_, sampling), None, sampling, rng, "coupled")
+        assert not children(tree_)[path[-1]]

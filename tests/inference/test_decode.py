@@ -1,11 +1,13 @@
 """The engine: ends of answers inside an accepted path, bookkeeping, the context's edge, bad prompts."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters import Commit, Context, Proposal
-from inference.sample import GREEDY
+from inference.sample import GREEDY, Sampling
 from inference.tree import DraftTree
 from tests import toys
 
@@ -21,6 +23,9 @@ class Oracle:
 
     def reset(self, prompt: list[int]) -> None:
         self.prompt = len(prompt)
+
+    def forget(self) -> None:
+        pass
 
     def observe(self, commit: Commit) -> None:
         self.seen = commit
@@ -63,6 +68,22 @@ def test_eos_inside_an_accepted_path_ends_there() -> None:
     assert made.tokens == alone.tokens == text[: end + 1]
     assert made.finish == alone.finish == "eos"
     assert sum(step.committed for step in made.steps) == end
+
+
+def test_the_penalised_greedy_text_is_transformers() -> None:
+    target, prompt = toys.target(), toys.prompt(0)
+    settings = Settings(24, Sampling(0.0, 0, 1.0, 0.0, 1.5))
+    made = autoregress(target, prompt, settings)
+    generate: Any = target.model.generate
+    token = torch.tensor([prompt])
+    expected = generate(
+        token, attention_mask=torch.ones_like(token), max_new_tokens=24, do_sample=False, repetition_penalty=1.5
+    )
+    assert made.tokens == expected[0, len(prompt) :].tolist()
+    assert made.tokens != plain()
+    drafted = speculate(target, Oracle(made.tokens, 3), prompt, settings)
+    assert drafted.tokens == made.tokens
+    assert sum(step.accepted for step in drafted.steps) == 17  # the penalty of each node is that of its own prefix
 
 
 def test_stop_string_over_several_tokens() -> None:
