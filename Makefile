@@ -28,11 +28,12 @@ $(STAMP): pyproject.toml Makefile
 	$(RUN) -m pip install -e '.[cluster,dev]'
 	@touch $(STAMP)
 
-demo: setup ## distill an EAGLE head from the embedded target, verify it, write the report
-	$(RUN) train/run.py overwrite=true
+demo: setup ## distill an EAGLE head from the embedded target, verify it, write the report; bf16, as models are served
+	$(RUN) train/run.py overwrite=true eval.dtype=bfloat16
 
+# Two processes of one thread each: toy tensors gain nothing from threads.
 test: setup ## every test that needs no accelerator and no patience
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
 
 test-slow: setup ## the tests that take minutes
 	$(RUN) -m pytest -m "slow and not gpu"

@@ -143,7 +143,8 @@ def _reject(frame: Frame, x: int, replacement: bool) -> None:
     left = (frame.alpha * frame.target - frame.draft).clamp_min(0)
     mass = float(left.sum())
     if mass > 0:
-        frame.target, frame.alpha = left / mass, mass / (mass + 1 - frame.alpha)
+        # The parentheses keep an alpha of 1 at exactly 1, on which the root relies.
+        frame.target, frame.alpha = left / mass, mass / (mass + (1 - frame.alpha))
     else:  # in exact arithmetic alpha is below 1 then: what is sure to be accepted rejects no child without a residual
         frame.alpha = 1.0 if frame.alpha >= 1 else 0.0
     frame.draft = frame.draft if replacement else _without(frame.draft, [x])

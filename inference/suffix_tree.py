@@ -6,6 +6,7 @@ A substring's count is how often it occurs in the texts, overlaps included, up t
 
 import sys
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 OPEN = sys.maxsize  # the end of an edge that goes on to its text's end, however far that grows
@@ -14,7 +15,7 @@ OPEN = sys.maxsize  # the end of an edge that goes on to its text's end, however
 class Node:
     """An edge and the node at its end: `text[start:end]`, which continues the substrings above it `count` times.
 
-    `best` is the child that occurs most often, of equals the one that occurred last.
+    `best` is the child that occurs most often, of equals the one that occurred last; the root has no use for it.
     """
 
     __slots__ = ("best", "children", "count", "end", "start", "text")
@@ -90,6 +91,10 @@ class SuffixTree:
             else:
                 reached.append(self._descend(node, child, token))
         self.active = reached[: self.depth - 1]
+        if len(reached) == self.depth:  # below the depth nothing is counted, and nothing would be taken back
+            deepest = reached[-1]
+            self.nodes -= _size(deepest) - 1
+            deepest.children, deepest.best = {}, None
 
     def _descend(self, node: Node, child: Node, token: int) -> Node:
         """Count one more occurrence of the child's first token after `node`, and return the node that ends there."""
@@ -126,21 +131,36 @@ class SuffixTree:
             self._uncount(text, start)
 
     def _uncount(self, text: list[int], at: int) -> None:
-        """Take back one suffix: lower the counts along its path, and cut the path where nobody else goes."""
-        node, stop = self.root, min(len(text), at + self.depth)
+        """Take back one suffix: lower the counts along its path, cut what nobody else reaches, join what now can be."""
+        path, stop = [self.root], min(len(text), at + self.depth)
         while at < stop:
-            parent, node = node, node.children[text[at]]
+            parent = path[-1]
+            node = parent.children[text[at]]
             node.count -= 1
             if node.count == 0:
                 del parent.children[text[at]]
                 self.nodes -= _size(node)
-            elif node.text is text:  # keep the edge, not the whole text
+                break
+            if node.text is text:  # keep the edge, not the whole text
                 node.text, node.start, node.end = text[node.start : node.end], 0, node.length
-            if parent is not self.root and parent.best is node:
-                parent.best = max(parent.children.values(), key=lambda child: child.count, default=None)
-            if node.count == 0:
-                return
             at += node.length
+            path.append(node)
+        for parent, node in reversed(list(pairwise(path))):
+            node.best = max(node.children.values(), key=lambda child: child.count, default=None)
+            if node.best is not None and node.best.count == node.count and node not in self.active:
+                self._join(parent, node, node.best)
+
+    def _join(self, parent: Node, node: Node, child: Node) -> None:
+        """Let a node's only child take its place, with both edges as one."""
+        label = node.text[node.start : node.end]
+        begin = child.start - len(label)
+        if begin >= 0 and child.text[begin : child.start] == label:
+            child.start = begin
+        else:  # the edge of a text that was forgotten
+            label += child.text[child.start : child.end][: self.depth]
+            child.text, child.start, child.end = label, 0, len(label)
+        parent.children[label[0]] = child
+        self.nodes -= 1
 
     def matches(self) -> list[Place]:
         """Return where the suffixes of the newest text end that occur elsewhere too, shortest first."""

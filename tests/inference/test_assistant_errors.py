@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from inference.decode import Settings, autoregress, speculate
+from inference.drafters import Drafter
 from inference.sample import GREEDY
 from inference.target import Target
 from tests import assistants, toys
@@ -60,3 +61,20 @@ def test_a_tree_needs_an_attention_that_takes_one(twin: str, monkeypatch: pytest
     source = assistants.assistant(twin, toys.target())
     made = speculate(toys.target(), source, toys.prompt(0), Settings(12, GREEDY))
     assert made.tokens == autoregress(toys.target(), toys.prompt(0), Settings(12, GREEDY)).tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("match", ["same", "tli", "slem"])
+def test_an_assistant_on_another_device_drafts_the_same(twin: str, match: str) -> None:
+    target, settings = Target.load(twin, "float32", "cuda"), Settings(12, GREEDY)
+    drafted = []
+    for device in ("cpu", "cuda"):
+        if match == "slem":
+            source: Drafter = assistants.slem(twin, target, device=device)
+        else:
+            source = assistants.assistant(twin, target, match=match, device=device)
+        made = speculate(target, source, toys.prompt(0), settings)
+        assert made.tokens == autoregress(target, toys.prompt(0), settings).tokens
+        drafted.append([step.accepted for step in made.steps])
+    assert drafted[0] == drafted[1]
+    assert sum(drafted[0]) > 0

@@ -16,7 +16,7 @@ from inference.target import Pass, Target
 from inference.tree import DraftTree
 from inference.verify import Rng, verify
 from tests import assistants, toys
-from tests.inference.test_enumeration import EXACT, Replay, distance, outcomes
+from tests.enumeration import EXACT, Replay, distance, law
 
 T1 = Sampling(1.0, 0, 1.0)
 
@@ -67,7 +67,7 @@ class Laws:
         following = torch.tensor(self.prompt[1:])
         empty = torch.zeros(1, len(following), 0)
         self.source.observe(Commit(following, Pass(empty[..., None, :], empty, None), None))
-        tree, q, _ = self.source.propose(Context(self.prompt, sampling, rng, self.horizon - 1))
+        tree, q, *_ = self.source.propose(Context(self.prompt, sampling, rng, self.horizon - 1))
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(tree.token.tolist(), tree.parent.tolist(), strict=True):
             paths.append(() if parent < 0 else (*paths[parent], token))
@@ -113,7 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("match", ["same", "tli"])
 def test_the_emitted_law_is_the_targets(match: str, case: str, sampling: Sampling, tmp_path: Path) -> None:
     both = laws(tmp_path, match, **CASES[case])
-    found = outcomes(lambda rng: both.program(rng, sampling))
+    found = law(lambda rng: both.program(rng, sampling))
     assert distance(found, both.expected(sampling)) < EXACT
 
 
@@ -123,13 +123,13 @@ def test_dropping_a_doubted_token_is_caught(tmp_path: Path, monkeypatch: pytest.
     chain = Assistant.chain
 
     def cut(self: Assistant, level: Level, context: Context, depth: int) -> Proposal:
-        tree, q, _ = chain(self, level, context, depth)
+        tree, q, *_ = chain(self, level, context, depth)
         assert q is not None
         end = next((i for i in range(1, len(tree.token)) if q[i - 1, tree.token[i]] < 0.5), len(tree.token))
         return Proposal(DraftTree(tree.token[:end], tree.parent[:end]), q[:end])
 
     monkeypatch.setattr(Assistant, "chain", cut)
-    found = outcomes(lambda rng: both.program(rng, T1))
+    found = law(lambda rng: both.program(rng, T1))
     assert distance(found, both.expected(T1)) > 0.01
 
 
@@ -138,8 +138,8 @@ def test_enumeration_reaches_the_assistants_own_draws(tmp_path: Path) -> None:
     both, draws = laws(tmp_path, "same", **CASES["chain"]), set()
 
     class Noted(Replay):
-        def distinct(self, law: Tensor, count: int) -> Tensor:
-            drawn = super().distinct(law, count)
+        def distinct(self, law: Tensor, count: int, depth: int = 1) -> Tensor:
+            drawn = super().distinct(law, count, depth)
             draws.add(int(drawn[0, 0]))
             return drawn
 

@@ -155,7 +155,7 @@ def test_text_of_split_characters_comes_through(ours: str, theirs: str, tmp_path
     at, accepted, idle = 6, [], 0
     drafter.observe(commit(token[1:6], None))
     while at < len(token):
-        tree, q, _ = drafter.propose(Context(token[:at], GREEDY, rng, len(token) - at - 1))
+        tree, q, *_ = drafter.propose(Context(token[:at], GREEDY, rng, len(token) - at - 1))
         drafted = tree.token[1:].tolist()
         if "\ufffd" in decode(tokenizer, token[:at]):
             assert drafted == []
@@ -185,7 +185,7 @@ def test_inside_a_character_nothing_is_drafted(tmp_path: Path) -> None:
     token = encode(tokenizer, "日本")[0]
     drafter.reset(token[:1])
     drafter.observe(commit(token[1:2], None))
-    tree, _, _ = drafter.propose(Context(token[:2], GREEDY, Generator(0, torch.device("cpu")), 8))
+    tree, *_ = drafter.propose(Context(token[:2], GREEDY, Generator(0, torch.device("cpu")), 8))
     assert tree.token.tolist() == token[1:2]
     assert isinstance(tree, DraftTree)
 

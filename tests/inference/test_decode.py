@@ -13,7 +13,7 @@ from tests import toys
 class Oracle:
     """Drafts exactly what the target will write, `depth` tokens at a time, beside one wrong sibling."""
 
-    name, rule, tree = "oracle", "point mass", "oracle"
+    name, tree = "oracle", "oracle"
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, text: list[int], depth: int) -> None:

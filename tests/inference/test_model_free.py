@@ -9,11 +9,11 @@ import torch
 from inference import tree as trees
 from inference.decode import Settings, speculate
 from inference.drafters import Context, Drafter
-from inference.sample import GREEDY, Sampling, distribution
-from inference.verify import Generator, Rng, verify
+from inference.sample import GREEDY, Sampling
+from inference.verify import Generator, Rng, decide
 from tests import toys
+from tests.enumeration import EXACT, HORIZON, VOCAB, Tables, distance, law
 from tests.inference.model_free import CONF, NAMES, Recorder, accepted, decode, make, plain
-from tests.inference.test_enumeration import EXACT, HORIZON, VOCAB, Tables, distance, outcomes
 
 TOKENS = 36
 TEXT = [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 2, 0, 0, 1, 2, 0]
@@ -99,7 +99,7 @@ def test_sampling_is_reproducible_and_varied(name: str) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
     """One pass after a text that gives every source something to draft; its proposal is made before any draw."""
-    tables, sampling = Tables(3, 2.0), Sampling(temperature, 0, 1.0)
+    tables, sampling = Tables(3), Sampling(temperature, 0, 1.0)
     drafter = source(name)
     warm(drafter, TEXT)
     context = Context(TEXT, sampling, Generator(0, torch.device("cpu")), HORIZON - 1)
@@ -107,14 +107,10 @@ def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
     assert drafted.token.max() < VOCAB
 
     def program(rng: Rng) -> tuple[int, ...]:
-        path, bonus = verify(drafted, tables.p_of(drafted, sampling), None, rng)
-        emitted = [int(drafted.token[node]) for node in path[1:]] + [bonus]
-        while len(emitted) < HORIZON:
-            law = distribution(tables.logits(tables.p, tuple(emitted)), sampling)
-            emitted.append(rng.draw(law[None])[0])
-        return tuple(emitted[:HORIZON])
+        path, bonus, _ = decide(drafted, tables.scores(drafted, sampling), None, sampling, rng)
+        return (*drafted.token[path[1:]].tolist(), bonus)
 
-    assert distance(outcomes(program), tables.target_law(sampling)) < EXACT
+    assert distance(tables.continued(law(program), sampling), tables.target_law(sampling)) < EXACT
     assert len(drafted.token) > 1
 
 

@@ -10,7 +10,7 @@ from heads import HEADS
 from heads.base import Features
 from inference import tree as trees
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Commit
+from inference.drafters import Commit, Context
 from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig, grow
 from inference.rng import Generator
@@ -108,7 +108,8 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
     while root < end - 1:
         rows = Features(*(part[:, :root] for part in features))
         state, level = head.extend(None, rows, torch.tensor(token[1 : root + 1]))
-        drafted, _ = grow(head, state, level, token[root], tree, GREEDY, Generator(0, target.device), end - root - 2)
+        context = Context(token[: root + 1], GREEDY, Generator(0, target.device), end - root - 2)
+        drafted = grow(head, state, level, tree, context).tree
         below, node = trees.children(drafted), 0
         accepted = 0
         while True:

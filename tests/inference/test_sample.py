@@ -2,21 +2,43 @@
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from inference.rng import Generator
-from inference.sample import GREEDY, Sampling, distribution
+from inference.sample import GREEDY, Sampling, distribution, penalize
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.3, 5, 1.0), (0.9, 0, 0.6), (0.8, 7, 0.8)]
+    "sampling",
+    [
+        Sampling(0.7, 0, 1.0),
+        Sampling(1.3, 5, 1.0),
+        Sampling(0.9, 0, 0.6),
+        Sampling(0.8, 7, 0.8),
+        Sampling(0.8, 0, 1.0, 0.3),
+        Sampling(1.2, 9, 0.9, 0.1, 1.3),
+        Sampling(1.0, 0, 1.0, 0.0, 0.7),
+    ],
 )
-def test_equals_transformers(temperature: float, top_k: int, top_p: float) -> None:
-    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
-    expected = TopKLogitsWarper(top_k)(None, expected) if top_k else expected
-    expected = TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected
-    torch.testing.assert_close(distribution(logits, Sampling(temperature, top_k, top_p)), expected.softmax(-1))
+@pytest.mark.parametrize("size", [20, 3000])  # above LIKELIEST too
+def test_equals_transformers(sampling: Sampling, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, size, generator=generator, dtype=torch.float64)
+    token = torch.randint(size, (50, 12), generator=generator)
+    expected = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(token, logits)
+    expected = TemperatureLogitsWarper(sampling.temperature)(token, expected)
+    expected = TopKLogitsWarper(sampling.top_k)(token, expected) if sampling.top_k else expected
+    expected = TopPLogitsWarper(sampling.top_p)(token, expected) if sampling.top_p < 1 else expected
+    expected = MinPLogitsWarper(sampling.min_p)(token, expected)
+    seen = torch.zeros(50, size, dtype=torch.bool).scatter(1, token, True)
+    found = distribution(penalize(logits, seen, sampling), sampling)
+    torch.testing.assert_close(found, expected.softmax(-1))
 
 
 def test_zero_is_one_hot() -> None:
@@ -44,7 +66,20 @@ def test_distinct_draws_without_replacement() -> None:
     assert abs(second - expected) < 4 * (expected * (1 - expected) / count) ** 0.5
 
 
-@pytest.mark.parametrize("values", [(-1.0, 0, 1.0), (1.0, -2, 1.0), (1.0, 0, 0.0), (1.0, 0, 1.5)])
-def test_out_of_range_is_named(values: tuple[float, int, float]) -> None:
-    with pytest.raises(ValueError, match="give"):
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ((-1.0, 0, 1.0), "temperature"),
+        ((1.0, -2, 1.0), "top_k"),
+        ((1.0, 0, 0.0), "top_p"),
+        ((1.0, 0, 1.5), "top_p"),
+        ((1.0, 0, 1.0, -0.1), "min_p"),
+        ((1.0, 0, 1.0, 1.1), "min_p"),
+        ((1.0, 0, 1.0, 0.0, 0.0), "repetition_penalty"),
+        ((1.0, 0, 1.0, 0.0, -1.0), "repetition_penalty"),
+    ],
+)
+def test_out_of_range_is_named(values: tuple[float, ...], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} is .*give") as error:
         Sampling(*values)
+    assert "\n" not in str(error.value)

@@ -14,7 +14,7 @@ from inference.skips import FORMAT, SkipFile, save_skips
 from inference.target import Target
 from inference.verify import Rng, verify
 from tests import toys
-from tests.inference.test_enumeration import EXACT, distance, outcomes
+from tests.enumeration import EXACT, distance, law
 
 HORIZON = 3
 PROMPT = toys.prompt(3, 6)
@@ -57,7 +57,7 @@ def one_pass(target: Target, source: Drafter, depths: set[int]) -> dict[tuple[in
             emitted.append(rng.draw(next_law(target, tuple(emitted))[None])[0])
         return tuple(emitted[:HORIZON])
 
-    return outcomes(program)
+    return law(program)
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def one_pass(target: Target, source: Drafter, depths: set[int]) -> dict[tuple[in
 def test_emitted_law_is_the_targets(tmp_path: Path, make: object, shape: str) -> None:
     target = toys.target("llama", torch.float64)
     target.feature_layers = ()
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(HORIZON):
-        law = {
+        expected = {
             (*path, token): weight * float(after[token])
-            for path, weight in law.items()
+            for path, weight in expected.items()
             for after in [next_law(target, path)]
             for token in after.nonzero()[:, 0].tolist()
         }
     depths: set[int] = set()
     assert callable(make)
-    assert distance(one_pass(target, make(target, tmp_path, shape), depths), law) < EXACT
+    assert distance(one_pass(target, make(target, tmp_path, shape), depths), expected) < EXACT
     assert {0, 1} <= depths, "drafts were both accepted and rejected"

@@ -1,0 +1,172 @@
+"""Prompt lookup against transformers' own candidates and generate, and against a scan of the whole text."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from inference.drafters import Context
+from inference.drafters.prompt_lookup import PromptLookup
+from inference.sample import GREEDY
+from inference.verify import Generator
+from tests import toys
+from tests.inference.model_free import Recorder, accepted, decode, make, plain
+
+RNG = Generator(0, torch.device("cpu"))
+
+
+def proposed(source: PromptLookup, text: list[int], room: int = 99) -> list[int]:
+    tree = source.propose(Context(text, GREEDY, RNG, room)).tree
+    assert tree.parent.tolist() == list(range(-1, len(tree.token) - 1))
+    assert int(tree.token[0]) == text[-1]
+    return tree.token[1:].tolist()
+
+
+def texts(seed: int) -> list[list[int]]:
+    """Return a text that repeats itself, at growing lengths: as it grows while it is decoded."""
+    chance = random.Random(seed)
+    text = chance.choices(range(chance.choice([2, 3, 8])), k=chance.randint(1, 5))
+    grown = []
+    for _ in range(12):
+        grown.append(list(text))
+        begin = chance.randrange(len(text))
+        text += chance.choices(range(8), k=chance.randint(0, 2)) + text[begin : begin + chance.randint(1, 4)]
+    return grown
+
+
+def test_candidates_equal_transformers() -> None:
+    """Longest n-gram first, its first occurrence, nothing from an end token on, and nothing where no room is left."""
+    eos, several = frozenset({5, 6}), 0
+    for seed in range(50):
+        source = make("prompt_lookup_hf", toys.target(), tokens=4)
+        source.eos = eos
+        grown = texts(seed)
+        source.reset(grown[0])
+        for text in grown:
+            for room in (0, 1, 99):
+                limit = len(text) + 1 + room
+                theirs = PromptLookupCandidateGenerator(torch.tensor(sorted(eos)), 4, 2, limit)
+                candidates = theirs.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist()
+                # transformers drafts past the answer's end and cuts what was accepted there
+                assert proposed(source, text, room) == candidates[:room]
+                several += len(candidates) > 1
+    assert several > 400
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    theirs, source = PromptLookupCandidateGenerator(), make("prompt_lookup_hf", toys.target())
+    assert source.config.tokens == theirs.num_output_tokens
+    assert source.config.ngram_max == theirs.max_matching_ngram_size
+    assert source.config.ngram_min == 1
+
+
+def scanned(text: list[int], config: PromptLookup.Config) -> list[int]:
+    """Look through the whole text."""
+    for n in range(config.ngram_max, config.ngram_min - 1, -1):
+        ends = [end for end in range(n, len(text)) if text[end - n : end] == text[len(text) - n :]]
+        if ends and n < len(text):
+            end = ends[0] if config.match == "first" else ends[-1]
+            return text[end : end + config.tokens]
+    return []
+
+
+@pytest.mark.parametrize("match", ["first", "last"])
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 3), (2, 4), (5, 5)])
+def test_the_index_finds_what_a_scan_finds(least: int, most: int, match: str) -> None:
+    found = 0
+    for seed in range(30):
+        source = make("prompt_lookup", toys.target(), ngram_min=least, ngram_max=most, match=match)
+        grown = texts(seed)
+        source.reset(grown[0])
+        for text in grown:
+            expected = scanned(text, source.config)
+            assert proposed(source, text) == expected
+            found += bool(expected)
+    assert found > 20
+
+
+def generated(prompt: list[int], tokens: int) -> tuple[list[int], list[int]]:
+    """Return the tokens of transformers' assisted generation, and how long the text was before each pass."""
+    model: Any = toys.target().model
+    lengths = []
+
+    def note(_module: Any, _args: Any, options: dict[str, Any]) -> None:
+        known = options["past_key_values"].get_seq_length()
+        lengths.append(known + 1 if known else len(prompt))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        made = model.generate(
+            torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, prompt_lookup_num_tokens=10
+        )
+    finally:
+        handle.remove()
+    return made[0, len(prompt) :].tolist(), lengths
+
+
+def test_tau_equals_assisted_generation() -> None:
+    passes = [0, 0]
+    for seed in range(4):
+        begin = toys.prompt(seed, 9)
+        prompt = begin + plain(toys.target(), begin, 12) + begin[:4]
+        theirs, lengths = generated(prompt, 100)
+        recorder = Recorder(make("prompt_lookup_hf", toys.target()))
+        made = decode(toys.target(), recorder, prompt, 100)
+        assert made.tokens == theirs
+        # transformers drafts before the prompt's own pass too; from the first common length on all passes coincide.
+        ours = [len(text) for text, _ in recorder.asked]
+        common = min(set(ours) & set(lengths))
+        assert [n for n in ours if n >= common] == [n for n in lengths if n >= common]
+        assert sum(accepted(made)) > 0
+        passes[0] += 1 + len(ours)
+        passes[1] += len(lengths)
+    assert passes[0] == pytest.approx(passes[1], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "prompt_lookup_hf", "prompt_lookup_vllm"])
+def test_acceptance_predicted_from_text_is_observed(name: str) -> None:
+    total = 0
+    for seed in range(3):
+        source = make(name, toys.target(), ngram_min=1)
+        begin = toys.prompt(seed, 9)
+        prompt = begin + plain(toys.target(), begin, 12) + begin[:4]
+        text = prompt + plain(toys.target(), prompt, 40)
+        counts, at = [], len(prompt) + 1
+        while at < len(text):
+            draft = scanned(text[:at], source.config)[: len(text) - at - 1]
+            count = next((i for i, token in enumerate(draft) if token != text[at + i]), len(draft))
+            counts.append(count)
+            at += count + 1
+        assert accepted(decode(toys.target(), source, prompt, 40)) == counts
+        total += sum(counts)
+    assert total > 0
+
+
+def test_a_match_of_the_whole_text_is_no_match() -> None:
+    source = make("prompt_lookup", toys.target(), ngram_max=5)
+    source.reset([7])
+    assert proposed(source, [7]) == []
+    assert proposed(source, [7, 7]) == [7]
+
+
+def test_the_index_grows_linearly() -> None:
+    source = make("prompt_lookup", toys.target())
+    source.reset(random.Random(0).choices(range(1000), k=5000))
+    assert len(source.after) <= 3 * 5000
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"ngram_min": 0}, "drafter.prompt_lookup.ngram_min is 0: give at least 1"),
+        ({"ngram_min": 4}, "drafter.prompt_lookup.ngram_max is 3: give at least ngram_min, 4"),
+        ({"tokens": 0}, "drafter.prompt_lookup.tokens is 0: give at least 1"),
+        ({"match": "best"}, "drafter.prompt_lookup.match is 'best': choose one of first, last"),
+    ],
+)
+def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(named)}$"):
+        make("prompt_lookup", toys.target(), **value)

@@ -1,0 +1,244 @@
+"""Suffix decoding: counts against a brute-force counter, drafts against a literal reading of the method."""
+
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from inference import tree as trees
+from inference.drafters import Context
+from inference.drafters.suffix import Suffix
+from inference.sample import GREEDY
+from inference.suffix_tree import Node, SuffixTree
+from inference.verify import Generator
+from tests import toys
+from tests.inference.model_free import Recorder, accepted, decode, make, plain
+
+RNG = Generator(0, torch.device("cpu"))
+
+
+def counts(texts: list[list[int]], depth: int) -> Counter[tuple[int, ...]]:
+    """Count every substring by looking at all of them."""
+    return Counter(
+        tuple(text[begin:end])
+        for text in texts
+        for begin in range(len(text))
+        for end in range(begin + 1, min(begin + depth, len(text)) + 1)
+    )
+
+
+def edges(tree: SuffixTree) -> list[Node]:
+    found, open_ = [], [tree.root]
+    while open_:
+        below = list(open_.pop().children.values())
+        found += below
+        open_ += below
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 5])
+def test_counts_equal_brute_force_while_texts_come_and_go(vocabulary: int) -> None:
+    for seed in range(25):
+        chance = random.Random(seed)
+        depth = chance.choice([2, 3, 4, 6])
+        tree, texts = SuffixTree(depth), []
+        for _ in range(12):
+            if not texts or chance.random() < 0.4:
+                tree.start()
+                texts.append([])
+            elif chance.random() < 0.4 and len(texts) > 1:
+                tree.forget_oldest()
+                texts.pop(0)
+            source = chance.choice(texts)
+            copied = source[chance.randint(0, len(source)) :] if chance.random() < 0.4 else []
+            new = copied + chance.choices(range(vocabulary), k=chance.randint(0, 6))
+            tree.extend(new)
+            texts[-1] += new
+            expected = counts(texts, depth)
+            for substring, count in expected.items():
+                assert tree.count(list(substring)) == count
+            absent = [tuple(chance.choices(range(vocabulary + 1), k=chance.randint(1, depth))) for _ in range(10)]
+            assert all(tree.count(list(substring)) == expected[substring] for substring in absent)
+            assert len(edges(tree)) == tree.nodes
+        while texts:
+            tree.forget_oldest()
+            texts.pop()
+        assert tree.nodes == 0
+
+
+@pytest.mark.parametrize("name", ["random", "repeated", "one token"])
+def test_memory_grows_linearly(name: str) -> None:
+    chance = random.Random(0)
+    once = chance.choices(range(1000), k=300)
+    text = {"random": chance.choices(range(1000), k=1200), "repeated": once * 4, "one token": [7] * 1200}[name]
+    tree = SuffixTree(24)
+    tree.start()
+    tree.extend(text)
+    assert tree.nodes <= 2.1 * len(text)
+
+
+@pytest.mark.parametrize("depth", [3, 8])
+def test_forgotten_texts_are_not_held(depth: int) -> None:
+    """An edge that outlives its text keeps the edge alone."""
+    tree = SuffixTree(depth)
+    for _ in range(3):
+        tree.start()
+        tree.extend([1, 2, 3, 4, 5, 6])
+    oldest = tree.texts[0]
+    tree.forget_oldest()
+    assert all(node.text is not oldest for node in edges(tree))
+    assert tree.count([2, 3, 4]) == 2
+
+
+def literal(source: Suffix, texts: list[list[int]], text: list[int], room: int) -> tuple[list[int], float]:
+    """Return the path that the method's description gives, from counts of all substrings, and its score."""
+    config = source.config
+    table = counts(texts, config.depth)
+    last: dict[tuple[int, ...], tuple[int, int]] = {}  # the latest occurrence, between equals
+    for number, known in enumerate(texts):
+        for begin in range(len(known)):
+            for end in range(begin + 1, min(begin + config.depth, len(known)) + 1):
+                last[tuple(known[begin:end])] = (number, begin)
+    best: tuple[list[int], float] = ([], 0.0)
+    for length in range(min(len(text), config.depth - 1), 0, -1):
+        suffix = tuple(text[-length:])
+        if not table[suffix]:
+            continue
+        budget = min(config.tokens, int(config.factor * length + config.offset), config.depth - length, room)
+        path, probability, score = [], 1.0, 0.0
+        while len(path) < budget:
+            here = (*suffix, *path)
+            known = [token for token in range(toys.VOCAB) if table[(*here, token)]]
+            if not known:
+                break
+            token = max(known, key=lambda token: (table[(*here, token)], last[(*here, token)]))
+            probability *= table[(*here, token)] / table[here]
+            if probability < config.min_probability:
+                break
+            path.append(token)
+            score += probability
+        if score > best[1] + 1e-9:
+            best = (path, score)
+    return best
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"factor": 2.0, "offset": 1.0}, {"min_probability": 0.6, "offset": 2.0}, {"depth": 3, "tokens": 1}],
+)
+def test_drafts_equal_the_method_read_literally(values: dict[str, Any]) -> None:
+    from_past = 0
+    for seed in range(12):
+        chance = random.Random(seed)
+        source = make("suffix", toys.target(), **{"depth": 6, **values})
+        past: list[list[int]] = []
+        for _ in range(3):
+            text = chance.choices(range(4), k=chance.randint(1, 8))
+            source.reset(list(text))
+            begin = len(text)
+            for _ in range(8):
+                text += chance.choices(range(4), k=chance.randint(1, 3))
+                room = chance.choice([0, 1, 99])
+                tree = source.propose(Context(text, GREEDY, RNG, room)).tree
+                own, other = literal(source, [text], text, room), literal(source, past, text, room)
+                path, score = own if own[1] >= other[1] - 1e-9 else other
+                assert tree.token[1:].tolist() == path
+                assert source.score == pytest.approx(score)
+                from_past += own[1] < other[1] - 1e-9
+            past.append(text[begin:])
+    assert from_past > 0
+
+
+def test_a_tree_takes_the_likeliest_continuations() -> None:
+    """Of six times 1, 2 followed thrice, then 4 twice, and 3 twice; the sixth is the end of the text."""
+    source = make("suffix", toys.target(), mode="tree", offset=2.0, depth=6)
+    text = [1, 2, 4, 9, 1, 3, 5, 1, 2, 4, 8, 1, 3, 6, 1, 2, 7, 1]
+    source.reset(text[:-1])
+    tree = source.propose(Context(text, GREEDY, RNG, 99)).tree
+    sequences = {tuple(tree.token[path][1:].tolist()) for path in trees.paths(tree)}
+    assert sequences == {(2, 4), (3,)}
+    assert source.score == pytest.approx((3 + 2 + 2) / 6)
+
+
+def test_a_tree_never_scores_below_a_path() -> None:
+    for seed in range(20):
+        chance = random.Random(seed)
+        text = chance.choices(range(3), k=30)
+        score = {}
+        for mode in ("path", "tree"):
+            source = make("suffix", toys.target(), mode=mode, offset=2.0, depth=6)
+            source.reset(text[:-1])
+            source.propose(Context(text, GREEDY, RNG, 99))
+            score[mode] = source.score
+        assert score["tree"] >= score["path"] - 1e-9
+
+
+def test_warm_and_cold_differ_and_forgetting_is_cold() -> None:
+    prompt = toys.prompt(0, 9)
+    warm, cold = make("suffix", toys.target()), make("suffix_cold", toys.target())
+    first, again = (decode(toys.target(), warm, prompt, 30) for _ in range(2))
+    alone, still = (decode(toys.target(), cold, prompt, 30) for _ in range(2))
+    assert accepted(first) == accepted(alone) == accepted(still)
+    assert sum(accepted(again)) > 20
+    warm.forget()
+    assert accepted(decode(toys.target(), warm, prompt, 30)) == accepted(first)
+    assert warm.past.texts == []
+
+
+def test_forgetting_within_a_request_leaves_the_request_its_own_text() -> None:
+    source = make("suffix", toys.target())
+    source.reset([1, 2, 3])
+    source.propose(Context([1, 2, 3, 4, 5], GREEDY, RNG, 99))
+    source.forget()
+    source.propose(Context([1, 2, 3, 4, 5, 6, 7], GREEDY, RNG, 99))
+    source.reset([9])
+    assert source.past.texts == [[6, 7]]
+    assert source.own.texts == [[9]]
+
+
+def test_the_past_is_bounded_and_forgets_the_oldest() -> None:
+    source = make("suffix", toys.target(), memory_nodes=100)
+    for request in range(12):
+        source.reset([0])
+        source.propose(Context([0, *range(request, request + 20)], GREEDY, RNG, 99))
+    source.reset([0])
+    assert 0 < source.past.nodes <= 100
+    assert source.past.texts[-1] == list(range(11, 31))
+    assert source.past.count([0]) == 0
+
+
+def test_acceptance_predicted_from_text_is_observed() -> None:
+    total = 0
+    for seed in range(3):
+        source = Recorder(make("suffix_cold", toys.target(), depth=8, offset=2.0))
+        begin = toys.prompt(seed, 9)
+        prompt = begin + plain(toys.target(), begin, 12) + begin[:4]
+        text = prompt + plain(toys.target(), prompt, 30)
+        expected, at = [], len(prompt) + 1
+        while at < len(text):
+            draft, _ = literal(source.source, [text[:at]], text[:at], len(text) - at - 1)
+            count = next((i for i, token in enumerate(draft) if token != text[at + i]), len(draft))
+            expected.append(count)
+            at += count + 1
+        assert accepted(decode(toys.target(), source, prompt, 30)) == expected
+        total += sum(expected)
+    assert total > 0
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"mode": "graph"}, "drafter.suffix.mode is 'graph': choose one of path, tree"),
+        ({"depth": 1}, "drafter.suffix.depth is 1: give at least 2"),
+        ({"tokens": 0}, "drafter.suffix.tokens is 0: give at least 1"),
+        ({"factor": -1.0}, "drafter.suffix.factor is -1.0: give at least 0"),
+        ({"memory_nodes": 0}, "drafter.suffix.memory_nodes is 0: give at least 1"),
+        ({"min_probability": 1.5}, "drafter.suffix.min_probability is 1.5: give a number from 0 to 1"),
+    ],
+)
+def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(named)}$"):
+        make("suffix", toys.target(), **value)

@@ -1,0 +1,129 @@
+"""Which rule serves which draft, and the refusal of the others in one line."""
+
+import pytest
+import torch
+
+from inference import rules, verify
+from inference.decode import Settings, autoregress, speculate
+from inference.drafters.head import HeadDrafter
+from inference.policy import TreeConfig
+from inference.rng import Generator
+from inference.sample import GREEDY, Sampling
+from inference.tree import DraftTree
+from inference.verify import RULES, decide, fitting
+from tests import toys
+
+CHAIN = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 1]))
+TREE = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 0]))
+T1 = Sampling(1.0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("tree", "drawn", "replacement", "rule"),
+    [
+        (CHAIN, False, False, "point_mass"),
+        (TREE, False, False, "point_mass"),
+        (CHAIN, True, False, "block"),
+        (CHAIN, True, True, "block"),
+        (TREE, True, False, "traversal"),
+        (TREE, True, True, "traversal_replacement"),
+    ],
+)
+def test_auto_takes_the_rule_that_accepts_most(tree: DraftTree, drawn: bool, replacement: bool, rule: str) -> None:
+    assert fitting("auto", tree, drawn, replacement, greedy=False) == rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "drawn", "replacement", "named"),
+    [
+        ("token", TREE, True, False, "verifies chains"),
+        ("block", TREE, True, False, "tree=chain"),
+        ("block", CHAIN, False, False, "drawn from known laws"),
+        ("traversal", TREE, False, False, "chosen without drawing"),
+        ("recursive", TREE, True, True, "with replacement"),
+        ("traversal", TREE, True, True, "with replacement"),
+        ("recursive_replacement", TREE, True, False, "without replacement"),
+        ("traversal_replacement", TREE, True, False, "without replacement"),
+    ],
+)
+def test_a_wrong_pairing_is_refused(rule: str, tree: DraftTree, drawn: bool, replacement: bool, named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        fitting(rule, tree, drawn, replacement, greedy=False)
+    assert f"rule={rule}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_at_temperature_0_any_choice_of_drafts_will_do() -> None:
+    assert fitting("traversal", TREE, False, True, greedy=True) == "traversal"
+    with pytest.raises(ValueError, match="verifies chains"):
+        fitting("block", TREE, False, False, greedy=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "lossy", "named"), [("best", False, "traversal"), ("typical", False, "lossy=true"), ("best", True, "auto")]
+)
+def test_an_unknown_or_unallowed_rule_is_named(rule: str, lossy: bool, named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        Settings(4, GREEDY, rule=rule, lossy=lossy)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature", "rule"),
+    [
+        ("chain", 1.0, "block"),
+        ("sampled", 1.0, "traversal"),
+        ("independent", 1.0, "traversal_replacement"),
+        ("dynamic", 1.0, "point_mass"),
+        ("sampled", 0.0, "greedy"),
+    ],
+)
+def test_a_step_names_the_rule_that_was_used(kind: str, temperature: float, rule: str) -> None:
+    made = speculate(toys.target(), drafter(kind), toys.prompt(0), Settings(12, Sampling(temperature, 0, 1.0)))
+    assert {step.rule for step in made.steps if step.drafted} == {rule}
+    assert {step.rule for step in made.steps if not step.drafted} <= {"none"}
+
+
+def drafter(kind: str) -> HeadDrafter:
+    tree = TreeConfig("independent", 0, 0, 0, [], [3, 2, 1]) if kind == "independent" else toys.TREES[kind]
+    return HeadDrafter(toys.head("eagle", toys.target()), tree, "eagle")
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossy])
+def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "THRESHOLD", 0.02)  # the toy target is sure of itself
+    monkeypatch.setattr(rules, "EPSILON", 0.02)
+    target, prompt = toys.target(), toys.prompt(0)
+    made = speculate(target, drafter("dynamic"), prompt, Settings(16, GREEDY, rule=rule, lossy=True))
+    assert {step.rule for step in made.steps if step.drafted} == {f"{rule} (lossy)"}
+    assert made.tokens != autoregress(target, prompt, Settings(16, GREEDY)).tokens
+
+
+def test_typical_acceptance_is_medusas() -> None:
+    # Entropy of (0.9, 0.1): 0.325 nats, so the bar is min(0.09, 0.3 exp(-0.325)) = 0.09: both stand. Of the even law
+    # over 8: ln 8, so the bar is 0.3 / 8 = 0.0375: all stand. A law (0.95, 0.05): 0.05 stays below 0.09.
+    tree = DraftTree(torch.tensor([0, 1]), torch.tensor([-1, 0]))
+    for law, accepted in (([0.9, 0.1], 1), ([0.125] * 8, 1), ([0.95, 0.05], 0)):
+        logits = torch.tensor([law, law]).log()
+        verdict = decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), "typical")
+        assert len(verdict.path) - 1 == accepted
+
+
+def test_of_two_lenient_paths_the_longest_stands() -> None:
+    tree = DraftTree(torch.tensor([0, 0, 1, 1]), torch.tensor([-1, 0, 0, 2]))
+    logits = torch.tensor([[0.5, 0.5]] * 4).log()
+    verdict = decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), "threshold")
+    assert verdict.path == [0, 2, 3]
+
+
+def test_laws_are_worked_out_where_a_rule_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(
+        verify.Rows, "__getitem__", lambda rows, node: looked.append(node) or rows.logits[node].softmax(-1)
+    )
+    tree = DraftTree(torch.tensor([0, 1, 2, 1, 0]), torch.tensor([-1, 0, 0, 1, 2]))
+    logits = torch.tensor([[-50.0, 50.0, -50.0]] * 5)
+    for rule in ("point_mass", "match"):
+        looked.clear()
+        assert decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), rule).path == [0, 1, 3]
+        assert looked == [0, 1, 3]
