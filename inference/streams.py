@@ -125,21 +125,23 @@ class Streams(nn.Module):
 
 
 class RiderRows:
-    """How the adapters act: on the rows from `first` on. Given to peft as a variant of its LoRA layers.
+    """What the adapters of peft's LoRA layers do here: they act on the rows from `first` on.
 
-    peft's own variant for a sequence's last tokens (activated LoRA) builds and gathers a mask in every layer, which
+    peft's own way to adapt a sequence's last tokens (activated LoRA) builds and gathers a mask in every layer, which
     costs a small target several times its own pass.
     """
 
     def __init__(self) -> None:
         self.first = 0
 
-    def forward(self, layer: Any, active_adapter: str, x: Tensor, result: Tensor, **_: object) -> Tensor:
-        """Add the adapter's output to these rows of `result`, "B T D"."""
+    def forward(self, layer: Any, x: Tensor) -> Tensor:
+        """Return what the layer makes of the rows "B T D", the adapter's output added to its own rows."""
         if x.ndim != 3:
             raise ValueError("streams.modules: some do not read rows one by one (of experts?), name attention's alone")
-        low = layer.lora_A[active_adapter](x[:, self.first :])
-        result[:, self.first :] += (layer.lora_B[active_adapter](low) * layer.scaling[active_adapter]).to(result.dtype)
+        result: Tensor = layer.base_layer(x)
+        down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        added = up(down(x[:, self.first :].to(down.weight.dtype)))
+        result[:, self.first :].add_(added.to(result.dtype), alpha=layer.scaling[ADAPTER])
         return result
 
 
@@ -255,7 +257,7 @@ def _adapt(stack: nn.Module, names: list[str], config: Streams.Config, act: Ride
     inject_adapter_in_model(lora, stack, ADAPTER)
     adapted: dict[str, Any] = {name: stack.get_submodule(name) for name in names}
     for layer in adapted.values():
-        layer.lora_variant[ADAPTER] = act
+        vars(layer)["forward"] = partial(act.forward, layer)
     return adapted
 
 

@@ -101,4 +101,4 @@ def test_a_target_that_takes_no_mask_and_layers_of_experts_are_refused() -> None
     finally:
         target.takes_trees = True
     with pytest.raises(ValueError, match=r"streams.modules.*attention"):
-        RiderRows().forward(None, "streams", torch.zeros(3, 4), torch.zeros(3, 4))
+        RiderRows().forward(None, torch.zeros(3, 4))
