@@ -6,6 +6,7 @@ A substring's count is how often it occurs in the texts, overlaps included, up t
 
 import sys
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 OPEN = sys.maxsize  # the end of an edge that goes on to its text's end, however far that grows
@@ -144,7 +145,7 @@ class SuffixTree:
                 node.text, node.start, node.end = text[node.start : node.end], 0, node.length
             at += node.length
             path.append(node)
-        for parent, node in reversed(list(zip(path, path[1:], strict=False))):
+        for parent, node in reversed(list(pairwise(path))):
             node.best = max(node.children.values(), key=lambda child: child.count, default=None)
             if node.best is not None and node.best.count == node.count and node not in self.active:
                 self._join(parent, node, node.best)

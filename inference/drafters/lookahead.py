@@ -100,7 +100,9 @@ class Lookahead:
         offset, seen = window(self.config.ngram - 1, width, self.device)
         nodes = seen.new_zeros(len(token), len(tree.token))
         nodes[:, 0] = True
-        return Proposal(tree, None, Riders(torch.tensor(token, device=self.device), offset, torch.cat([nodes, seen], 1)))
+        return Proposal(
+            tree, None, Riders(torch.tensor(token, device=self.device), offset, torch.cat([nodes, seen], 1))
+        )
 
 
 def window(levels: int, width: int, device: torch.device) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R R"]]:

@@ -42,9 +42,7 @@ class PromptLookup:
             if self.tokens < 1:
                 raise ValueError(f"drafter.prompt_lookup.tokens is {self.tokens}: give at least 1")
             if self.match not in MATCHES:
-                raise ValueError(
-                    f"drafter.prompt_lookup.match is {self.match!r}: choose one of {', '.join(MATCHES)}"
-                )
+                raise ValueError(f"drafter.prompt_lookup.match is {self.match!r}: choose one of {', '.join(MATCHES)}")
 
     rule = "point mass"
     feature_layers: tuple[int, ...] = ()

@@ -61,9 +61,7 @@ class Suffix:
                 if value < least:
                     raise ValueError(f"drafter.suffix.{name} is {value}: give at least {least}")
             if not 0 <= self.min_probability <= 1:
-                raise ValueError(
-                    f"drafter.suffix.min_probability is {self.min_probability}: give a number from 0 to 1"
-                )
+                raise ValueError(f"drafter.suffix.min_probability is {self.min_probability}: give a number from 0 to 1")
 
     rule = "point mass"
     feature_layers: tuple[int, ...] = ()

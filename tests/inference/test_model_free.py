@@ -29,7 +29,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 
 def source(name: str) -> Any:
-    return make(name.split(" ")[0], toys.target(), **SOURCES[name])
+    return make(name.split(" ", maxsplit=1)[0], toys.target(), **SOURCES[name])
 
 
 @functools.cache
