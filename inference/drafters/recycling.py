@@ -60,11 +60,9 @@ class Recycling:
         place = {path: node for node, path in enumerate([(), *paths])}
         self.parent = torch.tensor([-1, *(place[path[:-1]] for path in paths)], device=self.device)
         self.rank = torch.tensor([0, *(path[-1] for path in paths)], device=self.device)
-        depths = [0, *map(len, paths)]
-        ends = [node + 1 for node, (depth, below) in enumerate(pairwise([*depths, -1])) if depth != below]
-        self.levels = list(pairwise(ends))  # the first and one past the last node of each
-        # Unknown candidates are -1, and so is the last row, which index -1 reads: below an unknown token nothing is
-        # known.
+        ends = [1 + sum(len(path) <= depth for path in paths) for depth in range(len(paths[-1]) + 1)]
+        self.levels = list(pairwise(ends))  # the first node and one past the last node of each
+        # -1 is unknown, and so is all in the last row, which -1 reads: what lies below an unknown token.
         self.matrix = torch.full((vocabulary + 1, config.candidates), -1, device=self.device)
 
     def forget(self) -> None:

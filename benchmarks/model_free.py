@@ -1,0 +1,141 @@
+"""What a step of the model-free draft sources costs: propose and observe, without the target.
+
+    python benchmarks/model_free.py [SOURCE ...]
+
+The sources are the files in conf/drafter of those names, all of them by default. Each replays a text as if the target
+had written it, after a context of growing length: real text, tokenised by the embedded target; random tokens; and 64
+tokens over and over, where every suffix has been seen before. The target's logits are random, of its vocabulary, with
+the true token on top along the accepted path.
+
+Milliseconds: the median and the slowest of 20 steps, and `index`, the one-off cost of taking in the context. `tokens`
+are those that a step commits here, which for sources that learn from logits says nothing, `drafted` those that it
+drafts and lets ride along.
+"""
+
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import torch
+from omegaconf import OmegaConf
+
+from data.prompts import load_prompts
+from eval.machine import device_facts
+from inference.drafters import Commit, Context, Drafter, Verified
+from inference.drafters.registry import make
+from inference.sample import GREEDY
+from inference.target import Pass, Target
+from inference.tree import DraftTree, children
+from inference.verify import Generator
+
+NAMES = ("prompt_lookup", "prompt_lookup_hf", "prompt_lookup_vllm", "suffix", "recycling", "recycling80", "lookahead")
+CONTEXTS = (512, 1024, 2048, 4096, 8192)
+STEPS = 20
+ROOM = 64
+
+
+class Cost(NamedTuple):
+    """Seconds of every step and of taking in the context, tokens committed and drafted in all."""
+
+    steps: list[float]
+    index: float
+    committed: int
+    drafted: int
+
+
+def real_text(target: Target, length: int) -> list[int]:
+    """Return the start of the embedded target's training chats as tokens."""
+    text: list[int] = []
+    for chat in load_prompts(str(ROOT / "examples" / "tiny" / "chats.jsonl.xz"), target.tokenizer, 1000):
+        text += chat.token
+    if len(text) < length:
+        raise ValueError(f"examples/tiny/chats.jsonl.xz gives {len(text)} tokens, but {length} are needed")
+    return text[:length]
+
+
+def accepted(tree: DraftTree, following: list[int]) -> list[int]:
+    """Return the nodes that the text follows."""
+    below, token, path = children(tree), tree.token.tolist(), [0]
+    for wanted in following:
+        child = next((node for node in below[path[-1]] if token[node] == wanted), None)
+        if child is None:
+            break
+        path.append(child)
+    return path
+
+
+def commit(tree: DraftTree, riders: int, following: list[int], vocabulary: int) -> Commit:
+    """Return what the engine would report if the target wrote `following`."""
+    path = accepted(tree, following)
+    law = torch.randn(len(tree.token) + riders, vocabulary)
+    law[path, following[: len(path)]] = 20.0
+    logits, behind = law.tensor_split([len(tree.token)])
+    rows = Pass(torch.zeros(1, len(path), 0, 1), torch.zeros(1, len(path), 1), None)
+    seen = Verified(tree, path, logits, behind if riders else None)
+    return Commit(torch.tensor(following[: len(path)]), rows, seen)
+
+
+def replay(source: Drafter, text: list[int], start: int, vocabulary: int) -> Cost:
+    """Take in `start` tokens, then run steps over what follows."""
+    began = time.perf_counter()
+    source.reset(text[:start])
+    index = time.perf_counter() - began
+    every = torch.arange(vocabulary)  # one pass over all tokens, so that a source that learns from logits is warm
+    known = DraftTree(every, every - 1)
+    rows = Pass(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None)
+    source.observe(Commit(every[:1], rows, Verified(known, [0], torch.randn(vocabulary, vocabulary), None)))
+    at, seconds, drafted, rng = start + 1, [], 0, Generator(0, torch.device("cpu"))
+    for step in range(STEPS + 1):
+        context = Context(text[:at], GREEDY, rng, ROOM)
+        began = time.perf_counter()
+        proposal = source.propose(context)
+        proposed = time.perf_counter()
+        tree, riders = proposal.tree, proposal.riders
+        riding = 0 if riders is None else len(riders.token)
+        settled = commit(tree, riding, text[at : at + ROOM], vocabulary)
+        resumed = time.perf_counter()
+        source.observe(settled)
+        spent = proposed - began + time.perf_counter() - resumed
+        if step == 0:  # takes in the context's last token, and first-time costs
+            start = at + len(settled.token)
+        else:
+            seconds.append(spent)
+            drafted += len(tree.token) - 1 + riding
+        at += len(settled.token)
+    return Cost(seconds, index, at - start, drafted)
+
+
+def main() -> None:
+    """Measure and print."""
+    names = sys.argv[1:] or list(NAMES)
+    target = Target.load(str(ROOT / "examples" / "tiny"), device="cpu")
+    vocabulary, length = target.ends.vocab_size, max(CONTEXTS) + 2 + (STEPS + 1) * (ROOM + 1)
+    chance = random.Random(0)
+    once = chance.choices(range(vocabulary), k=64)
+    texts = {
+        "real": real_text(target, length),
+        "random": chance.choices(range(vocabulary), k=length),
+        "looped": (once * length)[:length],
+    }
+    print(f"vocabulary {vocabulary}, {device_facts(target.device, target.dtype)}")
+    print(f"{'source':20}{'text':8}{'context':>8}{'ms':>8}{'slowest':>9}{'index ms':>10}{'tokens':>8}{'drafted':>9}")
+    for name in names:
+        options: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/drafter/{name}.yaml"))
+        for kind, text in texts.items():
+            for start in CONTEXTS:
+                cost = replay(make(name, options, target), text, start, vocabulary)
+                print(
+                    f"{name:20}{kind:8}{start:8}{1e3 * statistics.median(cost.steps):8.3f}{1e3 * max(cost.steps):9.3f}"
+                    f"{1e3 * cost.index:10.1f}{cost.committed / STEPS:8.2f}{cost.drafted / STEPS:9.1f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

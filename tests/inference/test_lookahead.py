@@ -1,0 +1,181 @@
+"""Lookahead decoding against a literal one: a pass of its own for every rider, a plain list for the pool."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from inference.drafters.lookahead import Lookahead, merge, window
+from inference.target import Target
+from inference.tree import Riders
+from tests import toys
+from tests.inference.model_free import Recorder, accepted, decode, make, plain
+
+TOKENS = 24
+
+
+def logits(target: Target, text: list[int]) -> torch.Tensor:
+    """Return the logits after a text, by a pass over it alone."""
+    out = target.prefill(torch.tensor(text), target.cache()).logits
+    assert out is not None
+    return out[0, -1]
+
+
+def column(levels: list[list[int]], last: int, i: int) -> list[int]:
+    """Return what the token of a level in a column has before it from the root on, itself included."""
+    return levels[0][1 : i + 1] + [level[i] for level in levels[1 : last + 1]]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(("width", "levels"), [(1, 2), (2, 2), (4, 3), (3, 4)])
+def test_riders_equal_literal_sequences(name: str, width: int, levels: int) -> None:
+    target = toys.target(name, torch.float64)
+    chance = random.Random(0)
+    text, root = toys.prompt(3, 12), 5
+    guesses = [chance.choices(range(toys.VOCAB), k=width) for _ in range(levels)]
+    tree = merge(root, [(7, 8, 9), (7, 8, 3), (1,)], target.device)
+    offset, seen = window(levels, width, target.device)
+    nodes = seen.new_zeros(len(seen), len(tree.token))
+    nodes[:, 0] = True
+    token = [token for level in guesses for token in level][1:]
+    cache = target.cache()
+    target.prefill(torch.tensor(text), cache)
+    out = target.score(tree, cache, Riders(torch.tensor(token), offset, torch.cat([nodes, seen], 1))).logits
+    assert out is not None
+    found = iter(out[0, len(tree.token) :])
+    for level in range(levels):
+        for i in range(width):
+            if (level, i) != (0, 0):
+                expected = logits(target, [*text, root, *column(guesses, level, i)])
+                torch.testing.assert_close(next(found), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(out[0, 0], logits(target, [*text, root]), rtol=1e-9, atol=1e-9)
+
+
+def literal(
+    target: Target, config: Lookahead.Config, prompt: list[int], answer: list[int]
+) -> tuple[list[set[tuple[int, ...]]], list[int]]:
+    """Decode as the method is written down; return each pass's drafted n-grams, and how many tokens were accepted."""
+    size, chance = config.ngram, random.Random(0)
+    levels = [chance.choices(prompt, k=config.window) for _ in range(size - 1)]
+    pool = [prompt[end - size : end] for end in range(size, len(prompt) + 1)] if config.from_prompt else []
+    at, drafts, counts = 1, [], []
+    while at < len(answer):
+        room = len(answer) - at - 1
+        root = answer[at - 1]
+        recent: list[tuple[int, ...]] = []
+        for ngram in reversed(pool):
+            if ngram[0] == root and tuple(ngram[1:]) not in recent and len(recent) < config.guesses:
+                recent.append(tuple(ngram[1:]))
+        drafts.append({rest[:room] for rest in recent if room})
+        ahead = answer[at:]
+        matched = [
+            next((i for i, token in enumerate(rest[:room]) if token != ahead[i]), min(room, len(rest)))
+            for rest in recent
+        ]
+        counts.append(max(matched, default=0))
+        width = sum(i + size - 2 <= room for i in range(len(levels[0])))
+        levels = [level[:width] for level in levels]
+        if width:
+            levels[0][0] = root
+            text = prompt + answer[:at]
+            written = [int(logits(target, text + column(levels, size - 2, i)).argmax()) for i in range(width)]
+            if len(counts) > size - 2:
+                pool += [[*(level[i] for level in levels), written[i]] for i in range(width)]
+            levels = [*levels[1:], written]
+        at += counts[-1] + 1
+    return drafts, counts
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"window": 4, "ngram": 4, "guesses": 3},
+        {"window": 6, "ngram": 3, "guesses": 1, "from_prompt": False},
+        {"window": 1, "ngram": 5, "guesses": 2},
+    ],
+)
+def test_drafts_and_acceptance_equal_the_literal_method(values: dict[str, Any]) -> None:
+    target = toys.target("llama", torch.float64)
+    source = make("lookahead", target, **values)
+    total = 0
+    for seed in range(2):
+        recorder = Recorder(source)
+        begin = toys.prompt(seed, 9)
+        prompt = begin + plain(target, begin, 12) + begin[:4]
+        answer = plain(target, prompt, TOKENS)
+        drafts, counts = literal(target, source.config, prompt, answer)
+        made = decode(target, recorder, prompt, TOKENS)
+        assert made.tokens == answer
+        assert [leaves(proposal.tree) for proposal in recorder.proposed] == [whole(draft) for draft in drafts]
+        assert accepted(made) == counts
+        total += sum(map(len, drafts))
+    assert total > 0
+
+
+def leaves(tree: Any) -> set[tuple[int, ...]]:
+    """Return the token sequences from below the root to every leaf."""
+    sequences: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token.tolist(), tree.parent.tolist(), strict=True):
+        sequences.append(() if parent < 0 else (*sequences[parent], token))
+    return whole(set(sequences[1:]))
+
+
+def whole(sequences: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Leave out what another sequence begins with."""
+    longer = {other[:size] for other in sequences for size in range(len(other))}
+    return sequences - longer
+
+
+class Primed(Lookahead):
+    """Has the right n-grams from the start."""
+
+    answer: tuple[int, ...] = ()
+
+    def reset(self, prompt: list[int]) -> None:
+        super().reset(prompt)
+        for end in range(self.config.ngram, len(self.answer) + 1):
+            self.collect(list(self.answer[end - self.config.ngram : end]))
+
+
+def test_a_full_match_is_credited_in_full() -> None:
+    """Published code credits it with one token less, and repeats the last token in its own text."""
+    target, prompt = toys.target(), toys.prompt(1, 9)
+    answer = plain(target, prompt, 21)
+    assert toys.lively(answer)
+    source = Primed(make("lookahead", target, guesses=30).config, target, "lookahead")
+    source.answer = tuple(answer)
+    made = decode(target, source, prompt, 21)
+    assert made.tokens == answer
+    assert accepted(made) == [4, 4, 4, 4]
+
+
+def test_the_pool_keeps_the_latest_of_a_token() -> None:
+    source = make("lookahead", toys.target(), guesses=2, ngram=3)
+    for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7], [2, 0, 0]):
+        source.collect(ngram)
+    assert list(source.pool[1]) == [(2, 3), (6, 7)]
+    assert list(source.pool[2]) == [(0, 0)]
+
+
+def test_the_pool_belongs_to_one_request() -> None:
+    source = make("lookahead", toys.target(), from_prompt=False)
+    decode(toys.target(), source, toys.prompt(0), TOKENS)
+    assert source.pool
+    source.reset([1, 2])
+    assert source.pool == {}
+    assert source.passes == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"window": 0}, "drafter.lookahead.window is 0: give at least 1"),
+        ({"ngram": 2}, "drafter.lookahead.ngram is 2: give at least 3"),
+        ({"guesses": 0}, "drafter.lookahead.guesses is 0: give at least 1"),
+    ],
+)
+def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(named)}$"):
+        make("lookahead", toys.target(), **value)

@@ -1,0 +1,143 @@
+"""Token recycling against a literal one: a dict of candidates, a pass of its own for every node."""
+
+import re
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from inference.drafters import Commit, Context, Verified
+from inference.sample import GREEDY
+from inference.target import Pass, Target
+from inference.tree import DraftTree
+from inference.verify import Generator
+from tests import toys
+from tests.inference.model_free import Recorder, accepted, decode, make, plain
+
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]
+TOKENS = 24
+
+
+def logits(target: Target, text: list[int]) -> torch.Tensor:
+    """Return the logits after a text, by a pass over it alone."""
+    out = target.prefill(torch.tensor(text), target.cache()).logits
+    assert out is not None
+    return out[0, -1]
+
+
+def literal(
+    target: Target, rows: dict[int, list[int]], prompt: list[int], count: int
+) -> tuple[list[list[int]], list[int]]:
+    """Decode as the method is written down; return each pass's drafted tokens, level by level, and accepted count."""
+    text = [*prompt, int(logits(target, prompt).argmax())]
+    drafts, counts = [], []
+    while len(text) < len(prompt) + count:
+        room = len(prompt) + count - len(text) - 1
+        nodes: dict[tuple[int, ...], list[int]] = {(): []}
+        for path in map(tuple, PATHS):
+            if path[:-1] in nodes and len(path) <= room:
+                candidates = rows.get(([text[-1], *nodes[path[:-1]]])[-1])
+                if candidates is not None:
+                    nodes[path] = [*nodes[path[:-1]], candidates[path[-1]]]
+        found = {tuple(tokens): logits(target, text + tokens) for tokens in nodes.values()}
+        made: tuple[int, ...] = ()
+        while made in found:
+            made = (*made, int(found[made].argmax()))
+        if len(text) + len(made) < len(prompt) + count:  # the engine does not report a request's last pass
+            for tokens, law in found.items():
+                rows[[text[-1], *tokens][-1]] = law.topk(3).indices.tolist()
+        drafts.append([tokens[-1] for tokens in nodes.values() if tokens])
+        counts.append(len(made) - 1)
+        text += made
+    return drafts, counts
+
+
+def test_drafts_and_acceptance_equal_the_literal_method_across_requests() -> None:
+    target = toys.target("llama", torch.float64)
+    source = Recorder(make("recycling", target, candidates=3, paths=PATHS))
+    rows: dict[int, list[int]] = {}
+    total = 0
+    for seed in (0, 1, 0):
+        source.proposed.clear()
+        drafts, counts = literal(target, rows, toys.prompt(seed), TOKENS)
+        made = decode(target, source, toys.prompt(seed), TOKENS)
+        assert [proposal.tree.token[1:].tolist() for proposal in source.proposed] == drafts
+        assert accepted(made) == counts
+        total += sum(counts)
+    assert total > 0
+    matrix = source.source.matrix
+    assert {token: matrix[token].tolist() for token in range(toys.VOCAB) if matrix[token, 0] >= 0} == rows
+
+
+def test_rejected_nodes_renew_their_rows_and_the_last_of_equals_counts() -> None:
+    source = make("recycling", toys.target(), candidates=2, paths=[[0], [1]])
+    law = torch.zeros(3, toys.VOCAB)
+    law[0, [4, 5]] = torch.tensor([2.0, 1.0])
+    law[1, [6, 7]] = torch.tensor([2.0, 1.0])
+    law[2, [8, 9]] = torch.tensor([2.0, 1.0])
+    tree = DraftTree(torch.tensor([1, 2, 1]), torch.tensor([-1, 0, 1]))
+    rows = Pass(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 4), None)
+    source.observe(Commit(torch.tensor([4]), rows, Verified(tree, [0], law, None)))
+    assert source.matrix[1].tolist() == [8, 9]
+    assert source.matrix[2].tolist() == [6, 7]
+    proposal = source.propose(Context([0, 2], GREEDY, Generator(0, torch.device("cpu")), 9))
+    assert proposal.tree.token.tolist() == [2, 6, 7]
+
+
+def test_what_is_unknown_is_not_drafted() -> None:
+    source = make("recycling", toys.target(), candidates=2, paths=[[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]])
+    source.matrix[1] = torch.tensor([2, 3])
+    source.matrix[3] = torch.tensor([1, 1])
+    tree = source.propose(Context([1], GREEDY, Generator(0, torch.device("cpu")), 9)).tree
+    assert tree.token.tolist() == [1, 2, 3, 1, 2]
+    assert tree.parent.tolist() == [-1, 0, 0, 2, 3]
+
+
+def test_memory_keeps_candidates_across_requests_and_can_be_forgotten() -> None:
+    prompt = toys.prompt(0, 9)
+    for memory in (True, False):
+        source = make("recycling", toys.target(), memory=memory)
+        first = decode(toys.target(), source, prompt, TOKENS)
+        again = decode(toys.target(), source, prompt, TOKENS)
+        assert first.tokens == again.tokens == plain(toys.target(), prompt, TOKENS)
+        assert (sum(accepted(again)) > sum(accepted(first))) == memory
+        source.forget()
+        assert accepted(decode(toys.target(), source, prompt, TOKENS)) == accepted(first)
+
+
+def test_the_published_size_follows_its_rule() -> None:
+    """By level the paper's count of nodes, those of the smallest product of ranks first."""
+    expected: list[list[int]] = []
+    level: list[tuple[int, ...]] = [()]
+    for count in (8, 21, 25, 15, 8, 3):
+        below = [(*path, rank) for path in level for rank in range(8)]
+        level = sorted(sorted(below, key=lambda path: (prod(rank + 1 for rank in path), path))[:count])
+        expected += map(list, level)
+    assert make("recycling80", toys.target()).config.paths == expected
+    assert len(expected) == 80
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"paths": []}, "drafter.recycling.paths is empty: give at least one path"),
+        ({"paths": [[0], [1, 0]]}, "drafter.recycling.paths holds [1, 0] without its parent [1]: add it"),
+        (
+            {"paths": [[0], [8]]},
+            "drafter.recycling.paths holds [8]: a rank runs from 0 to candidates - 1, 7",
+        ),
+        ({"paths": [[]]}, "drafter.recycling.paths holds []: a rank runs from 0 to candidates - 1, 7"),
+        ({"candidates": 41}, "drafter.recycling.candidates is 41: give at most 40, the vocabulary"),
+    ],
+)
+def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(named)}$"):
+        make("recycling", toys.target(), **value)
+
+
+@pytest.mark.parametrize("name", ["recycling", "lookahead"])
+def test_a_target_that_takes_no_tree_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toys.target(), "takes_trees", False)
+    with pytest.raises(ValueError, match=f"llama: its attention does not honour a tree mask, which drafter={name}"):
+        make(name, toys.target())
