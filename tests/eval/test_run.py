@@ -17,7 +17,7 @@ from eval.run import evaluate, folder_for, main, speed_dtype
 from heads.resolvers import ROOT, register_resolvers
 from heads.store import save_head
 from heads.typed import typed
-from inference.decode import Generation
+from inference.decode import Generation, Settings
 from inference.drafters.registry import SOURCES
 from tests import toys
 
@@ -113,6 +113,43 @@ def test_a_red_gate_prints_no_speedup_and_exits_with_one(
     assert (row["speedup"], row["speedup_ci"], row["speedup_hf"], row["lossless"]["failed"]) == (None, None, None, 2)
 
 
+def test_a_lossy_rule_is_red_whatever_it_emits(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        overrides = [f"run={runs / 'eagle'}", f"out={tmp_path}", "dtype=float32", "rule=typical", "lossy=true"]
+        config = compose("eval", overrides + [f"{key}={value}" for key, value in SIZE.items()] + ["temperature=[0,1]"])
+    with pytest.raises(SystemExit) as exit_:
+        main.__wrapped__(config)
+    assert exit_.value.code == 1
+    printed = capsys.readouterr()
+    assert "NOT LOSSLESS: eagle: its rule is lossy by choice; " in printed.err
+    assert printed.out.count("withheld") >= 2
+    told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    rows = [row for row in told["rows"] if row["drafter"] == "eagle"]
+    assert [row["rule"] for row in rows] == ["typical (lossy)"] * 2
+    assert [row["speedup"] for row in rows] == [None, None]
+    assert (told["settings"]["rule"], told["settings"]["lossy"]) == ("typical", True)
+
+
+def test_the_gate_runs_with_the_rule_and_the_rows_name_it(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    speculate = live.speculate
+
+    def noted(*args: Any, settings: Settings) -> Generation:
+        asked.append((settings.rule, settings.sampling))
+        return speculate(*args, settings=settings)
+
+    monkeypatch.setattr(live, "speculate", noted)
+    values = {"rule": "coupled", "temperature": [0, 1.0], "repetition_penalty": 1.3, "min_p": 0.01, "prompts": 1}
+    made = evaluate(small(runs, tmp_path, hf=False, **values))
+    assert made.passed
+    assert [row.rule for row in made.rows] == ["none", "greedy", "none", "coupled"]
+    assert {rule for rule, _ in asked} == {"coupled"}
+    assert {(s.temperature, s.min_p, s.repetition_penalty) for _, s in asked} == {(0.0, 0.01, 1.3), (1.0, 0.01, 1.3)}
+
+
 def test_plain_decoding_alone_needs_no_head(runs: Path, tmp_path: Path) -> None:
     values = {"drafter": {"plain": {}}, "run": None, "model": {"path": str(runs / "target"), "device": "cpu"}}
     made = evaluate(small(runs, tmp_path, workload=str(runs / "prompts.jsonl"), **values))
@@ -138,6 +175,12 @@ def test_a_tree_is_the_heads_own_but_for_what_is_given(runs: Path, tmp_path: Pat
         ({"tree": {"kind": "bush"}}, "tree.kind"),
         ({"tree": {"bushes": 3}}, "bushes"),
         ({"model": {"path": "/nonesuch"}}, "/nonesuch"),
+        ({"rule": "best"}, "traversal"),
+        ({"rule": "typical"}, "lossy=true"),
+        ({"rule": "block"}, "tree=chain"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"top_p": 0.0}, "top_p"),
     ],
 )
 def test_a_mistake_is_named_in_one_line(runs: Path, tmp_path: Path, values: dict[str, Any], named: str) -> None:
