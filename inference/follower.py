@@ -1,7 +1,7 @@
 """Another causal LM that reads along with the target and drafts: its cache follows a text that may be revised."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.target import DTYPES, Target
@@ -28,8 +28,8 @@ class Follower:
 
     def _forget_drafts(self) -> None:
         self.below: dict[tuple[int, int], int] = {}  # (node above, token) -> node
+        self.path: list[list[int]] = []  # each node's nodes from the top down, its own the last
         self.level = [ROOT]
-        self.depth = torch.zeros(0, dtype=torch.long, device=self.model.device)
 
     def read(self, token: list[int]) -> Float[Tensor, "1 V"]:
         """Take `token`, one or more, as the whole text from now on; return the logits of what follows."""
@@ -58,24 +58,48 @@ class Follower:
             above = node
         return nodes
 
+    def expand(self, token: Int[Tensor, "N"], parent: Int[Tensor, "N"]) -> Float[Tensor, "N V"]:
+        """Run one more tree level, the parents as indices into the last one, and return its logits."""
+        return self.branch(token, [self.level[above] for above in parent.tolist()])
+
     @torch.inference_mode()
-    def expand(
-        self, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
-    ) -> Float[Tensor, "N V"]:
-        """Run one more tree level and return its logits; arguments as of `DraftHead.expand`, in the model's tokens."""
+    def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N V"]:
+        """Run a new node under each of the nodes `above`, ROOT the last token read, and return their logits."""
         model, device = self.model, self.model.device
-        token, mask = token.to(device), mask.to(device)
-        nodes = list(range(len(self.depth), len(self.depth) + len(token)))
-        for node, above, t in zip(nodes, parent.tolist(), token.tolist(), strict=True):
-            self.below[self.level[above], t] = node
-        self.level = nodes
-        self.depth = torch.cat([self.depth, mask.sum(-1)])
-        text = len(self.token)
-        position = torch.cat([torch.arange(text, device=device), text - 1 + self.depth])[None]
-        earlier, own = position.split([self.cache.length, len(token)], 1)
+        first, text = len(self.path), len(self.token)
+        self.level = list(range(first, first + len(above)))
+        for node, parent, t in zip(self.level, above, token.tolist(), strict=True):
+            self.below[parent, t] = node
+            self.path.append([*(self.path[parent] if parent != ROOT else []), node])
+        depth = torch.tensor([len(path) for path in self.path], device=device)
+        position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
+        earlier, own = position.split([self.cache.length, len(above)], 1)
+        seen = None
         # A chain sees all that is before it, which needs no attention that takes a mask.
-        seen = None if bool(mask.all()) else torch.cat([mask.new_ones(len(mask), text), mask], 1)[None]
-        return model.ends.logits(model.run(token[None], own, seen, self.cache, earlier).last)[0]
+        if any(len(self.path[node]) < len(self.path) for node in self.level):
+            seen = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
+            seen[..., :text] = True
+            for row, node in enumerate(self.level):
+                seen[0, row, [text + one for one in self.path[node]]] = True
+        logits = model.ends.logits(model.run(token[None].to(device), own, seen, self.cache, earlier).last)
+        return logits[0]
+
+    def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:
+        """Read on by expanded nodes alone: `nodes` become text, now `token`, and the chain `live` stays drafted.
+
+        A chain begins under the last of the nodes; the other drafts are dropped.
+        """
+        known = len(self.token)
+        assert token[:known] == self.token
+        assert len(token) == known + len(nodes)
+        number = {node: new for new, node in enumerate(live)} | {nodes[-1]: ROOT}
+        below = {(number[a], t): number[n] for (a, t), n in self.below.items() if n in live}
+        self.cache.keep(known, [*nodes, *live])
+        self.token = list(token)
+        self._forget_drafts()
+        self.below = below
+        self.path = [list(range(node + 1)) for node in range(len(live))]
+        self.level = [len(live) - 1]  # ROOT if there is none
 
 
 def load(path: str, dtype: str | None, device: str | None, trust_remote_code: bool, target: Target, key: str) -> Target:

@@ -31,11 +31,19 @@ class Rng(Protocol):
         """Return true with the given probability."""
         ...
 
+    def at(self, position: int, device: torch.device) -> "Rng":
+        """Return the Rng of a draft that begins at an absolute position, for laws on a device and for any thread.
+
+        It is independent of this one, or coupled to the positions where this one is; asked again, it draws the same.
+        """
+        ...
+
 
 class Generator:
     """The Rng of real decoding: a seeded torch generator on the device of the laws, and coins on the host."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
         self.generator = torch.Generator(device).manual_seed(seed)
         self.coin = random.Random(seed)  # a coin on the device would make the host wait for it
 
@@ -51,6 +59,10 @@ class Generator:
     def accept(self, probability: float) -> bool:
         """Return true with the given probability."""
         return probability >= 1 or self.coin.random() < probability
+
+    def at(self, position: int, device: torch.device) -> Rng:
+        """Return a generator of the position's own."""
+        return Generator(hashed(f"{self.seed} draft {position}"), device)
 
     def pick(self, law: Float[Tensor, "N V"]) -> Int[Tensor, "N"]:
         """Draw one token from each row by its cumulative sum: one random number a row, where a race takes V."""
@@ -89,6 +101,10 @@ class Coupled:
         """Return true with the given probability; a drafter may ask, the coupled rule does not."""
         return self.own.accept(probability)
 
+    def at(self, position: int, device: torch.device) -> Rng:
+        """Return the same noise from a position on; on another kind of device it is other noise."""
+        return Coupled(self.seed, device, lambda: position)
+
     def race(self, law: Float[Tensor, "N V"], depth: int = 1) -> Float[Tensor, "N V"]:
         """Return the laws divided by the noise of the position `depth` below the root."""
         start = self.position()
@@ -100,10 +116,13 @@ class Coupled:
 
     def noise(self, position: int, size: int) -> Float[Tensor, "V"]:
         """Return a position's exponential noise, in float32 whatever the laws are in."""
-        # A hash, because generators that are seeded with neighbouring numbers may begin alike.
-        key = hashlib.blake2b(f"{self.seed} {position}".encode(), digest_size=8).digest()
-        generator = torch.Generator(self.device).manual_seed(int.from_bytes(key, "little"))
+        generator = torch.Generator(self.device).manual_seed(hashed(f"{self.seed} {position}"))
         return torch.empty(size, device=self.device).exponential_(generator=generator).clamp_min_(TINY)
+
+
+def hashed(key: str) -> int:
+    """Return a seed for a key: generators that are seeded with neighbouring numbers may begin alike."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
 def finishers(keys: Float[Tensor, "N V"], count: int) -> Tensor:

@@ -95,6 +95,17 @@ def children(tree: DraftTree) -> list[list[int]]:
     return result
 
 
+def agreed(tree: DraftTree, following: list[int]) -> int:
+    """Return how many of the following tokens lie on a path of the tree."""
+    node, below, token = 0, children(tree), tree.token.tolist()
+    for count, wanted in enumerate(following):
+        child = next((one for one in below[node] if token[one] == wanted), None)
+        if child is None:
+            return count
+        node = child
+    return len(following)
+
+
 def paths(tree: DraftTree) -> list[list[int]]:
     """Return every path from the root to a leaf, as node indices."""
     parent, below = tree.parent.tolist(), children(tree)

@@ -36,7 +36,7 @@ class Vocabulary(Protocol):
         ...
 
     def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
-        """Return the assistant's logits for the target's tokens, -inf for those it cannot draft, on its device."""
+        """Return the assistant's logits for the target's tokens, -inf for those it cannot draft."""
         ...
 
 
@@ -51,7 +51,7 @@ class SameVocabulary:
         difference = _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab())
         if difference:
             raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: {difference}; {OTHER_WAYS}")
-        self.ours, self.theirs, self.device = target.ends.vocab_size, assistant.ends.vocab_size, target.device
+        self.ours, self.theirs = target.ends.vocab_size, assistant.ends.vocab_size
 
     def prompt(self, token: list[int]) -> list[int]:
         """Return the prompt without tokens that only the target's padding numbers."""
@@ -67,7 +67,7 @@ class SameVocabulary:
 
     def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
         """Cut or pad the logits to the target's vocabulary."""
-        logits = logits[:, : self.ours].to(self.device)
+        logits = logits[:, : self.ours]
         return torch.nn.functional.pad(logits, (0, self.ours - logits.shape[1]), value=float("-inf"))
 
 
@@ -89,11 +89,11 @@ class SharedVocabulary:
         if not pairs:
             raise ValueError(f"{assistant.name} shares no token with {target.name}: use drafter=assistant_slem")
         self.one = pairs
-        self.size, self.device = target.ends.vocab_size, target.device
-        self.ours = torch.tensor(list(pairs), device=target.device)
+        self.size = target.ends.vocab_size
+        self.ours = torch.tensor(list(pairs), device=assistant.device)
         self.theirs = torch.tensor(list(pairs.values()), device=assistant.device)
-        self.number = torch.zeros(self.size, dtype=torch.long, device=target.device)
-        self.number[self.ours] = self.theirs.to(target.device)
+        self.number = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
+        self.number[self.ours] = self.theirs
 
     def prompt(self, token: list[int]) -> list[int]:
         """Encode the prompt's text, as the assistant was trained to read it."""
@@ -105,12 +105,12 @@ class SharedVocabulary:
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
         """Return the counterparts; a token without one has no probability, and its node's answer no use."""
-        return self.number[token]
+        return self.number[token.to(self.number.device)]
 
     def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
         """Put the shared columns where the target has them."""
-        placed = logits.new_full((len(logits), self.size), float("-inf"), device=self.device)
-        placed[:, self.ours] = logits[:, self.theirs].to(self.device)
+        placed = logits.new_full((len(logits), self.size), float("-inf"))
+        placed[:, self.ours] = logits[:, self.theirs]
         return placed
 
     def _spell(self, token: int) -> list[int]:

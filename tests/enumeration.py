@@ -78,6 +78,10 @@ class Replay:
         probability = min(1.0, probability)
         return self.choose([1 - probability, probability]) == 1
 
+    def at(self, position: int, device: torch.device) -> Rng:
+        """Go on with the script."""
+        return self
+
 
 def outcomes(program: Callable[[Rng], Result]) -> list[tuple[Result, float]]:
     """Return every result of a program with its probability; equal results may stand there more than once."""

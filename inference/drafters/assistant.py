@@ -174,9 +174,9 @@ class Assistant:
         self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
     ) -> Level:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the follower's cache."""
-        return self.answer(self.follower.expand(self.vocabulary.to_assistant(token), parent, mask))
+        return self.answer(self.follower.expand(self.vocabulary.to_assistant(token), parent))
 
     def answer(self, logits: Tensor) -> Level:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""
-        placed = self.vocabulary.to_target(logits)
+        placed = self.vocabulary.to_target(logits).to(self.device)
         return Level(placed, placed[:, :0], ())

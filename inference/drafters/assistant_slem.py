@@ -99,5 +99,4 @@ class AssistantSlem:
             drafted.append(int(token))
             if len(drafted) == depth or drafted[-1] in end or doubts(logits, token, self.config.confidence):
                 return drafted
-            seen = torch.ones(1, len(drafted), dtype=torch.bool, device=device)
-            logits = self.follower.expand(token, above, seen)
+            logits = self.follower.expand(token, above)

@@ -10,6 +10,7 @@ from inference.drafters.assistant_slem import AssistantSlem
 from inference.drafters.early_exit import EarlyExit
 from inference.drafters.layer_skip import LayerSkip
 from inference.drafters.lookahead import Lookahead
+from inference.drafters.mirror import Mirror
 from inference.drafters.mtp import MtpDrafter
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.drafters.recycling import Recycling
@@ -24,6 +25,7 @@ SOURCES: dict[str, Any] = {
     "early_exit": EarlyExit,
     "layer_skip": LayerSkip,
     "lookahead": Lookahead,
+    "mirror": Mirror,
     "mtp": MtpDrafter,
     "prompt_lookup": PromptLookup,
     "recycling": Recycling,

@@ -66,6 +66,11 @@ class Suffix:
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
+        if config.mode == "tree" and not target.takes_trees:
+            raise ValueError(
+                f"drafter.suffix.mode is 'tree', but the attention of {target.name} does not honour a tree mask: give "
+                "mode=path"
+            )
         self.config, self.name, self.device = config, name, target.device
         self.tree = f"{config.mode}-{config.tokens}"
         self.draft = _path if config.mode == "path" else _tree
@@ -122,14 +127,20 @@ class Suffix:
     def improve(self, best: Draft, matches: list[Place], room: int) -> Draft:
         """Return the best draft from the places where suffixes of the text end, shortest first, or the one at hand.
 
-        Of equal scores the longer match's stands.
+        Of equal scores the longer match's stands, and the one at hand before all.
         """
-        config = self.config
-        for length in range(len(matches), 0, -1):
-            budget = min(config.tokens, int(config.factor * length + config.offset), config.depth - length, room)
-            if budget > best.score:  # a drafted token scores 1 at most
-                draft = self.draft(matches[length - 1], budget, config.min_probability)
-                best = draft if draft.score > best.score else best
+        config, longest = self.config, len(matches) + 1
+        budgets = [
+            (min(config.tokens, int(config.factor * length + config.offset), config.depth - length, room), length)
+            for length in range(1, longest)
+        ]
+        # A drafted token scores 1 at most: where much repeats, the first draft leaves most others no chance.
+        for budget, length in sorted(budgets, reverse=True):
+            if budget < max(best.score, 1):
+                break
+            draft = self.draft(matches[length - 1], budget, config.min_probability)
+            if (draft.score, length) > (best.score, longest):
+                best, longest = draft, length
         return best
 
 

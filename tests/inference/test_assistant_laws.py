@@ -35,7 +35,7 @@ class Remembering:
         self.paths = [tuple(token)]
         return self.logits()
 
-    def expand(self, token: Tensor, parent: Tensor, mask: Tensor) -> Tensor:
+    def expand(self, token: Tensor, parent: Tensor) -> Tensor:
         self.paths = [(*self.paths[p], t) for p, t in zip(parent.tolist(), token.tolist(), strict=True)]
         return self.logits()
 

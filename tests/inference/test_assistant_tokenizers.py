@@ -133,7 +133,7 @@ class Script:
         self.ahead = [] if same is None else own[same:]
         return self.next()
 
-    def expand(self, token: Tensor, parent: Tensor, mask: Tensor) -> Tensor:
+    def expand(self, token: Tensor, parent: Tensor) -> Tensor:
         return self.next()
 
     def next(self) -> Tensor:

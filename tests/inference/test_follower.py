@@ -14,10 +14,9 @@ def test_level_passes_equal_sequential_passes(name: str) -> None:
     prompt = toys.prompt(3, 12)
     found = [follower.read(prompt)]
     levels = [([4, 9], [0, 0]), ([1, 7, 1], [0, 0, 1]), ([5], [2])]
-    paths, mask, expected = [prompt], torch.zeros(1, 0, dtype=torch.bool), []
+    paths, expected = [prompt], []
     for token, parent in levels:
-        mask = torch.cat([mask[parent], torch.eye(len(token), dtype=torch.bool)], 1)
-        found.append(follower.expand(torch.tensor(token), torch.tensor(parent), mask))
+        found.append(follower.expand(torch.tensor(token), torch.tensor(parent)))
         paths = [[*paths[p], t] for p, t in zip(parent, token, strict=True)]
         expected.append([model.prefill(torch.tensor(path), model.cache()).logits for path in paths])
     for level, alone in zip(found[1:], expected, strict=True):
@@ -38,4 +37,4 @@ def test_a_text_is_revised_anywhere() -> None:
         logits, fresh = follower.read(seen), model.prefill(torch.tensor(seen), model.cache()).logits
         assert fresh is not None
         torch.testing.assert_close(logits, fresh[0])
-        follower.expand(torch.tensor([8]), torch.tensor([0]), torch.ones(1, 1, dtype=torch.bool))
+        follower.expand(torch.tensor([8]), torch.tensor([0]))

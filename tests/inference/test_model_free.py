@@ -117,7 +117,7 @@ def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
 def warm(drafter: Any, text: list[int]) -> None:
     """Let a source know what it would after some passes: a text, candidates for every token, an n-gram."""
     drafter.reset(text[:-4])
-    if hasattr(drafter, "matrix"):
-        drafter.matrix[:VOCAB] = torch.arange(drafter.matrix.shape[1]) % VOCAB
+    if hasattr(drafter, "candidates"):
+        drafter.candidates = {token: [rank % VOCAB for rank in range(8)] for token in range(VOCAB)}
     if hasattr(drafter, "collect"):
         drafter.collect([0, 1, 2, 0, 1][: drafter.config.ngram])

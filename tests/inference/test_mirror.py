@@ -1,0 +1,159 @@
+"""Drafting ahead: what was prepared is what would have been drafted, and it is found prepared."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.base import Level
+from inference.decode import Generation, Settings, speculate
+from inference.drafters import Context
+from inference.drafters.assistant import Assistant
+from inference.drafters.mirror import Mirror
+from inference.sample import GREEDY, Sampling
+from inference.target import Target
+from tests import assistants, enumeration, toys
+
+TOKENS = 32
+SAMPLINGS = [GREEDY, Sampling(1.0, 0, 1.0), Sampling(0.8, 12, 0.9, 0.0, 1.3), Sampling(0.0, 0, 1.0, 0.0, 1.3)]
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that agrees with the toy target often, not always."""
+    model = assistants.noisy(toys.target().model, 0.02)
+    return assistants.save(model, toys.tokenizer(), tmp_path_factory.mktemp("near"))
+
+
+def mirror(path: str, of: Target, outcomes: int, **changes: Any) -> Mirror:
+    """Return the draft source; `changes` are the assistant's values."""
+    values: dict[str, Any] = {
+        "model": path, "match": "same", "dtype": "float64", "device": None, "trust_remote_code": False,
+        "tree": assistants.CHAIN, "schedule": "constant", "confidence": 0.0,
+    }  # fmt: skip
+    return Mirror(Mirror.Config(outcomes, Assistant.Config(**{**values, **changes})), of, "mirror")
+
+
+def decode(source: Mirror, seed: int, sampling: Sampling, rule: str = "auto") -> Generation:
+    return speculate(toys.target(), source, toys.prompt(seed), Settings(TOKENS, sampling, seed=seed, rule=rule))
+
+
+@pytest.mark.parametrize("rule", ["auto", "coupled"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_preparing_changes_no_draft(near: str, sampling: Sampling, rule: str) -> None:
+    alone, ahead = (mirror(near, toys.target(), outcomes) for outcomes in (0, 6))
+    for seed in range(3):
+        plain, made = decode(alone, seed, sampling, rule), decode(ahead, seed, sampling, rule)
+        assert made.tokens == plain.tokens
+        assert [step[:3] for step in made.steps] == [step[:3] for step in plain.steps]
+    assert alone.found == 0
+    assert 0 < ahead.found < ahead.asked
+
+
+def test_a_twin_is_always_prepared(tmp_path: Path) -> None:
+    """Every draft is accepted whole and the assistant's own next token is the bonus, so one outcome suffices."""
+    target = toys.target("llama", torch.float64)
+    source = mirror(assistants.save(target.model, toys.tokenizer(), tmp_path), target, 1)
+    passes = []
+    run = Target.run
+
+    def counted(self: Target, *values: Any, **named: Any) -> Any:
+        passes.append(self)
+        return run(self, *values, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "run", counted)
+        made = speculate(target, source, toys.prompt(1), Settings(TOKENS, GREEDY))
+    assert [step.committed for step in made.steps[:-2]] == [assistants.CHAIN.depth + 1] * (len(made.steps) - 2)
+    assert source.asked == len(made.steps) - 1
+    assert source.found == source.asked - 1  # near the end there is no room for another draft
+    assert all(step.accepted == step.drafted for step in made.steps)
+    # The prompt, the first chain but for its last token, and then only what is prepared: a chain and its outcome.
+    depth = assistants.CHAIN.depth
+    assert passes.count(source.follower.model) <= depth + len(made.steps) * (depth + 1)
+
+
+def test_the_assistants_cache_is_that_of_the_text(near: str) -> None:
+    """After preparing, adopting and reading on, the level under the root is that of a model without a cache."""
+    source = mirror(near, toys.target(), 6)
+    settings = Settings(TOKENS, GREEDY)
+    adopted = []
+    observe = source.observe
+
+    def watch(commit: Any) -> None:
+        observe(commit)
+        if source.ready is None:
+            assert source.assistant.level is not None
+            logits = source.assistant.level.logits
+        else:
+            logits = source.ready.answers[0]
+            adopted.append(len(source.follower.token))
+        read = torch.tensor([source.assistant.text])
+        expected = source.follower.model.model(input_ids=read, use_cache=False).logits[0, -1:]
+        torch.testing.assert_close(logits, expected)
+        assert source.follower.token == source.assistant.text
+        assert source.follower.cache.length == len(source.assistant.text) + len(source.follower.path)
+
+    source.observe = watch  # type: ignore[method-assign]
+    speculate(toys.target(), source, toys.prompt(2), settings)
+    assert adopted
+
+
+def test_a_new_request_drops_what_was_prepared(near: str) -> None:
+    used, fresh = mirror(near, toys.target(), 6), mirror(near, toys.target(), 6)
+    for seed in (4, 5):
+        decode(used, seed, GREEDY)  # ends with outcomes in preparation
+    assert decode(used, 6, GREEDY).tokens == decode(fresh, 6, GREEDY).tokens
+
+
+def test_the_likeliest_outcomes_are_prepared(near: str) -> None:
+    source = mirror(near, toys.target(), 4)
+    source.accepted, source.tried = 9, 10
+    source.reset(toys.prompt(0))
+    source.assistant.level = None
+    rng = enumeration.Replay([])
+    context = Context(toys.prompt(0), GREEDY, rng, 8)
+    laws = torch.full((3, toys.VOCAB), 1e-4)
+    for row, (token, share) in enumerate([(3, 0.6), (5, 0.9), (7, 0.7)]):
+        laws[row, token] = share
+    laws[0, 11], laws[2, 9] = 0.35, 0.25
+    chain = source._chain(laws[:1].log(), -1, 2, context, ())
+    chain.token, chain.answers = [3, 5], list(laws.log().split(1))
+    # All accepted: 0.81 of the guesses 7 and 9; rejected at once: 0.1 of guess 11; after one: 0.09 spread thinly.
+    assert source._outcomes(chain)[:3] == [(3, 5, 7), (3, 5, 9), (11,)]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "changes", "named"),
+    [
+        (-1, {}, "drafter.mirror.outcomes is -1: give 0 or more"),
+        (2, {"tree": toys.TREES["dynamic"]}, r"drafter.mirror.assistant.*tree.kind=chain"),
+        (2, {"confidence": 0.4}, "confidence=0"),
+    ],
+)
+def test_bad_values(near: str, outcomes: int, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        mirror(near, toys.target(), outcomes, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_the_laws_are_those_that_the_tokens_are_drawn_from(tmp_path: Path) -> None:
+    """Every outcome of drafting, enumerated: its probability is the product of the q that it is handed out with."""
+    words = assistants.words(["a", "b", "c"])
+    target = Target(assistants.tiny(3, 1), words, "three")
+    source = mirror(assistants.save(assistants.tiny(3, 2), words, tmp_path), target, 0, tree=assistants.chain(2))
+    text, drawn, scripts = [0, 1, 2], [], [[]]
+    while scripts:
+        rng = enumeration.Replay(scripts.pop())
+        source.reset(text)
+        logits = source.follower.read(text)
+        source.assistant.level = Level(logits, logits[:, :0], ())
+        made = source.propose(Context(text, Sampling(1.0, 0, 1.0), rng, 4))
+        scripts += rng.open
+        _, first, second = made.tree.token.tolist()
+        assert made.q is not None
+        assert abs(float(made.q[0, first] * made.q[1, second]) - rng.probability) < enumeration.EXACT
+        drawn.append(rng.probability)
+    assert len(drawn) == 9
+    assert abs(sum(drawn) - 1) < enumeration.EXACT
