@@ -55,7 +55,6 @@ class Replay:
         return choice
 
     def draw(self, law: Tensor, depth: int = 1) -> list[int]:
-        """Draw one token from each row."""
         return [self.choose(row) for row in law.tolist()]
 
     def distinct(self, law: Tensor, count: int, depth: int = 1) -> Tensor:
@@ -65,11 +64,9 @@ class Replay:
             drawn: list[int] = []
             for _ in range(min(count, len(row))):
                 total = sum(row)
-                if total <= 0:
-                    drawn.append(-1)
-                    continue
-                drawn.append(self.choose([weight / total for weight in row]))
-                row[drawn[-1]] = 0.0
+                drawn.append(self.choose([weight / total for weight in row]) if total > 0 else -1)
+                if total > 0:
+                    row[drawn[-1]] = 0.0
             rows.append(drawn)
         return torch.tensor(rows)
 
@@ -78,8 +75,7 @@ class Replay:
         probability = min(1.0, probability)
         return self.choose([1 - probability, probability]) == 1
 
-    def at(self, position: int, device: torch.device) -> Rng:
-        """Go on with the script."""
+    def at(self, *_place: object) -> Rng:  # the script goes on
         return self
 
 

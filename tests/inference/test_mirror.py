@@ -74,7 +74,7 @@ def test_a_twin_is_always_prepared(tmp_path: Path) -> None:
     assert passes.count(source.follower.model) <= depth + len(made.steps) * (depth + 1)
 
 
-def test_the_assistants_cache_is_that_of_the_text(near: str) -> None:
+def test_the_assistants_cache_is_that_of_the_text(near: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After preparing, adopting and reading on, the level under the root is that of a model without a cache."""
     source = mirror(near, toys.target(), 6)
     settings = Settings(TOKENS, GREEDY)
@@ -95,7 +95,7 @@ def test_the_assistants_cache_is_that_of_the_text(near: str) -> None:
         assert source.follower.token == source.assistant.text
         assert source.follower.cache.length == len(source.assistant.text) + len(source.follower.path)
 
-    source.observe = watch  # type: ignore[method-assign]
+    monkeypatch.setattr(source, "observe", watch)
     speculate(toys.target(), source, toys.prompt(2), settings)
     assert adopted
 
