@@ -32,7 +32,7 @@ class EvalConfig:
         repetition_penalty: of what stands in the prompt or the answer, at temperature 0 too.
         rule: a key of `inference.verify.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether a rule may change the target's law; its rows then have no speedup.
-        batch_size: 1, which is all that the engine decodes at once.
+        batch_size: sequences in one target pass: a number or a list of them.
         seed: of sampling, of the order of measurement and of the intervals.
         dtype: in which speed is measured.
         gate_dtype: in which tokens are compared with plain decoding's.
@@ -86,9 +86,7 @@ class EvalConfig:
         check_rule(self.rule, self.lossy)
         for temperature in self.temperatures():
             self.sampling(temperature)
-        batches = numbers("batch_size", self.batch_size)
-        if batches != [1]:
-            raise ValueError(f"batch_size is {self.batch_size}: the engine decodes one prompt at a time, give 1")
+        self.batch_sizes()
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""
@@ -98,6 +96,13 @@ class EvalConfig:
     def temperatures(self) -> list[float]:
         """Return the temperatures as a list."""
         return numbers("temperature", self.temperature)
+
+    def batch_sizes(self) -> list[int]:
+        """Return the batch sizes as a list."""
+        sizes = numbers("batch_size", self.batch_size)
+        if any(size < 1 or size != int(size) for size in sizes):
+            raise ValueError(f"batch_size is {self.batch_size!r}: give 1 or more, whole numbers")
+        return [int(size) for size in sizes]
 
     def sampling(self, temperature: float) -> Sampling:
         """Return how tokens are drawn at a temperature."""

@@ -1,6 +1,7 @@
 """The wall clock: plain decoding, every drafter and HF generate on the same prompts, interleaved, in one process."""
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from transformers import GenerationConfig
 
 from data.prompts import Prompt
 from eval import metrics
-from eval.lossless import UNCHECKED, Gate
+from eval.lossless import UNCHECKED, Gate, labelled
 from eval.machine import synchronize
 from eval.report import Row
 from inference.decode import Generation, Settings, autoregress, speculate
@@ -47,8 +48,11 @@ def measure(
     repeats: int,
     warmup: int,
     hf: bool,
+    batch_size: int = 1,
 ) -> Runs:
     """Run plain decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
+
+    In batches, a round is all prompts together, and HF generate is left out.
 
     A drafter that remembers starts every round over the prompts with nothing and learns from prompt to prompt, in the
     prompts' order: it never meets a prompt that it has answered before.
@@ -57,6 +61,9 @@ def measure(
         For "plain", each drafter's name and "hf": the repeats of each prompt, in the prompts' order.
     """
     assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
+    if batch_size > 1:
+        together = {PLAIN: Plain(target.device), **drafters}
+        return _in_batches(target, together, prompts, settings, repeats, warmup, batch_size)
     runners: dict[str, Runner] = {PLAIN: partial(autoregress, target, settings=settings)}
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
@@ -64,6 +71,29 @@ def measure(
         penalty = settings.sampling.repetition_penalty
         runners[HF] = partial(hf_generate, target, max_new_tokens=settings.max_new_tokens, penalty=penalty)
     return interleave(runners, prompts, repeats, warmup, settings.seed, [each.forget for each in drafters.values()])
+
+
+def _in_batches(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    repeats: int,
+    warmup: int,
+    batch_size: int,
+) -> Runs:
+    """Let every drafter decode all prompts in a continuous batch, in turns, in a new random order each round."""
+    shuffle, tokens = random.Random(settings.seed), [prompt.token for prompt in prompts]
+    runs: Runs = {name: [[] for _ in prompts] for name in drafters}
+    for drafter in drafters.values() if warmup else ():
+        speculate(target, drafter, tokens[:batch_size], settings, batch_size=batch_size)
+    for _ in range(repeats):
+        for name in shuffle.sample(list(drafters), len(drafters)):
+            drafters[name].forget()
+            made = speculate(target, drafters[name], tokens, settings, batch_size=batch_size)
+            for each, run in zip(runs[name], made, strict=True):
+                each.append(run)
+    return runs
 
 
 def interleave(
@@ -156,8 +186,8 @@ def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate],
     sources: dict[str, Drafter] = {PLAIN: Plain(torch.device("cpu")), **drafters}
     made = []
     for name, each in middle.items():
-        gate = gates.get(name, UNCHECKED)
-        trusted = name == PLAIN or gate.passed  # plain decoding is what the gate compares with
+        gate = gates.get(labelled(name, session.batch_size), UNCHECKED)
+        trusted = gate.passed or (name == PLAIN and not gate.checked)  # by itself it is what the gate compares with
         row = _row(name, sources[name], each, gate, session)
         made.append(replace(row, **_speedups(each, middle[PLAIN], hf, session.seed)) if trusted else row)
     return made
@@ -188,6 +218,7 @@ def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, sessio
         speedup_hf=None,
         overlap_headroom=metrics.overlap_headroom(metrics.seconds(runs)),
         seconds=metrics.seconds(runs),
+        latency_s=statistics.median(run.latency_s for run in runs),
         memory_bytes=session.memory_bytes,
         lossless=(gate if session.temperature == 0 else UNCHECKED).counts(),
     )

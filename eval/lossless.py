@@ -15,6 +15,11 @@ from inference.decode import Generation
 EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torch.bfloat16: 2 / 8}
 
 
+def labelled(drafter: str, batch_size: int) -> str:
+    """Return what a drafter is called at a batch size."""
+    return drafter if batch_size == 1 else f"{drafter} x{batch_size}"
+
+
 @dataclass(frozen=True)
 class Divergence:
     """Where a run first left plain decoding; a token is None where that side had already stopped."""

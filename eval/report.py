@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from eval.lossless import Gate
+from eval.lossless import Gate, labelled
 from eval.metrics import LEVEL, Interval
 
 SCHEMA = 1
@@ -21,6 +21,7 @@ class Row:
     """One drafter on one workload at one temperature and batch size; None stands for what was not measured.
 
     `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
+    `latency_s` is the median over the requests of what each waited, from its prefill on.
     `overlap_headroom` is how many times faster the steps would be if drafting hid behind verification entirely.
     """
 
@@ -45,6 +46,7 @@ class Row:
     speedup_hf: float | None
     overlap_headroom: float | None
     seconds: dict[str, float]
+    latency_s: float | None
     memory_bytes: int
     lossless: dict[str, int]
 
@@ -67,7 +69,8 @@ class Report:
 
     def red(self, row: Row) -> bool:
         """Whether the row's drafter failed the gate."""
-        return row.lossless["failed"] > 0 or (row.drafter in self.gates and not self.gates[row.drafter].passed)
+        gate = self.gates.get(labelled(row.drafter, row.batch_size))
+        return row.lossless["failed"] > 0 or (gate is not None and not gate.passed)
 
     @property
     def passed(self) -> bool:
@@ -142,7 +145,7 @@ HEADER = (
 TIMES = ("draft", "verify", "other")
 TIME_HEADER = (
     *("drafter", "T", "tree", "steps", *(f"{part} ms" for part in TIMES)),
-    *("drafted", "accepted / drafted", "overlap headroom"),
+    *("drafted", "accepted / drafted", "overlap headroom", "latency s"),
 )
 NOTES = (
     "τ is what a target pass commits on average, its bonus token included: the tokens after the prefill's over the "
@@ -153,6 +156,8 @@ NOTES = (
     "Times and drafted tokens are per step, a step being one target pass with the draft before it. τ is what a step "
     "gains, its time over that of plain decoding's step is what it costs, and the quotient is the speedup: a verify "
     "time far above plain decoding's says that the tree is wide for this device, a long draft time, a slow head.",
+    "x8 is a batch of 8: sequences that share target passes, and that the next prompts replace as they end. A pass's "
+    "time is shared evenly among those in it, tok/s is that of all together, and latency is what one request waits.",
     "A drafter that is slower than plain decoding is marked so.",
     "Overlap headroom: how many times faster the steps would be if a second device drafted the next tree while this "
     "one verifies (Mirror-SD, arXiv 2510.13161), all of the shorter of the two times hidden: an upper bound.",
@@ -207,7 +212,7 @@ def _cells(report: Report, row: Row) -> list[str]:
     """Return a row's cells under `HEADER`."""
     red = report.red(row)
     return [
-        row.drafter,
+        labelled(row.drafter, row.batch_size),
         f"{row.temperature:g}",
         row.rule,
         _spread(row.tau, row.tau_ci),
@@ -225,7 +230,8 @@ def _time_cells(row: Row) -> list[str]:
     times = [_number(1000 * row.seconds[part] / steps, 2) for part in TIMES]
     drafted, kept = _number(row.draft_tokens / steps, 1), _number(row.accepted_per_draft_token, 2)
     headroom = _number(row.overlap_headroom, 2)
-    return [row.drafter, f"{row.temperature:g}", row.tree, str(row.steps), *times, drafted, kept, headroom]
+    name, wait = labelled(row.drafter, row.batch_size), _number(row.latency_s, 2)
+    return [name, f"{row.temperature:g}", row.tree, str(row.steps), *times, drafted, kept, headroom, wait]
 
 
 def _slower(row: Row) -> str:

@@ -7,6 +7,7 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,7 +21,7 @@ from data.prompts import Prompt
 from eval.config import EvalConfig
 from eval.drafters import load_drafters
 from eval.live import PLAIN, Session, measure, rows
-from eval.lossless import Gate, gate
+from eval.lossless import Gate, gate, labelled
 from eval.machine import device_facts, peak_memory, provenance
 from eval.report import Report, Row, table
 from eval.sources import model_of, own_prompts
@@ -92,16 +93,25 @@ def speed_dtype(config: EvalConfig, model: Mapping[str, Any], device: torch.devi
 
 
 def check(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> dict[str, Gate]:
-    """Return the gate's verdict on each drafter: every prompt once, greedily."""
-    drafters = load_drafters(config, target)
-    if not drafters:
+    """Return the gate's verdict on each drafter at each batch size: every prompt once, greedily.
+
+    All are compared with plain decoding of each prompt alone; so is plain decoding in batches.
+    """
+    drafters, sizes = load_drafters(config, target), config.batch_sizes()
+    if not drafters and sizes == [1]:
         return {}
-    settings = settings_at(0.0, config, gaps=True)
-    runs = measure(target, drafters, prompts, settings, repeats=1, warmup=0, hf=False)
-    once = {name: [repeats[0] for repeats in each] for name, each in runs.items()}
-    ids = [prompt.id for prompt in prompts]
-    lossy = is_lossy(config.rule)
-    return {name: replace(gate(once[PLAIN], once[name], ids, target.dtype), lossy=lossy) for name in drafters}
+    settings, ids = settings_at(0.0, config, gaps=True), [prompt.id for prompt in prompts]
+    gates = {}
+    for size in sorted({1, *sizes}):
+        given = drafters if size in sizes else {}
+        runs = measure(target, given, prompts, settings, repeats=1, warmup=0, hf=False, batch_size=size)
+        once = {name: [repeats[0] for repeats in each] for name, each in runs.items()}
+        if size == 1:
+            alone = once.pop(PLAIN)
+        for name, each in once.items():
+            verdict = gate(alone, each, ids, target.dtype)
+            gates[labelled(name, size)] = replace(verdict, lossy=name != PLAIN and is_lossy(config.rule))
+    return gates
 
 
 def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> Settings:
@@ -119,16 +129,16 @@ def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> S
 def timed_rows(
     config: EvalConfig, target: Target, prompts: Sequence[Prompt], gates: dict[str, Gate], workload: str
 ) -> list[Row]:
-    """Return the rows of all temperatures, each an interleaved session of its own."""
+    """Return the rows of all temperatures and batch sizes, each an interleaved session of its own."""
     drafters = load_drafters(config, target)
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     made = []
-    for temperature in config.temperatures():
+    for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
         settings = settings_at(temperature, config)
         hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
-        runs = measure(target, drafters, prompts, settings, config.repeats, config.warmup, hf)
-        session = Session(workload, temperature, 1, peak_memory(target.device), config.seed)
+        runs = measure(target, drafters, prompts, settings, config.repeats, config.warmup, hf, size)
+        session = Session(workload, temperature, size, peak_memory(target.device), config.seed)
         made += rows(runs, drafters, gates, session)
     return made
 

@@ -72,8 +72,8 @@ class Follower:
             self.below[parent, t] = node
             self.path.append([*(self.path[parent] if parent != ROOT else []), node])
         depth = torch.tensor([len(path) for path in self.path], device=device)
-        position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
-        earlier, own = position.split([self.cache.length, len(above)], 1)
+        column = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
+        own = column[:, self.cache.length :]
         seen = None
         # A chain sees all that is before it, which needs no attention that takes a mask.
         if any(len(self.path[node]) < len(self.path) for node in self.level):
@@ -81,7 +81,7 @@ class Follower:
             seen[..., :text] = True
             for row, node in enumerate(self.level):
                 seen[0, row, [text + one for one in self.path[node]]] = True
-        logits = model.ends.logits(model.run(token[None].to(device), own, seen, self.cache, earlier).last)
+        logits = model.ends.logits(model.run(token[None].to(device), own, seen, self.cache, column).last)
         return logits[0]
 
     def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:

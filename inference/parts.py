@@ -85,8 +85,8 @@ class Parts:
 
         answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[layers:], _same)
         with self._answering(answers | {self.layers[layers]: note}):
-            before = None if earlier is None else earlier[None]
-            out = self.target.run(token[None], position[None], seen[None], cache, before)
+            column = None if earlier is None else torch.cat([earlier, position])[None]
+            out = self.target.run(token[None], position[None], seen[None], cache, column)
         return left[0][0], self.target.ends.logits(out.last[0])
 
     @torch.inference_mode()

@@ -19,7 +19,7 @@ from heads import rows
 from heads.base import Features, LayerShape
 from heads.store import TargetSpec
 from inference import probe, tree
-from inference.cache import TargetCache
+from inference.cache import BatchPass, TargetCache
 from inference.parts import Parts
 from inference.tree import DraftTree, Riders
 
@@ -168,8 +168,8 @@ class Target:
         token: Int[Tensor, "B T"],
         position: Int[Tensor, "B T"],
         seen: Bool[Tensor, "B T S"] | None,
-        cache: TargetCache | None,
-        earlier: Int[Tensor, "B P"] | None = None,
+        cache: TargetCache | BatchPass | None,
+        column: Int[Tensor, "B S"] | None = None,
         stack: Callable[..., Any] | None = None,
     ) -> Pass:
         """Run the decoder stack without the lm_head.
@@ -179,10 +179,10 @@ class Target:
             position: their positions.
             seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
             cache: the rows are appended to it.
-            earlier: the cached rows' positions; None for 0, 1, 2, …
+            column: the positions of all S rows; None for 0, 1, 2, … of the cached ones, and then these rows'.
             stack: what to run in place of the decoder stack.
         """
-        mask = None if seen is None else self._attention_mask(seen, position, earlier)
+        mask = None if seen is None else self._attention_mask(seen, position, column)
         with self._captured() as captured:
             out = (stack or self.base)(
                 input_ids=token,
@@ -195,15 +195,16 @@ class Target:
         hidden = torch.stack(captured, 2) if captured else last.new_zeros((*last.shape[:2], 0, last.shape[2]))
         return Pass(hidden, last, None)
 
-    def _attention_mask(self, seen: Tensor, position: Tensor, earlier: Tensor | None) -> Any:
+    def _attention_mask(self, seen: Tensor, position: Tensor, column: Tensor | None) -> Any:
         """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
         window: int | None = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         if "sliding_attention" not in kinds or window is None:
             return self._additive(seen)
-        if earlier is None:
-            earlier = torch.arange(seen.shape[2] - seen.shape[1], device=self.device).expand(len(position), -1)
-        near = position[:, :, None] - torch.cat([earlier, position], 1)[:, None] < window
+        if column is None:
+            cached = torch.arange(seen.shape[2] - seen.shape[1], device=self.device).expand(len(position), -1)
+            column = torch.cat([cached, position], 1)
+        near = position[:, :, None] - column[:, None] < window
         if kinds == {"sliding_attention"}:
             return self._additive(seen & near)
         return {"full_attention": self._additive(seen), "sliding_attention": self._additive(seen & near)}

@@ -22,6 +22,8 @@ from inference.sample import Sampling, distribution, penalize
 from inference.target import Target
 from inference.tree import DraftTree, root
 
+WORKERS = ThreadPoolExecutor(thread_name_prefix="mirror")
+
 Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, then the target's own
 
 
@@ -88,7 +90,6 @@ class Mirror:
                 f"drafter.mirror.outcomes is {config.outcomes}, but the attention of {config.assistant.model} does not "
                 "honour a tree mask, which several outcomes need: use drafter=assistant"
             )
-        self.worker = ThreadPoolExecutor(1, "mirror")
         self.work: Future[None] | None = None
         self.settled: Outcome | None = None
         self.chains: dict[Outcome, Chain] = {}
@@ -142,7 +143,7 @@ class Mirror:
             self._draft({(): chain}, lambda _: True)
         self.settled, self.chains = None, {}
         if self.config.outcomes:
-            self.work = self.worker.submit(self._ahead, chain, context._replace(token=context.token.copy()))
+            self.work = WORKERS.submit(self._ahead, chain, context._replace(token=context.token.copy()))
         token = torch.tensor([context.token[-1], *chain.token], device=device)
         laws = torch.cat([*chain.laws, torch.zeros_like(chain.laws[-1])]).to(device)
         return Proposal(DraftTree(token, torch.arange(-1, len(chain.token), device=device)), laws)

@@ -35,6 +35,7 @@ ROW = Row(
     speedup_hf=2.46,
     overlap_headroom=1.2,
     seconds={"draft": 0.12, "verify": 0.24, "other": 0.012},
+    latency_s=0.5,
     memory_bytes=2**20,
     lossless={"checked": 8, "identical": 7, "near_tie": 1, "failed": 0},
 )
@@ -44,7 +45,7 @@ SILENT = replace(ROW, speedup=None, speedup_ci=None, speedup_hf=None, lossless=R
 CONTRACT = (
     "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
     "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
-    "overlap_headroom seconds memory_bytes lossless"
+    "overlap_headroom seconds latency_s memory_bytes lossless"
 )
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 

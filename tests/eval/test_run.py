@@ -193,8 +193,8 @@ def test_a_mistake_is_named_in_one_line(runs: Path, tmp_path: Path, values: dict
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"batch_size": 4}, "batch_size is 4"),
-        ({"batch_size": [1, 8]}, "batch_size"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": [1, 2.5]}, "batch_size"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"temperature": []}, "temperature"),
         ({"temperature": [0, -1]}, "temperature"),

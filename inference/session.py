@@ -1,0 +1,238 @@
+"""One sequence being decoded: draft, let the target score, settle; how it is decoded, and what came of it."""
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference import tree as trees
+from inference.cache import TargetCache
+from inference.drafters import Commit, Context, Drafter, Proposal, Verified
+from inference.rng import Coupled, Generator, Rng
+from inference.sample import Sampling, penalize
+from inference.target import Pass, Target
+from inference.tree import DraftTree
+from inference.verify import COUPLED, check_rule, decide
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one prompt is decoded.
+
+    Attributes:
+        gaps: whether to record the target's top-2 logit gap at every emitted token.
+        rule: a key of `inference.verify.RULES`, or auto for the one that accepts most of each draft.
+        lossy: whether the rule may change the target's law.
+        min_new_tokens: before so many, an end of the answer has no probability.
+
+    Raises:
+        ValueError: an unknown rule, or a lossy one that is not allowed; or min_new_tokens above max_new_tokens.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    gaps: bool = False
+    rule: str = "auto"
+    lossy: bool = False
+    min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the rule and the lengths."""
+        check_rule(self.rule, self.lossy)
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}: give 0 to max_new_tokens, which is {self.max_new_tokens}"
+            )
+
+
+class Step(NamedTuple):
+    """One target pass: nodes drafted, drafted tokens accepted, tokens committed after stops, seconds, and the rule."""
+
+    drafted: int
+    accepted: int
+    committed: int
+    draft_s: float
+    verify_s: float
+    other_s: float
+    rule: str = "none"
+
+
+@dataclass
+class Generation:
+    """What one prompt gave. The prefill's token is in `tokens` but in no step: τ = (len(tokens) - 1) / len(steps).
+
+    In a batch, `decode_s` counts the sequence's share of the passes that it was in, so that the shares of all sum up to
+    the time that passed; `latency_s` is what its user waited, from its prefill on.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    finish: str = ""
+    latency_s: float = 0.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per target pass, the bonus token included."""
+        return (len(self.tokens) - 1) / len(self.steps) if self.steps else 0.0
+
+
+class Session:
+    """One sequence being decoded: `prefill`, then `draft` and `settle` around each target pass until `made.finish`."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, prompt: list[int], settings: Settings, cache: TargetCache | None = None
+    ) -> None:
+        check_prompt(target, prompt)
+        self.target, self.drafter, self.settings = target, drafter, settings
+        self.cache = target.cache() if cache is None else cache
+        self.context = list(prompt)
+        self.rng: Rng = Generator(settings.seed, target.device)
+        if settings.rule == COUPLED:
+            self.rng = Coupled(settings.seed, target.device, lambda: len(self.context))
+        self.seen: Tensor | None = None  # which tokens stand in the context, where a penalty asks for it
+        if settings.sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(target.ends.vocab_size, dtype=torch.bool, device=target.device)
+            self.seen[prompt] = True
+        self.limit = min(settings.max_new_tokens, target.context - len(prompt))
+        self.made = Generation()
+        self.draft_s = 0.0
+        self.prefix = 0  # committed rows before the pass at hand
+
+    def clock(self) -> float:
+        """Return seconds, after the device has finished what it was given."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
+
+    def prefill(self) -> None:
+        """Run the prompt and choose the first token; the drafter sees every prompt row with the token that follows."""
+        start = self.clock()
+        self.drafter.reset(self.context)
+        token = torch.tensor(self.context, device=self.target.device)
+        out = self.target.prefill(token, self.cache)
+        root = trees.root(self.context[-1], self.target.device)
+        scores = self.processed(_logits(out), root)
+        first = decide(root, scores, None, self.settings.sampling, self.rng).token
+        self.emit([first], ["prefill"], scores)
+        following = torch.cat([token[1:], token.new_tensor([first])])
+        self.drafter.observe(Commit(following, out, None))
+        self.made.prefill_s = self.clock() - start
+
+    def draft(self) -> Proposal:
+        """Let the drafter propose what the next target pass scores."""
+        begin = self.clock()
+        room = self.limit - len(self.made.tokens) - 1
+        self.prefix = self.cache.length
+        proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
+        self.draft_s = self.clock() - begin
+        return proposal
+
+    def step(self) -> None:
+        """Draft, verify and settle once."""
+        self.verify(self.draft())
+
+    def verify(self, proposal: Proposal) -> None:
+        """Run the target over the proposal, for this sequence alone, and settle."""
+        begin = self.clock()
+        if proposal.entered is None:
+            out = self.target.score(proposal.tree, self.cache, proposal.riders)
+        else:
+            out = self.target.parts.score_from(proposal.entered, proposal.tree, self.cache)
+        self.settle(proposal, out, self.clock() - begin)
+
+    def settle(self, proposal: Proposal, out: Pass, verify_s: float) -> None:
+        """Verify, keep the accepted path, and let the drafter learn.
+
+        Args:
+            proposal: what was drafted.
+            out: the target's answer to it, with its rows behind the cache's.
+            verify_s: the seconds that the pass took, or this sequence's share of them.
+        """
+        begin = self.clock()
+        drafted = proposal.tree
+        logits, riders = _logits(out).tensor_split([len(drafted.token)])
+        sampling, asked = self.settings.sampling, self.settings.rule
+        scores = self.processed(logits, drafted)
+        path, bonus, rule = decide(drafted, scores, proposal.q, sampling, self.rng, asked, proposal.replacement)
+        self.cache.keep(self.prefix, path)
+        index = torch.tensor(path, device=self.target.device)
+        following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])
+        committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], scores[index])
+        settled = self.clock()
+        if not self.made.finish:
+            rows = Pass(out.hidden[:, index], out.last[:, index], None)
+            seen = Verified(drafted, path, logits, None if proposal.riders is None else riders)
+            self.drafter.observe(Commit(following, rows, seen))
+        draft_s, other_s = self.draft_s + self.clock() - settled, settled - begin
+        accepted = min(len(path) - 1, committed)
+        self.made.steps.append(Step(len(drafted.token) - 1, accepted, committed, draft_s, verify_s, other_s, rule))
+        self.made.decode_s += draft_s + verify_s + other_s
+
+    def processed(self, logits: Tensor, drafted: DraftTree) -> Tensor:
+        """Return the logits "N V" after each node as its own prefix has them: penalised, and no end before its time."""
+        if self.seen is not None:
+            logits = penalize(logits, trees.seen_tokens(drafted, self.seen), self.settings.sampling)
+        lacking = self.settings.min_new_tokens - len(self.made.tokens)
+        if lacking > 0 and self.target.eos:
+            logits = logits.clone()
+            early = trees.depth(drafted) < lacking
+            logits[early.nonzero(), torch.tensor(sorted(self.target.eos), device=logits.device)] = float("-inf")
+        return logits
+
+    def emit(self, tokens: list[int], sources: list[str], logits: Tensor) -> int:
+        """Append tokens up to the first end of the answer; return how many were taken."""
+        made, before = self.made, len(self.made.tokens)
+        for i, token in enumerate(tokens):
+            made.tokens.append(token)
+            made.sources.append(sources[i])
+            if self.settings.gaps:
+                top = logits[i].float().topk(2).values
+                made.gaps.append(float(top[0] - top[1]))
+            if token in self.target.eos:
+                made.finish = "eos"
+            elif self.stopped():
+                made.finish = "stop"
+            elif len(made.tokens) >= self.limit:
+                made.finish = "length"
+            if made.finish:
+                break
+        taken = len(made.tokens) - before
+        self.context.extend(tokens[:taken])
+        if self.seen is not None:
+            self.seen[tokens[:taken]] = True
+        return taken
+
+    def stopped(self) -> bool:
+        """Whether the text so far holds a stop string; a token adds few characters, so its last ones suffice."""
+        if not self.settings.stop:
+            return False
+        tail = max(map(len, self.settings.stop)) + 8
+        text = self.target.tokenizer.decode(self.made.tokens[-tail:])
+        return any(stop in text for stop in self.settings.stop)
+
+
+def _logits(out: Pass) -> Tensor:
+    assert out.logits is not None
+    return out.logits[0]
+
+
+def check_prompt(target: Target, prompt: list[int]) -> None:
+    """Check that a prompt can be decoded.
+
+    Raises:
+        ValueError: it is empty, or fills the target's context.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token")
+    if len(prompt) >= target.context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens but {target.name} reads at most {target.context}: shorten it"
+        )
