@@ -37,10 +37,11 @@ def call(script: str, *overrides: str) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def made(out: Path, script: str, *overrides: str) -> None:
-    """Run a command whose result is `out`, unless it is there."""
-    if not out.exists() and call(script, *overrides) not in (0, 1):  # 1: measured, but not lossless
-        sys.exit(f"{out} could not be made")
+def made(out: Path, script: str, *overrides: str) -> bool:
+    """Run a command whose result is `out`, unless it is there; return whether it is there now."""
+    if not out.exists():
+        call(script, *overrides)
+    return out.exists()
 
 
 def as_checkpoint(head: Path, folder: Path) -> Path:
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of the target and its text")
     parser.add_argument("--out", type=Path, default=Path("outputs/sources"))
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--stream-steps", type=int, default=None, help="of the streams, whose steps take the longest")
     parser.add_argument("--exit-layer", type=int, default=None, help="of early_exit; a fourth of the layers by default")
     parser.add_argument("--assistant", default=None, help="a model with another tokenizer")
     parser.add_argument("--prompts", type=int, default=16)
@@ -73,12 +75,16 @@ def main() -> None:
     training = [*own, f"trainer.steps={asked.steps}"]
     quick = ["eval.prompts=2", "eval.repeats=1", "eval.hf=false", "eval.warmup=0"]
     for head in ("eagle", "medusa", "mtp"):
-        made(out / head, "train/run.py", f"head={head}", f"out={out / head}", *training, *quick)
-    made(out / "streams", "train/streams.py", f"out={out / 'streams'}", f"streams.layers={layers // 2}", *training)
+        if not made(out / head, "train/run.py", f"head={head}", f"out={out / head}", *training, *quick):
+            sys.exit(2)  # the command has said why
+    streaming = [*own, f"trainer.steps={asked.stream_steps or asked.steps}", f"streams.layers={layers // 2}"]
+    made(out / "streams", "train/streams.py", f"out={out / 'streams'}", *streaming)
     text = next((item.split("=", 1)[1] for item in own if item.startswith("data.prompts=")), None)
     workload = text or str(out / "eagle" / "prompts.jsonl")
     model = [item for item in own if item.startswith("model")]
-    made(out / "skips.json", "eval/search_skips.py", *model, f"workload={workload}", f"out={out / 'skips.json'}")
+    skips = out / "skips.json"
+    if not made(skips, "eval/search_skips.py", *model, f"workload={workload}", f"out={skips}"):
+        asked.without.append("layer_skip")  # nothing pays to skip on this target
     half = out / "first-half"
     if not half.exists():
         truncated(target, layers // 2, str(half))
@@ -88,7 +94,7 @@ def main() -> None:
         "assistant": [f"drafter.assistant.model={half}"],
         "mirror": [f"drafter.mirror.assistant.model={half}"],
         "early_exit": [f"drafter.early_exit.exit_layer={asked.exit_layer or max(1, layers // 4)}"],
-        "layer_skip": [f"drafter.layer_skip.skips={out / 'skips.json'}"],
+        "layer_skip": [f"drafter.layer_skip.skips={skips}"],
         "mtp": [f"drafter.mtp.checkpoint={module}"],
         "streams": [f"drafter.streams.run={out / 'streams'}"],
         "hybrid": [],

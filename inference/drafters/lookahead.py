@@ -53,6 +53,7 @@ class Lookahead:
             )
         self.config, self.name, self.device = config, name, target.device
         self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"
+        self.windows: dict[int, tuple[Tensor, Tensor]] = {}  # by width
         self.reset([0])
 
     def forget(self) -> None:
@@ -102,7 +103,9 @@ class Lookahead:
             return Proposal(tree)
         self.levels[0][0] = root
         token = [token for level in self.levels for token in level][1:]
-        offset, seen = window(self.config.ngram - 1, width, self.device)
+        if width not in self.windows:
+            self.windows[width] = window(self.config.ngram - 1, width, self.device)
+        offset, seen = self.windows[width]
         nodes = seen.new_zeros(len(token), len(tree.token))
         nodes[:, 0] = True
         return Proposal(

@@ -263,3 +263,15 @@ def test_the_script_runs_from_anywhere_and_fails_in_one_line(tmp_path: Path) -> 
     assert "drafter/oracle" in done.stderr
     assert "plain" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_have_rows_and_gates_of_their_own(runs: Path, tmp_path: Path) -> None:
+    report = evaluate(small(runs, tmp_path, batch_size=[1, 3]))
+    rows = {(row.drafter, row.batch_size): row for row in report.rows}
+    assert list(rows) == [(name, size) for size in (1, 3) for name in ("plain", "eagle")]
+    assert {"plain x3", "eagle", "eagle x3"} <= set(report.gates)
+    assert report.passed
+    alone, batched = rows["eagle", 1], rows["eagle", 3]
+    assert (alone.tokens, alone.steps) == (batched.tokens, batched.steps)
+    assert (batched.latency_s or 0) > 0
+    assert "| eagle x3 |" in (tmp_path / "report.md").read_text(encoding="utf-8")

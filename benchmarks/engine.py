@@ -1,0 +1,239 @@
+"""What the engine itself costs, on a target of 110M random weights, where a pass is a pass of a real model.
+
+    python benchmarks/engine.py [--dtype float32] [--batches 1 2 4 8 16 32] [--tokens 64]
+
+1. Overhead: the share of a step that is spent neither in the target's pass nor in the head's, chain and tree.
+2. Efficiency: the speedup that was measured over the one that τ and the passes' own times allow,
+   τ · t_plain / (t_verify + t_draft), each of the three times measured in a loop of nothing but that pass.
+3. Plain decoding against HF `generate`, with its dynamic and its static cache.
+4. Throughput and latency of plain decoding, a chain and a tree at every batch size.
+
+Random weights accept nothing that a head drafts, so the drafts of parts 2 and 4 are read from the target's own answer
+and cost nothing (t_draft is 0): a chain of true tokens, and the same beside wrong ones in a tree. Those of part 1 come
+from a real EAGLE head with random weights.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from data.prompts import Prompt
+from eval.live import interleave
+from eval.machine import device_facts
+from heads import HEADS
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters import Commit, Context, Drafter, Proposal
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.policy import TreeConfig
+from inference.sample import GREEDY
+from inference.target import DTYPES, Target
+from inference.tree import DraftTree
+
+VOCABULARY, PROMPT, REPEATS = 32000, 64, 5
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "intermediate_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+EAGLE = {
+    "name": "eagle", "layers": 1, "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
+    "rope_theta": 10000.0, "bias": True, "norm_eps": 1e-5,
+}  # fmt: skip
+TREES = {"chain": TreeConfig("chain", 4, 0, 0, [], []), "tree": TreeConfig("dynamic", 4, 3, 8, [], [])}
+TRUE = 3  # tokens of a draft that are right
+
+
+class Reader:
+    """Drafts what the target is known to answer: `TRUE` tokens as a chain, or beside others in a tree of `nodes`."""
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], nodes: int, name: str) -> None:
+        self.answers, self.nodes, self.name, self.tree = answers, nodes, name, f"{nodes} nodes"
+
+    def reset(self, prompt: list[int]) -> None:
+        """Look the answer up."""
+        self.begin, self.text = len(prompt), self.answers[tuple(prompt)]
+
+    def forget(self) -> None:
+        """Nothing is learned."""
+
+    def observe(self, commit: Commit) -> None:
+        """Nothing is learned."""
+
+    def propose(self, context: Context) -> Proposal:
+        """Return the true tokens, and under the root as many wrong ones as the tree has room for."""
+        done = len(context.token) - self.begin
+        true = self.text[done : done + min(TRUE, context.room)]
+        others = [token for token in range(self.nodes) if token not in true[:1]][: self.nodes - len(true)]
+        token = [context.token[-1], *true, *(others if true else [])]
+        parent = [*range(-1, len(true)), *([0] * (len(token) - len(true) - 1))]
+        return Proposal(DraftTree(torch.tensor(token), torch.tensor(parent)))
+
+
+def seconds(run: Callable[[], Any], repeats: int = 20) -> float:
+    """Return the median seconds of a call, after two that do not count."""
+    times = []
+    for _ in range(repeats + 2):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[2:])
+
+
+@contextmanager
+def clocked(*places: tuple[Any, str]) -> Iterator[list[float]]:
+    """Note the seconds of every call of some objects' methods, outermost calls alone."""
+    spent: list[float] = []
+    inside: list[bool] = []
+    before = [(owner, name, getattr(owner, name)) for owner, name in places]
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            inside.append(True)
+            begin = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                inside.pop()
+                if not inside:
+                    spent.append(time.perf_counter() - begin)
+
+        return timed
+
+    for owner, name, call in before:
+        setattr(owner, name, watch(call))
+    try:
+        yield spent
+    finally:
+        for owner, name, _ in before:
+            delattr(owner, name)  # the method of the class shows again
+
+
+def overhead(target: Target, head: Any, prompt: list[int], tokens: int) -> None:
+    """Print the share of a step outside the target's pass and the head's."""
+    print("\nshare of a step outside target and head passes")
+    for name, tree in TREES.items():
+        drafter = HeadDrafter(head, tree, name)
+        speculate(target, drafter, prompt, Settings(8, GREEDY))
+        places = [(target, "run"), (target.ends, "logits"), (head, "expand"), (head, "extend")]
+        with clocked(*places) as spent:
+            made = speculate(target, drafter, prompt, Settings(tokens, GREEDY))
+        passes = sum(spent) - made.prefill_s  # the prefill's own passes and its little else
+        share, step = 1 - passes / made.decode_s, 1e3 * made.decode_s / len(made.steps)
+        print(f"{name:8} {tree.label:18} {share:7.1%} of {step:6.1f} ms")
+
+
+def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt], settings: Settings) -> None:
+    """Print measured speedup over what τ and the passes alone allow."""
+    print("\nmeasured speedup over tau * t_plain / t_verify, the passes by themselves")
+    runners: dict[str, Callable[[list[int]], Generation]] = {
+        "plain": lambda prompt: autoregress(target, prompt, settings),
+        **{name: lambda prompt, own=each: speculate(target, own, prompt, settings) for name, each in sources.items()},
+    }
+    runs = interleave(runners, prompts, REPEATS, 1, 0)
+    total = {name: sum(min(run.decode_s for run in each) for each in found) for name, found in runs.items()}
+    middle = PROMPT + settings.max_new_tokens // 2
+    cache = target.cache()
+    target.prefill(torch.arange(middle), cache)
+
+    def once(nodes: int) -> None:
+        parent = torch.arange(-1, nodes - 1)
+        target.score(DraftTree(torch.arange(nodes), parent), cache)
+        cache.keep(middle, [])
+
+    plain = seconds(lambda: once(1))
+    for name, source in sources.items():
+        made = [each[0] for each in runs[name]]
+        tau = sum(len(run.tokens) - 1 for run in made) / sum(len(run.steps) for run in made)
+        nodes = 1 + round(statistics.mean(step.drafted for run in made for step in run.steps))
+        verify = seconds(lambda count=nodes: once(count))
+        speedup, ideal = total["plain"] / total[name], tau * plain / verify
+        print(f"{name:8} {source.tree:10} tau {tau:.2f}, {speedup:.2f}x of {ideal:.2f}x: {speedup / ideal:.2f}")
+
+
+def against_hf(target: Target, prompts: list[Prompt], settings: Settings) -> None:
+    """Print plain decoding's speed over that of HF generate, with both kinds of cache."""
+    print("\nplain decoding here over HF generate, prefill included in both")
+
+    def hf(prompt: list[int], kind: str | None) -> Generation:
+        begin = time.perf_counter()
+        generate: Any = target.model.generate
+        extra = {} if kind is None else {"cache_implementation": kind, "disable_compile": True}
+        out = generate(
+            torch.tensor([prompt]), max_new_tokens=settings.max_new_tokens, do_sample=False, pad_token_id=0, **extra
+        )
+        return Generation(tokens=out[0, len(prompt) :].tolist(), decode_s=time.perf_counter() - begin)
+
+    runners: dict[str, Callable[[list[int]], Generation]] = {
+        "here": lambda prompt: autoregress(target, prompt, settings),
+        "dynamic": lambda prompt: hf(prompt, None),
+        "static": lambda prompt: hf(prompt, "static"),
+    }
+    runs = interleave(runners, prompts, REPEATS, 1, 0)
+    total = {
+        name: sum(statistics.median(run.prefill_s + run.decode_s for run in each) for each in found)
+        for name, found in runs.items()
+    }
+    same = all(a[0].tokens == b[0].tokens for a, b in zip(runs["here"], runs["dynamic"], strict=True))
+    for kind in ("dynamic", "static"):
+        print(f"{kind:8} cache {total[kind] / total['here']:6.3f}{'' if same else ' (other tokens!)'}")
+
+
+def batches(target: Target, sources: dict[str, Drafter], prompts: list[Prompt], asked: argparse.Namespace) -> None:
+    """Print tokens/s of all together and seconds of one request at every batch size."""
+    print("\nbatch  " + "".join(f"{name:>9} tok/s  latency s   over plain" for name in sources))
+    for size in asked.batches:
+        given = [prompts[i % len(prompts)].token for i in range(size)]
+        rates: dict[str, tuple[float, float]] = {}
+        for _ in range(2):  # the first round warms up
+            for name, source in sources.items():
+                begin = time.perf_counter()
+                made = speculate(target, source, given, Settings(asked.tokens, GREEDY), batch_size=size)
+                spent = time.perf_counter() - begin - sum(run.prefill_s for run in made)
+                rate = sum(len(run.tokens) - 1 for run in made) / spent
+                rates[name] = rate, statistics.median(run.latency_s for run in made)
+        line = "".join(f"{rate:15.1f} {wait:10.2f} {rate / rates['plain'][0]:12.2f}" for rate, wait in rates.values())
+        print(f"{size:5}  {line}", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="What the engine itself costs.")
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).to(DTYPES[asked.dtype])
+    target = Target(model, AutoTokenizer.from_pretrained(str(ROOT / "examples" / "tiny")), "random")
+    target.eos = frozenset()
+    own: Any = HEADS["eagle"](HEADS["eagle"].Config(**EAGLE), target.ends)
+    head = own.to(target.dtype).eval().requires_grad_(False)
+    settings = Settings(asked.tokens, GREEDY)
+    chance = torch.Generator().manual_seed(1)
+    prompts = [Prompt(str(i), torch.randint(VOCABULARY, (PROMPT,), generator=chance).tolist(), "") for i in range(4)]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{size / 1e6:.0f}M parameters, {device_facts(target.device, target.dtype)}")
+    answers = {tuple(each.token): autoregress(target, each.token, settings).tokens for each in prompts}
+    chain, tree = Reader(answers, TRUE, "chain"), Reader(answers, 8, "tree")
+    overhead(target, head, prompts[0].token, asked.tokens)
+    efficiency(target, {"chain": chain, "tree": tree}, prompts, settings)
+    against_hf(target, prompts, settings)
+    batches(target, {"plain": Plain(target.device), "chain": chain, "tree": tree}, prompts, asked)
+
+
+if __name__ == "__main__":
+    main()
