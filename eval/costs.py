@@ -198,9 +198,13 @@ def at_context(costs: Costs, verify: Mapping[int, float]) -> Costs:
 
 
 def typical(values: Sequence[float]) -> float:
-    """Return the mean of the middle half: what a step costs in the long run, without the system's interruptions."""
+    """Return the mean without the lowest and highest tenth.
+
+    Decoding pays for interruptions, and a short part has few of them but long ones: a median would not see those, and
+    price short parts too low. A single outlier must not price a tree either.
+    """
     ordered = sorted(values)
-    cut = len(ordered) // 4
+    cut = len(ordered) // 10
     middle = ordered[cut : len(ordered) - cut]
     return sum(middle) / len(middle)
 

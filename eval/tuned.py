@@ -91,10 +91,10 @@ class Tuning:
         console.print(self.verdict, soft_wrap=True, markup=False)
 
 
-def conclude(batch: int, found: Candidate | None, closest: Candidate, done: str) -> str:
+def conclude(batch: int, found: Candidate | None, closest: Candidate | None, done: str) -> str:
     """Return the verdict at a batch size: the tree and what was done with it, or plain decoding."""
     if found is None:
-        gain = f"{closest.tree.label} at {closest.gain:.2f}" if closest.gain else "none is lossless"
+        gain = f"{closest.tree.label} at {closest.gain:.2f}" if closest and closest.gain else "none is lossless"
         return f"batch size {batch}: no tree beats plain decoding (best: {gain}); decode plainly, nothing is written"
     return f"batch size {batch}: {found.tree.label} is fastest, {found.gain:.2f} times plain decoding; {done}"
 

@@ -143,7 +143,7 @@ def draft_key(tree: TreeConfig) -> str:
     return repr(replace(tree, nodes=1) if tree.kind == "dynamic" else tree)
 
 
-def between(known: Mapping[int, float], at: float) -> float:
+def between(known: Mapping[int, float], at: float | int) -> float:
     """Return the value at a point: linear between the known ones, the outermost beyond them."""
     points = sorted(known)
     if at <= points[0]:
