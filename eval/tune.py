@@ -5,13 +5,15 @@ measured in the engine; the most promising are priced again from more samples, a
 against plain decoding beside the tree that the head has now.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from data.prompts import Prompt
@@ -21,7 +23,7 @@ from eval.config import EvalConfig, TunerConfig
 from eval.live import PLAIN, measure
 from eval.lossless import gate
 from eval.machine import device_facts, provenance
-from eval.replay import Record, record, replay, write
+from eval.replay import Record, Text, record, replay, write
 from eval.sources import overlay
 from eval.tuned import Candidate, Measured, Tuning, conclude
 from heads.hub import resolve_head
@@ -62,7 +64,8 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     if not texts:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
     deepest = min(head.max_depth, max(own.deepest, *grid.depths))
-    records = [record(target, head, text, unlimited(grid, own, deepest), deepest) for text in texts]
+    everything = unlimited(grid, own, deepest)
+    records = [record(target, head, text, everything, deepest) for text in progress("replaying", texts)]
     table = acceptance(torch.tensor([row for each in records for row in each.rank]), max(grid.top_k))
     families = proposed(grid, table, own, deepest, target.takes_trees)
 
@@ -91,6 +94,12 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
         verdict=conclude(costs.batch, best, closest, done),
         passed=all(one.measured is None or not one.measured.lossless["failed"] for one in timed.values()),
     )
+
+
+def progress(what: str, texts: Sequence[Text]) -> Iterable[Text]:
+    """Return the texts; whoever watches sees how many are done."""
+    console = Console(stderr=True)
+    return track(texts, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def unlimited(grid: TunerConfig, own: TreeConfig, depth: int) -> list[TreeConfig]:
@@ -176,7 +185,7 @@ def measured(
     once = measure(target, drafters, prompts, replace(settings, gaps=True), 1, 0, hf=False)
     first = {name: [repeats[0] for repeats in each] for name, each in once.items()}
     ids = [prompt.id for prompt in prompts]
-    runs = measure(target, drafters, prompts, settings, config.repeats, config.warmup, hf=False)
+    runs = measure(target, drafters, prompts, settings, config.repeats, 0, hf=False)  # all have run once already
     middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
     made = {}
     for name, one in winners.items():
@@ -200,7 +209,7 @@ def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> 
 
 def settings_of(config: EvalConfig, target: Target, texts: int) -> dict[str, Any]:
     """Return what the numbers depend on."""
-    keys = ("max_new_tokens", "seed", "repeats", "warmup")
+    keys = ("max_new_tokens", "seed", "repeats")
     return {
         "run": config.runs()[0],
         "target": target.name,

@@ -23,6 +23,7 @@ from inference.policy import TreeConfig
 from tests import toys
 
 GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "contexts": [16, 4096], "samples": 1}
+SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "contexts": [16], "samples": 1}
 OWN_TREE = TreeConfig("dynamic", 4, 3, 9, [], [])
 
 
@@ -43,7 +44,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def configured(folder: Path, **values: Any) -> EvalConfig:
-    given = {"run": str(folder), "tune": True, "tuner": GRID, "max_new_tokens": 16, "repeats": 1, "warmup": 0}
+    given = {"run": str(folder), "tune": True, "tuner": GRID, "max_new_tokens": 12, "repeats": 1}
     return eval_config(**(given | values))
 
 
@@ -72,7 +73,7 @@ def test_the_winner_is_written_and_the_rest_of_the_config_stays(
     monkeypatch.setattr(tune, "OWN", "chain")  # without the head's own tree, any winner is another
     before = config_of(run)
     weights = (run / "head" / "model.safetensors").read_bytes()
-    assert tuned(configured(run, tree={"kind": "chain", "depth": 3}))
+    assert tuned(configured(run, tuner=SMALL, prompts=1, tree={"kind": "chain", "depth": 3}))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     after = config_of(run)
     assert after.pop("tree") == told["best"]["tree"] != before.pop("tree")
@@ -106,7 +107,7 @@ def test_where_speculation_loses_plain_decoding_is_recommended_and_nothing_writt
 ) -> None:
     faster(monkeypatch, 2.0)
     before = (run / "head" / "config.json").read_bytes()
-    assert tuned(configured(run))
+    assert tuned(configured(run, tuner=SMALL, prompts=1))
     assert "no tree beats plain decoding" in capsys.readouterr().out.replace("\n", "")
     assert (run / "head" / "config.json").read_bytes() == before
     assert json.loads((run / "tune.json").read_text(encoding="utf-8"))["best"] is None
@@ -125,8 +126,8 @@ def test_a_tree_that_changes_tokens_is_not_written_and_fails_the_command(
     monkeypatch.setattr(live, "speculate", wrong)
     register_resolvers()
     before = config_of(run)
-    given = {"run": run, "tune": "true", "max_new_tokens": 16, "repeats": 1, "warmup": 0}
-    overrides = [f"{key}={value}" for key, value in given.items()] + [f"tuner.{k}={v}" for k, v in GRID.items()]
+    given = {"run": run, "tune": "true", "max_new_tokens": 16, "repeats": 1, "prompts": 1}
+    overrides = [f"{key}={value}" for key, value in given.items()] + [f"tuner.{k}={v}" for k, v in SMALL.items()]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("eval", overrides)
     with pytest.raises(SystemExit) as exit_:
