@@ -59,12 +59,12 @@ class Record:
 
     Attributes:
         rank: of the token d places on, among the head's guesses for it; negative where the text ends before.
-        grown: by kind and top_k, one tree a token.
+        grown: by `growth`, one tree a token.
     """
 
     text: Text
     rank: list[list[int]]
-    grown: dict[tuple[str, int], list[Reach]]
+    grown: dict[str, list[Reach]]
 
 
 def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:
@@ -97,7 +97,7 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
     begin = text.start - 1  # the row whose root is the first token of the answer
     rank = torch.stack([ranks(draft.logits[0, begin:], token[begin:], d + 1) for d, draft in enumerate(drafts)], 1)
     source = HeadDrafter(head, largest[0], "head")
-    grown: dict[tuple[str, int], list[Reach]] = {(tree.kind, tree.top_k): [] for tree in largest}
+    grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
     done = 0
     for made in range(1, text.made):
         row = text.start + made - 1  # the rows before it are committed, its token is the root
@@ -108,8 +108,13 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
             assert source.level is not None
             tokens = text.token[row + 1 : row + 1 + depth]
             tree_and_score = candidates(head, source.state, source.level, tree, context)
-            grown[tree.kind, tree.top_k].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
+            grown[growth(tree)].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
     return Record(text, rank[: text.made - 1].tolist(), grown)
+
+
+def growth(tree: TreeConfig) -> str:
+    """Return what the trees have in common that are cut from the same larger one."""
+    return f"{tree.kind} {tree.top_k}" if tree.kind == "dynamic" else tree.kind
 
 
 def _rows(features: Any, first: int, end: int) -> Pass:
@@ -161,7 +166,7 @@ def replay(of: Record, tree: TreeConfig) -> list[Step]:
     while made < text.made:
         room = text.limit - made - 1
         if tree.kind in CONFIDENT:
-            grown = of.grown[tree.kind, tree.top_k][made - 1]
+            grown = of.grown[growth(tree)][made - 1]
             depth = max(0, min(room, tree.depth, len(grown.size) - 1))
             accepted = sum(need <= tree.nodes for need in grown.needed[depth])
             nodes = min(tree.nodes, grown.size[depth])

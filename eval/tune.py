@@ -29,7 +29,7 @@ from eval.tuned import Candidate, Measured, Tuning, conclude
 from heads.hub import resolve_head
 from heads.store import load_head, read_config, save_tree
 from heads.typed import typed
-from inference.decode import Settings
+from inference.decode import Generation, Settings
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig
@@ -107,7 +107,7 @@ def unlimited(grid: TunerConfig, own: TreeConfig, depth: int) -> list[TreeConfig
     nodes = max(own.nodes, *grid.nodes)
     wide = sorted({*grid.top_k, *([own.top_k] if own.kind == "dynamic" else [])})
     dynamic = [TreeConfig("dynamic", depth, top_k, nodes, [], []) for top_k in wide]
-    return [*dynamic, TreeConfig("best_first", depth, own.top_k if own.kind == "best_first" else 0, nodes, [], [])]
+    return [*dynamic, TreeConfig("best_first", depth, 0, nodes, [], [])]
 
 
 def proposed(
@@ -192,9 +192,16 @@ def measured(
         verdict = gate(first[PLAIN], first[name], ids, target.dtype)
         speedup = metrics.speedup(middle[name], middle[PLAIN]) if verdict.passed else None
         interval = metrics.speedup_interval(middle[name], middle[PLAIN], config.seed) if verdict.passed else None
-        tau = metrics.acceptance(middle[name]).tau
-        made[name] = replace(one, measured=Measured(tau, speedup, interval, verdict.counts()))
+        tau, seconds = metrics.acceptance(middle[name]).tau, step_seconds(middle[name])
+        plain = sum(step_seconds(middle[PLAIN]).values())
+        made[name] = replace(one, measured=Measured(tau, speedup, interval, verdict.counts(), seconds, plain))
     return made
+
+
+def step_seconds(runs: Sequence[Generation]) -> dict[str, float]:
+    """Return the seconds of the average step by part."""
+    steps = max(sum(len(run.steps) for run in runs), 1)
+    return {part: total / steps for part, total in metrics.seconds(runs).items()}
 
 
 def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> str:

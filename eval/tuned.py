@@ -18,12 +18,18 @@ TUNED = "tune.json"
 
 @dataclass(frozen=True)
 class Measured:
-    """What a tree gave in the timed session; no speedup where it failed the gate."""
+    """What a tree gave in the timed session; no speedup where it failed the gate.
+
+    `seconds` are those of a step, `plain` those of plain decoding's, to see which part of a prediction is off: the
+    predicted "draft" and "commit" together are the measured "draft", and "settle" is "other".
+    """
 
     tau: float | None
     speedup: float | None
     speedup_ci: Interval | None
     lossless: dict[str, int]
+    seconds: dict[str, float]
+    plain: float
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,17 @@ def cost_table(costs: Costs, contexts: Mapping[int, Mapping[int, float]]) -> Tab
 def candidate_table(candidates: Sequence[Candidate]) -> Table:
     """Return the candidates, a row each."""
     table = Table(title="trees")
-    for name in ("family", "tree", "tau", "speedup", "measured tau", "speedup", "predicted is off by", "by context"):
+    headers = (
+        "family",
+        "tree",
+        "predicted tau",
+        "speedup",
+        "measured tau",
+        "speedup",
+        "off by",
+        "predicted by context",
+    )
+    for name in headers:
         table.add_column(name, justify="left" if name in ("family", "tree") else "right")
     for one in candidates:
         elsewhere = ", ".join(f"{context}: {gain:.2f}" for context, gain in one.at_contexts.items())

@@ -25,7 +25,7 @@ TRIED = [
     toys.TREES["chain"], toys.TREES["static"], toys.TREES["dynamic"], toys.TREES["sampled"],
     TreeConfig("dynamic", 2, 2, 3, [], []), TreeConfig("dynamic", 3, 3, 5, [], []),
     TreeConfig("best_first", 4, 0, 16, [], []), TreeConfig("best_first", 3, 0, 6, [], []),
-    TreeConfig("best_first", 2, 0, 1, [], []),
+    TreeConfig("best_first", 2, 7, 1, [], []),
 ]  # fmt: skip
 
 
