@@ -40,6 +40,10 @@ OWN = "as it is"  # the family of the tree that the head has
 FINALISTS = 3  # of each family, priced again
 AGAIN = 4  # times as many samples for that
 
+# Drafted nodes whose verification is timed whatever is tried: from one row to a few the cost leaps, and a line from one
+# to many would pass below it.
+SIZES = (0, 1, 2, 4, 8)
+
 Families = dict[str, list[TreeConfig]]
 
 
@@ -72,7 +76,7 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     def costs_of(trees: Families, samples: int) -> Costs:
         return costing.measure(target, HeadDrafter(head, own, "head"), texts, distinct(trees), sizes, samples, settings)
 
-    sizes = [0, *grid.nodes]
+    sizes = sorted({*SIZES, *grid.nodes})
     costs = costs_of(families, grid.samples)
     finalists = {name: priced(name, trees, records, costs, {})[:FINALISTS] for name, trees in families.items()}
     families = {name: [one.tree for one in each] for name, each in finalists.items()}
