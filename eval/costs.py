@@ -22,7 +22,7 @@ from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig
 from inference.target import Target
 from inference.tree import DraftTree
-from inference.tuner import Costs, between, draft_key
+from inference.tuner import Costs, between, draft_key, rising
 
 ROUNDS = 20  # over the texts, at most: what is rare in them is then left as it is
 Samples = defaultdict[int, list[float]]
@@ -154,7 +154,7 @@ def measure(
     return Costs(
         batch=1,
         plain=typical(plain),
-        verify={size: typical(each) for size, each in verify.items()},
+        verify=rising({size: typical(each) for size, each in verify.items()}),
         settle=(straight, gaps or straight),
         draft={key: typical(each) for key, each in playback.draft.items()},
         commit={rows: typical(each) for rows, each in playback.commit.items()},
@@ -187,7 +187,7 @@ def verification(
                 synchronize(target.device)
                 seconds[size] += [time.perf_counter() - start] if turn else []
                 cache.keep(context, [])
-        found[context] = {size: typical(each) for size, each in seconds.items()}
+        found[context] = rising({size: typical(each) for size, each in seconds.items()})
     return found
 
 

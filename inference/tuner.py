@@ -156,6 +156,22 @@ def between(known: Mapping[int, float], at: float | int) -> float:
     return known[low] + share * (known[high] - known[low])
 
 
+def rising(known: Mapping[int, float]) -> dict[int, float]:
+    """Return the non-decreasing values nearest to the known ones in squares, by pooling adjacent violators.
+
+    More rows never cost less: a dip is noise, and whoever looks for the cheapest tree would find the noise.
+    """
+    pools: list[list[int]] = []
+    value: list[float] = []
+    for point in sorted(known):
+        pools.append([point])
+        value.append(known[point])
+        while len(value) > 1 and value[-2] > value[-1]:
+            pools[-2:] = [pools[-2] + pools[-1]]
+            value[-2:] = [mean([known[one] for one in pools[-1]])]
+    return {point: level for pool, level in zip(pools, value, strict=True) for point in pool}
+
+
 def mean(values: Sequence[float]) -> float:
     """Return the arithmetic mean."""
     return sum(values) / len(values)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inference.policy import TreeConfig
-from inference.tuner import Costs, Step, acceptance, best_static, between, draft_key, predict
+from inference.tuner import Costs, Step, acceptance, best_static, between, draft_key, predict, rising
 
 Path = tuple[int, ...]
 
@@ -107,3 +107,8 @@ def test_a_budget_costs_a_dynamic_tree_nothing() -> None:
 
     assert key("dynamic", 4) == key("dynamic", 9)
     assert key("best_first", 4) != key("best_first", 9)
+
+
+def test_dips_are_levelled_and_what_rises_stays() -> None:
+    assert rising({0: 1.0, 2: 4.0, 1: 2.0}) == {0: 1.0, 1: 2.0, 2: 4.0}
+    assert rising({0: 1.0, 1: 5.0, 2: 3.0, 3: 1.0, 4: 9.0}) == {0: 1.0, 1: 3.0, 2: 3.0, 3: 3.0, 4: 9.0}
