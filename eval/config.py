@@ -9,7 +9,31 @@ from heads.resolvers import ROOT
 from heads.typed import typed
 from inference.sample import Sampling
 from inference.target import DTYPES
-from inference.verify import check_rule
+from inference.verify import check_rule, is_lossy
+
+
+@dataclass(frozen=True)
+class TunerConfig:
+    """What the tuner tries: depths, children and budgets of trees, contexts, and samples of every cost."""
+
+    depths: list[int]
+    top_k: list[int]
+    nodes: list[int]
+    contexts: list[int]
+    samples: int
+
+    def __post_init__(self) -> None:
+        """Check that there is something to try, and nothing below 1.
+
+        Raises:
+            ValueError: naming the key.
+        """
+        for key in ("depths", "top_k", "nodes"):
+            if not getattr(self, key):
+                raise ValueError(f"tuner.{key} is empty: give at least one number")
+        for key in ("depths", "top_k", "nodes", "contexts", "samples"):
+            if any(value < 1 for value in listed(getattr(self, key))):
+                raise ValueError(f"tuner.{key} is {getattr(self, key)}: give numbers of 1 or more")
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,8 @@ class EvalConfig:
         gate_dtype: in which tokens are compared with plain decoding's.
         repeats, warmup: timed passes over the prompts, and prompts that run before them.
         hf: whether HF generate is timed too.
+        tune: find the head's best tree and write it into its config, in place of a report.
+        tuner: what is tried for that.
     """
 
     drafter: dict[str, Any]
@@ -64,6 +90,8 @@ class EvalConfig:
     repeats: int
     warmup: int
     hf: bool
+    tune: bool
+    tuner: TunerConfig
 
     def __post_init__(self) -> None:
         """Check what the types cannot say.
@@ -87,6 +115,22 @@ class EvalConfig:
         for temperature in self.temperatures():
             self.sampling(temperature)
         self.batch_sizes()
+        if self.tune:
+            self._check_tune()
+
+    def _check_tune(self) -> None:
+        if list(self.drafter) != ["head"]:
+            raise ValueError(
+                f"drafter is {', '.join(self.drafter)}: tune=true finds the tree of a head, set drafter=head"
+            )
+        if self.batch_sizes() != [1]:
+            raise ValueError(f"batch_size is {self.batch_size}: tune=true finds the tree for batch_size=1")
+        if len(self.runs()) != 1 or self.compare:
+            raise ValueError("tune=true takes the head of one run: give run=outputs/NAME, and no compare")
+        if self.temperatures() != [0.0] or self.repetition_penalty != 1 or is_lossy(self.rule):
+            raise ValueError(
+                "tune=true replays greedy text: leave temperature=0, repetition_penalty=1 and a rule that is not lossy"
+            )
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""

@@ -25,12 +25,14 @@ from eval.lossless import Gate, gate, labelled
 from eval.machine import device_facts, peak_memory, provenance
 from eval.report import Report, Row, table
 from eval.sources import model_of, own_prompts
+from eval.tune import tune
+from eval.tuned import TUNED
 from eval.workloads import load_workload, short_name
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
 from inference.decode import Settings
-from inference.target import Target, fast_dtype
+from inference.target import Target, default_device, fast_dtype
 from inference.verify import is_lossy
 
 PIPE_WIDTH = 140
@@ -51,10 +53,7 @@ def evaluate(config: EvalConfig) -> Report:
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
     out = folder_for(config.out, runs, list(config.drafter))
-    workload = config.workload or own_prompts(runs[0] if runs else None) or model.get("prompts")
-    if not workload:
-        raise ValueError("workload is missing: give a name, a file or a Hub data set")
-
+    workload = workload_of(config, model)
     target = load_target(model, config.gate_dtype)
     prompts = load_workload(workload, target, config.prompts, config.truncate)
     gates = check(config, target, prompts)
@@ -73,6 +72,43 @@ def evaluate(config: EvalConfig) -> Report:
     report.write(out)
     show(report, out)
     return report
+
+
+def tuned(config: EvalConfig) -> bool:
+    """Find the best tree for a run's head on this device, in the dtype that speed is measured in; print and write it.
+
+    Returns:
+        Whether every tree that was timed is lossless.
+
+    Raises:
+        ValueError: no such run, model or workload, a head of another target, or a target that answers nothing.
+    """
+    runs = config.runs()
+    model = model_of(runs[0], config.model)
+    workload = workload_of(config, model)
+    device = torch.device(model["device"] or default_device())
+    target = load_target(model, speed_dtype(config, model, device))
+    prompts = load_workload(workload, target, config.prompts, config.truncate)
+    out = folder_for(config.out, runs, list(config.drafter))
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    found = tune(config, target, prompts)
+    found.write(out)
+    found.show(console)
+    console.print(f"all numbers: {out / TUNED}", soft_wrap=True)
+    return found.passed
+
+
+def workload_of(config: EvalConfig, model: Mapping[str, Any]) -> str:
+    """Return what to measure on: what is configured, else the first run's own prompts, else the model's.
+
+    Raises:
+        ValueError: none of them is there.
+    """
+    runs = config.runs()
+    workload = config.workload or own_prompts(runs[0] if runs else None) or model.get("prompts")
+    if not workload:
+        raise ValueError("workload is missing: give a name, a file or a Hub data set")
+    return str(workload)
 
 
 def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:
@@ -172,8 +208,9 @@ def main(cfg: DictConfig) -> None:
     """Evaluate; exit with 1 if a drafter is not lossless, with 2 for an error of the user's."""
     register_resolvers()
     with user_errors():
-        report = evaluate(typed(EvalConfig, cfg))
-    if not report.passed:
+        config = typed(EvalConfig, cfg)
+        passed = tuned(config) if config.tune else evaluate(config).passed
+    if not passed:
         raise SystemExit(1)
 
 

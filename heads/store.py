@@ -87,6 +87,26 @@ def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tenso
         raise OSError(f"{folder}: could not be saved ({reason}); free space, what was saved last is whole") from error
 
 
+def save_tree(folder: Path, tree: dict[str, Any]) -> None:
+    """Write another draft tree into a head's config.json, whole or not at all; everything else stays.
+
+    Raises:
+        ValueError: no head is there.
+        OSError: the file cannot be written.
+    """
+    content = {**read_config(folder), "tree": tree}
+    path = last_good(folder) / CONFIG
+    new = path.with_name(f".{CONFIG}.new")
+    try:
+        new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _flush(new)
+        os.replace(new, path)
+        _flush(path.parent)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise OSError(f"{path}: could not be written ({error}); the tree in it is the one of before") from error
+
+
 def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
     """Load a head for a target, on the CPU and in the dtype that it was saved in.
 

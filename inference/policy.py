@@ -3,6 +3,7 @@
     chain    one node a depth.
     static   a list of rank paths: (0, 2) is the third child of the root's first child (Medusa, EAGLE-1).
     dynamic  EAGLE-2 (arXiv 2406.16858): expand the most probable nodes of each level, keep the best of all.
+    best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_best_first`).
     sampled  a fixed number of children a depth, drawn without replacement; their laws q are kept for verification.
     independent  the same with replacement, so that siblings may repeat (SpecInfer, arXiv 2305.09781).
 
@@ -25,12 +26,17 @@ from inference.rng import Coupled, Rng
 from inference.sample import distribution, penalize
 from inference.tree import DraftTree
 
-KINDS = ("chain", "static", "dynamic", "sampled", "independent")
+KINDS = ("chain", "static", "dynamic", "best_first", "sampled", "independent")
+CONFIDENT = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
 
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """A tree policy: chain (depth), static (paths), dynamic (depth, top_k, nodes), sampled or independent (widths)."""
+    """A tree policy.
+
+    It reads: chain `depth`, static `paths`, dynamic `depth, top_k, nodes`, best_first `depth, nodes`, sampled and
+    independent `widths`.
+    """
 
     kind: str
     depth: int
@@ -47,6 +53,7 @@ class TreeConfig:
             "chain": ("depth",),
             "static": ("paths",),
             "dynamic": ("depth", "top_k", "nodes"),
+            "best_first": ("depth", "nodes"),
             "sampled": ("widths",),
             "independent": ("widths",),
         }
@@ -66,13 +73,14 @@ class TreeConfig:
             "chain": f"{self.depth}",
             "static": f"{len(self.paths)}",
             "dynamic": f"d{self.depth}k{self.top_k}n{self.nodes}",
+            "best_first": f"d{self.depth}n{self.nodes}",
         }
         return f"{self.kind}-{sizes.get(self.kind, 'x'.join(map(str, self.widths)))}"
 
     @property
     def deepest(self) -> int:
         """The greatest depth of a node."""
-        return self.depth if self.kind == "dynamic" else max(map(len, self.shape()))
+        return self.depth if self.kind in CONFIDENT else max(map(len, self.shape()))
 
     def shape(self) -> list[tuple[int, ...]]:
         """Return the rank paths of a fixed shape, by depth and then in order."""
@@ -166,8 +174,8 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, context: 
     growth = Growth(head, state, level, context)
     if depth < 1:
         return Proposal(growth.tree())
-    if config.kind == "dynamic":
-        return Proposal(_dynamic(growth, config, min(depth, config.depth)))
+    if config.kind in CONFIDENT:
+        return Proposal(trees.best_n(*_confident(growth, config, min(depth, config.depth)), config.nodes)[0])
     paths = [path for path in config.shape() if len(path) <= depth]
     sampled = config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, Coupled)
     replacement = config.kind == "independent"
@@ -225,8 +233,24 @@ def _drawn(law: Float[Tensor, "K V"], width: int, depth: int, replacement: bool,
     return torch.tensor(drawn, device=law.device).view(-1, width)
 
 
-def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> DraftTree:
-    """Expand the top_k most probable nodes of each level and keep the `nodes` most probable of all drafted ones."""
+def candidates(
+    head: Expander, state: Any, level: Level, config: TreeConfig, context: Context
+) -> tuple[DraftTree, Float[Tensor, "N"]]:
+    """Return all that a dynamic or best_first tree drafts before it is cut to its budget, with the scores it is cut by.
+
+    The scores are the nodes' cumulative log-probabilities, 0 at the root.
+    """
+    depth = min(context.room, head.max_depth, config.depth)
+    return _confident(Growth(head, state, level, context), config, depth)
+
+
+def _confident(growth: Growth, config: TreeConfig, depth: int) -> tuple[DraftTree, Float[Tensor, "N"]]:
+    scores = (_dynamic if config.kind == "dynamic" else _best_first)(growth, config, depth)
+    return growth.tree(), torch.cat(scores)
+
+
+def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "K"]]:
+    """Expand the top_k most probable nodes of each level; return the levels' scores."""
     score = growth.level.logits.new_zeros(1, dtype=torch.float32)  # cumulative log-probability of the level's nodes
     scores = [score]
     width = min(config.top_k, growth.level.logits.shape[-1])
@@ -241,4 +265,33 @@ def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> DraftTree:
             pick = reached.topk(min(width, len(reached))).indices
             growth.descend(token[pick], parent[pick], nodes[pick])
             score = reached[pick]
-    return trees.best_n(growth.tree(), torch.cat(scores), config.nodes)[0]
+    return scores
+
+
+def _best_first(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "K"]]:
+    """Draft the nodes that best-first search would, a whole level at a time; return the levels' scores.
+
+    Best-first search expands the most probable node not yet expanded until the budget is spent, which yields the
+    `nodes` most probable nodes of the whole tree. No child is more probable than its parent, so a node's children
+    can be among them only if fewer than `nodes` - 1 of the nodes known so far are better than it. To expand exactly
+    those of each level finds the same tree in one call a level, and ends by itself where no node is left to expand.
+    """
+    score = growth.level.logits.new_zeros(1, dtype=torch.float32)
+    scores = [score]
+    best = score[:0]  # the nodes - 1 best scores so far
+    width = min(config.nodes, growth.level.logits.shape[-1])
+    for step in range(depth):
+        likely = growth.scores().float().log_softmax(-1).topk(width)
+        reached = (score[:, None] + likely.values).flatten()
+        reached, pick = reached.topk(min(config.nodes, len(reached)))
+        token, parent = likely.indices.flatten()[pick], pick // width
+        nodes = growth.add(token, parent)
+        scores.append(reached)
+        known = torch.cat([best, reached])
+        best = known.topk(min(config.nodes - 1, len(known))).values
+        count = int((reached >= best[-1]).sum()) if len(best) else 0  # reached falls, so they come first
+        if count == 0 or step + 1 == depth:
+            break
+        growth.descend(token[:count], parent[:count], nodes[:count])
+        score = reached[:count]
+    return scores

@@ -56,6 +56,7 @@ TREES = {
     "chain": TreeConfig("chain", 4, 0, 0, [], []),
     "static": TreeConfig("static", 0, 0, 0, PATHS, []),
     "dynamic": TreeConfig("dynamic", 4, 3, 9, [], []),
+    "best_first": TreeConfig("best_first", 5, 0, 9, [], []),
     "sampled": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1]),
 }
 

@@ -1,0 +1,187 @@
+"""Recorded text played back: how many tokens each step would have accepted under any tree, without a target pass.
+
+The target's own greedy text is run through it once, teacher-forced. Of a tree of fixed shape the head's ranks of the
+text's tokens say everything. One whose shape follows the head's confidence is grown once at every token of the text,
+without limits; what a smaller depth or budget would have left of it follows from its scores.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from inference.decode import Settings, autoregress
+from inference.drafters import Commit, Context
+from inference.drafters.head import HeadDrafter
+from inference.policy import CONFIDENT, TreeConfig, candidates
+from inference.rng import Generator
+from inference.sample import GREEDY
+from inference.target import Pass, Target
+from inference.tree import DraftTree
+from inference.tuner import Step
+
+FIXED = 16  # a head with no more depths than these has all of them unrolled: some can do nothing else
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt with what the target wrote after it, where the prompt ends, and how many tokens were allowed."""
+
+    token: list[int]
+    start: int
+    limit: int
+
+    @property
+    def made(self) -> int:
+        """How many tokens the target wrote."""
+        return len(self.token) - self.start
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a grown tree follows the text, cut to any depth and budget.
+
+    Attributes:
+        needed: needed[d][j] is the budget that a tree of depth d needs to accept j + 1 tokens.
+        size: size[d] is how many nodes a tree of depth d drafts before it is cut.
+    """
+
+    needed: list[list[int]]
+    size: list[int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A text with what a head made of it, an entry for each of its tokens that a step may begin after.
+
+    Attributes:
+        rank: of the token d places on, among the head's guesses for it; negative where the text ends before.
+        grown: by `growth`, one tree a token.
+    """
+
+    text: Text
+    rank: list[list[int]]
+    grown: dict[str, list[Reach]]
+
+
+def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:
+    """Let the target answer greedily; answers of one token, which no step adds to, are left out."""
+    texts = []
+    for prompt in prompts:
+        made = autoregress(target, prompt, settings)
+        texts.append(
+            Text(prompt + made.tokens, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
+        )
+    return [text for text in texts if text.made > 1]
+
+
+@torch.inference_mode()
+def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig], depth: int) -> Record:
+    """Run a text through target and head once.
+
+    Args:
+        target: the target that wrote it.
+        head: the draft head.
+        text: prompt and answer.
+        largest: the trees to grow at every token, each with the greatest depth and budget of its kind.
+        depth: how many depths to rank.
+    """
+    target.feature_layers = head.feature_layers
+    token = torch.tensor(text.token, device=target.device)
+    features = target.features(token[None], torch.zeros_like(token)[None])
+    depth = min(depth, head.max_depth)
+    drafts = head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
+    begin = text.start - 1  # the row whose root is the first token of the answer
+    rank = torch.stack([ranks(draft.logits[0, begin:], token[begin:], d + 1) for d, draft in enumerate(drafts)], 1)
+    source = HeadDrafter(head, largest[0], "head")
+    grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
+    done = 0
+    for made in range(1, text.made):
+        row = text.start + made - 1  # the rows before it are committed, its token is the root
+        source.observe(Commit(token[done + 1 : row + 1], _rows(features, done, row), None))
+        done = row
+        context = Context(text.token[: row + 1], GREEDY, Generator(0, target.device), depth)
+        for tree in largest:
+            assert source.level is not None
+            tokens = text.token[row + 1 : row + 1 + depth]
+            tree_and_score = candidates(head, source.state, source.level, tree, context)
+            grown[growth(tree)].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
+    return Record(text, rank[: text.made - 1].tolist(), grown)
+
+
+def growth(tree: TreeConfig) -> str:
+    """Return what the trees have in common that are cut from the same larger one."""
+    return f"{tree.kind} {tree.top_k}" if tree.kind == "dynamic" else tree.kind
+
+
+def _rows(features: Any, first: int, end: int) -> Pass:
+    return Pass(features.hidden[:, first:end], features.last[:, first:end], None)
+
+
+def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> Int[Tensor, "T"]:
+    """Return the rank of token t+1+d in row t's guess at depth d, -1 where there is no such token."""
+    known = len(token) - 1 - depth
+    rank = torch.full_like(token, -1)
+    if known > 0:
+        wanted = logits[:known].gather(1, token[depth + 1 :, None])
+        rank[:known] = (logits[:known] > wanted).sum(1)
+    return rank
+
+
+def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], depth: int) -> Reach:
+    """Return how far a tree follows the tokens to come under every smaller depth and budget.
+
+    A budget keeps the best nodes, of equal ones the earlier, as `inference.tree.best_n` does.
+    """
+    level, at = [0], 0
+    path: list[int] = []
+    token, parent = tree.token.tolist(), tree.parent.tolist()
+    for node in range(1, len(token)):
+        level.append(level[parent[node]] + 1)
+        if parent[node] == at and len(path) < len(following) and token[node] == following[len(path)]:
+            path.append(node)
+            at = node
+    depths = torch.tensor(level)
+    values = score.cpu()
+    place = torch.arange(len(token))
+    better = []  # [j][d]: nodes of depth up to d that are kept before the path's j-th
+    for node in path:
+        first = (values > values[node]) | ((values == values[node]) & (place < node))
+        first[0] = False
+        better.append(torch.bincount(depths[first], minlength=depth + 1).cumsum(0).tolist())
+    needed = [[count[d] + 1 for count in better[:d]] for d in range(depth + 1)]
+    return Reach(needed, (torch.bincount(depths, minlength=depth + 1).cumsum(0) - 1).tolist())
+
+
+def replay(of: Record, tree: TreeConfig) -> list[Step]:
+    """Return the steps that decoding the text with a tree takes.
+
+    The tree's kind and top_k must have been recorded, with no smaller a depth and budget.
+    """
+    text, steps, made = of.text, [], 1
+    shape = [] if tree.kind in CONFIDENT else tree.shape()
+    while made < text.made:
+        room = text.limit - made - 1
+        if tree.kind in CONFIDENT:
+            grown = of.grown[growth(tree)][made - 1]
+            depth = max(0, min(room, tree.depth, len(grown.size) - 1))
+            accepted = sum(need <= tree.nodes for need in grown.needed[depth])
+            nodes = min(tree.nodes, grown.size[depth])
+        else:
+            fitting = {path for path in shape if len(path) <= room}
+            accepted, nodes = along(of.rank[made - 1], fitting), len(fitting)
+        accepted = min(accepted, text.made - made)
+        steps.append(Step(text.start + made - 1, nodes, accepted))
+        made += accepted + 1
+    return steps
+
+
+def along(rank: Sequence[int], shape: set[tuple[int, ...]]) -> int:
+    """Return how many tokens of these ranks a fixed shape follows."""
+    count = 0
+    while count < len(rank) and tuple(rank[: count + 1]) in shape:
+        count += 1
+    return count

@@ -1,0 +1,111 @@
+"""The replay takes the steps that decoding takes, for every head and kind of tree."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from eval.replay import Record, Text, ranks, record, replay, write
+from heads import HEADS
+from heads.base import Features
+from inference.decode import Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.policy import TreeConfig
+from inference.sample import GREEDY
+from inference.tuner import acceptance
+from tests import toys
+
+SETTINGS = Settings(36, GREEDY)
+DEPTH = 4
+LARGEST = [TreeConfig("dynamic", DEPTH, k, 12, [], []) for k in (2, 3)] + [
+    TreeConfig("best_first", DEPTH, 0, 16, [], [])
+]
+TRIED = [
+    toys.TREES["chain"], toys.TREES["static"], toys.TREES["dynamic"], toys.TREES["sampled"],
+    TreeConfig("dynamic", 2, 2, 3, [], []), TreeConfig("dynamic", 3, 3, 5, [], []),
+    TreeConfig("best_first", 4, 0, 16, [], []), TreeConfig("best_first", 3, 0, 6, [], []),
+    TreeConfig("best_first", 2, 7, 1, [], []),
+]  # fmt: skip
+
+
+@functools.cache
+def texts() -> tuple[Text, ...]:
+    return tuple(write(toys.target(), [toys.prompt(seed) for seed in range(3)], SETTINGS))
+
+
+@functools.cache
+def records(name: str) -> tuple[Record, ...]:
+    target = toys.target()
+    return tuple(record(target, toys.head(name, target), text, LARGEST, DEPTH) for text in texts())
+
+
+@pytest.mark.parametrize("tree", TRIED, ids=lambda tree: tree.label)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_replay_takes_the_steps_of_decoding(head: str, tree: TreeConfig) -> None:
+    target, accepted = toys.target(), 0
+    source = HeadDrafter(toys.head(head, target), tree, head)
+    for seed, of in enumerate(records(head)):
+        made = speculate(target, source, toys.prompt(seed), SETTINGS)
+        assert toys.lively(made.tokens)
+        steps = replay(of, tree)
+        assert [(step.nodes, step.accepted) for step in steps] == [(step.drafted, step.accepted) for step in made.steps]
+        assert sum(step.accepted + 1 for step in steps) == len(made.tokens) - 1
+        accepted += sum(step.accepted for step in steps)
+    assert accepted > 0 or tree.nodes == 1, "no draft was accepted: nothing was tested"
+
+
+def test_a_text_that_ends_early_is_replayed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, text = toys.target(), texts()[0]
+    monkeypatch.setattr(target, "eos", frozenset({text.token[text.start + 20]}))
+    (short,) = write(target, [toys.prompt(0)], SETTINGS)
+    assert 2 < short.made < 36
+    for name in HEADS:
+        head = toys.head(name, target)
+        of = record(target, head, short, LARGEST, DEPTH)
+        for tree in TRIED:
+            made = speculate(target, HeadDrafter(head, tree, name), toys.prompt(0), SETTINGS)
+            assert made.finish == "eos"
+            assert [step.accepted for step in replay(of, tree)] == [step.accepted for step in made.steps]
+
+
+@torch.inference_mode()
+def naive(head: Any, text: Text) -> torch.Tensor:
+    """Return the acceptance by depth and rank, each row by itself: the head reads the true rows, then the true path."""
+    target = toys.target()
+    target.feature_layers = head.feature_layers
+    token = torch.tensor(text.token)
+    features = target.features(token[None], torch.zeros_like(token)[None])
+    hits, seen = torch.zeros(DEPTH, 5, dtype=torch.float64), torch.zeros(DEPTH, 1, dtype=torch.float64)
+    for root in range(text.start, len(token) - 1):
+        rows = Features(*(part[:, :root] for part in features))
+        state, level = head.extend(None, rows, token[1 : root + 1])
+        for depth in range(min(DEPTH, len(token) - 1 - root)):
+            wanted = token[root + 1 + depth]
+            rank = level.logits[0].argsort(descending=True).tolist().index(int(wanted))
+            seen[depth] += 1
+            if rank < 5:
+                hits[depth, rank] += 1
+            if depth + 1 < DEPTH:
+                path = torch.ones(1, depth + 1, dtype=torch.bool)
+                level = head.expand(state, level, wanted[None], torch.tensor([0]), path)
+    return hits / seen
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_acceptance_by_depth_and_rank_is_that_of_every_row_by_itself(head: str) -> None:
+    of = records(head)[0]
+    found = acceptance(torch.tensor(of.rank), 5)
+    torch.testing.assert_close(found, naive(toys.head(head, toys.target()), of.text))
+    assert found[0].sum() > 0
+
+
+def test_ranks_end_where_the_text_does() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0]] * 4)
+    token = torch.tensor([0, 1, 2, 0])
+    assert ranks(logits, token, 1).tolist() == [2, 0, -1, -1]
+    assert ranks(logits, token, 3).tolist() == [-1] * 4
+
+
+def test_answers_of_one_token_leave_nothing_to_replay() -> None:
+    assert write(toys.target(), [toys.prompt(0)], Settings(1, GREEDY)) == []

@@ -1,0 +1,210 @@
+"""The whole tuning on a toy target: tables, tune.json, what is written into the head's folder, and mistakes."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from eval import live, tune
+from eval.config import EvalConfig, eval_config
+from eval.run import main, tuned
+from eval.tune import OWN, keep, proposed
+from eval.tuned import conclude
+from heads.resolvers import ROOT, register_resolvers
+from heads.store import save_head, save_tree
+from heads.typed import typed
+from inference.decode import Generation
+from inference.policy import TreeConfig
+from tests import toys
+
+GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "contexts": [16, 4096], "samples": 1}
+SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "contexts": [16], "samples": 1}
+OWN_TREE = TreeConfig("dynamic", 4, 3, 9, [], [])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    target = toys.target()
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    prompts = [{"id": f"p{i}", "text": " ".join(f"w{token}" for token in toys.prompt(i))} for i in range(2)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), encoding="utf-8")
+    model = {
+        "name": "toy", "path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu",
+        "trust_remote_code": False, "prompts": str(tmp_path / "prompts.jsonl"),
+    }  # fmt: skip
+    save_head(tmp_path / "eagle" / "head", toys.head("eagle", target), target.spec, asdict(OWN_TREE))
+    (tmp_path / "eagle" / "config.yaml").write_text(json.dumps({"model": model}), encoding="utf-8")
+    return tmp_path / "eagle"
+
+
+def configured(folder: Path, **values: Any) -> EvalConfig:
+    given = {"run": str(folder), "tune": True, "tuner": GRID, "max_new_tokens": 12, "repeats": 1}
+    return eval_config(**(given | values))
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "head" / "config.json").read_text(encoding="utf-8"))
+    return content
+
+
+def faster(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let every speculative decoding that is timed take as many seconds a prompt as plain decoding times this."""
+    for name, factor in (("speculate", seconds), ("autoregress", 1.0)):
+        decode = getattr(live, name)
+
+        def run(*args: Any, decode: Any = decode, factor: float = factor, **kwargs: Any) -> Generation:
+            made: Generation = decode(*args, **kwargs)
+            made.decode_s = factor
+            return made
+
+        monkeypatch.setattr(live, name, run)
+
+
+def test_the_winner_is_written_and_the_rest_of_the_config_stays(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faster(monkeypatch, 0.5)
+    monkeypatch.setattr(tune, "OWN", "chain")  # without the head's own tree, any winner is another
+    before = config_of(run)
+    weights = (run / "head" / "model.safetensors").read_bytes()
+    assert tuned(configured(run, tuner=SMALL, prompts=1, tree={"kind": "chain", "depth": 3}))
+    told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
+    after = config_of(run)
+    assert after.pop("tree") == told["best"]["tree"] != before.pop("tree")
+    assert after == before
+    assert (run / "head" / "model.safetensors").read_bytes() == weights
+    assert sorted(path.name for path in (run / "head").iterdir()) == ["config.json", "model.safetensors"]
+    assert f"2.00 times plain decoding; written to {run / 'head'}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: Path) -> None:
+    tuned(configured(run))
+    told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
+    assert set(told["costs"]) == {"batch", "plain", "verify", "settle", "draft", "commit"}
+    assert list(told["contexts"]) == ["16"]  # the other is longer than the target's
+    assert len(told["accepted"]) == 4
+    timed = {one["family"]: one for one in told["candidates"] if one["measured"]}
+    assert set(timed) == {"chain", "static", "dynamic", "best_first", OWN}
+    for one in timed.values():
+        assert one["predicted"]["tau"] == pytest.approx(one["measured"]["tau"])
+        assert one["measured"]["lossless"] == {"checked": 2, "identical": 2, "near_tie": 0, "failed": 0}
+        assert one["error"] == pytest.approx(one["predicted"]["speedup"] / one["measured"]["speedup"] - 1)
+        assert list(one["at_contexts"]) == ["16"]
+    best = max(timed.values(), key=lambda one: one["measured"]["speedup"])
+    assert told["best"] == (
+        None if best["measured"]["speedup"] <= 1 else {k: v for k, v in best.items() if k != "error"}
+    )
+
+
+def test_where_speculation_loses_plain_decoding_is_recommended_and_nothing_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faster(monkeypatch, 2.0)
+    before = (run / "head" / "config.json").read_bytes()
+    assert tuned(configured(run, tuner=SMALL, prompts=1))
+    assert "no tree beats plain decoding" in capsys.readouterr().out.replace("\n", "")
+    assert (run / "head" / "config.json").read_bytes() == before
+    assert json.loads((run / "tune.json").read_text(encoding="utf-8"))["best"] is None
+
+
+def test_a_tree_that_changes_tokens_is_not_written_and_fails_the_command(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculate = live.speculate
+
+    def wrong(*args: Any, **kwargs: Any) -> Generation:
+        made = speculate(*args, **kwargs)
+        made.tokens[-1] = (made.tokens[-1] + 1) % toys.VOCAB
+        return made
+
+    monkeypatch.setattr(live, "speculate", wrong)
+    register_resolvers()
+    before = config_of(run)
+    given = {"run": run, "tune": "true", "max_new_tokens": 16, "repeats": 1, "prompts": 1}
+    overrides = [f"{key}={value}" for key, value in given.items()] + [f"tuner.{k}={v}" for k, v in SMALL.items()]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("eval", overrides)
+    with pytest.raises(SystemExit) as exit_:
+        main.__wrapped__(config)
+    assert exit_.value.code == 1
+    assert config_of(run) == before
+
+
+def test_a_target_that_takes_chains_alone_gets_chains() -> None:
+    grid = eval_config(tuner=GRID).tuner
+    table = torch.full((4, 3), 0.3, dtype=torch.float64)
+    assert set(proposed(grid, table, OWN_TREE, 4, takes_trees=False)) == {"chain"}
+    whole = proposed(grid, table, OWN_TREE, 2, takes_trees=True)
+    assert set(whole) == {"chain", "static", "dynamic", "best_first", OWN}
+    assert max(tree.deepest for name, each in whole.items() if name != OWN for tree in each) == 2
+
+
+def test_a_head_of_the_hub_and_a_tree_that_is_there_are_not_written(run: Path) -> None:
+    before = (run / "head" / "config.json").read_bytes()
+    own = config_of(run)["tree"]
+    assert "the tree that the head has" in keep(OWN_TREE, str(run), run / "head", own)
+    assert "nothing is written" in keep(toys.TREES["chain"], "me/mine", run / "head", own)
+    assert (run / "head" / "config.json").read_bytes() == before
+
+
+def test_a_write_that_breaks_off_leaves_the_config_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (run / "head" / "config.json").read_bytes()
+
+    def full(*args: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="disk full") as error:
+        save_tree(run / "head", asdict(toys.TREES["chain"]))
+    assert "\n" not in str(error.value)
+    assert (run / "head" / "config.json").read_bytes() == before
+    assert sorted(path.name for path in (run / "head").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_the_verdict_names_the_batch_size() -> None:
+    assert "batch size 4: no tree beats" in conclude(4, None, None, "")
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"drafter": {"suffix": {}}}, "drafter=head"),
+        ({"drafter": {"head": {}, "suffix": {}}}, "drafter=head"),
+        ({"run": None}, "run=outputs/NAME"),
+        ({"run": ["a", "b"]}, "one run"),
+        ({"compare": ["b"]}, "no compare"),
+        ({"temperature": 1.0}, "temperature=0"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1"),
+        ({"tuner": GRID | {"depths": []}}, "tuner.depths is empty"),
+        ({"tuner": GRID | {"nodes": [0]}}, "tuner.nodes"),
+        ({"tuner": GRID | {"samples": 0}}, "tuner.samples"),
+        ({"tuner": GRID | {"widths": [3]}}, "widths"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_loaded(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        eval_config(**({"tune": True, "run": "a"} | values))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [({"run": "nonesuch"}, "nonesuch"), ({"tree": {"kind": "bush"}}, "tree.kind")],
+)
+def test_a_mistake_is_named_in_one_line(run: Path, values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        tuned(configured(run, **values))
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_line_gives_the_grid() -> None:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = typed(EvalConfig, compose("eval", ["run=a", "tune=true", "tuner.depths=[2,3]"]))
+    assert (config.tune, config.tuner.depths, config.tuner.top_k) == (True, [2, 3], eval_config().tuner.top_k)

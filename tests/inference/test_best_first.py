@@ -1,0 +1,106 @@
+"""Best-first trees on a head that is a table: the same tree as the textbook search with a heap."""
+
+import heapq
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.base import Level
+from inference import tree as trees
+from inference.drafters import Context
+from inference.policy import TreeConfig, candidates, grow
+from inference.rng import Generator
+from inference.sample import GREEDY
+
+VOCAB = 6
+
+
+class TableHead:
+    """The law of a node's children is a row of a table, by depth and, unless `blind`, by the node's token."""
+
+    max_depth = 5
+
+    def __init__(self, seed: int, sharpness: float, blind: bool = False) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.table = sharpness * torch.randn(self.max_depth, VOCAB, VOCAB, generator=generator)
+        if blind:
+            self.table = self.table[:, :1].expand(-1, VOCAB, -1)
+        self.calls: list[int] = []
+
+    def root(self, token: int) -> Level:
+        return Level(self.table[0, token][None], torch.zeros(1, 1), ())
+
+    def expand(self, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor) -> Level:
+        self.calls.append(len(token))
+        return Level(self.table[int(mask[0].sum()), token], torch.zeros(len(token), 1), ())
+
+    def law(self, path: tuple[int, ...]) -> list[float]:
+        return self.table[len(path) - 1, path[-1]].log_softmax(-1).tolist()
+
+
+def searched(head: TableHead, root: int, depth: int, nodes: int) -> set[tuple[int, ...]]:
+    """Expand the most probable node again and again, one at a time, until the budget is spent."""
+    heap = [(-value, (root, token)) for token, value in enumerate(head.law((root,)))]
+    heapq.heapify(heap)
+    found: set[tuple[int, ...]] = set()
+    while heap and len(found) < nodes:
+        score, path = heapq.heappop(heap)
+        found.add(path)
+        if len(path) <= depth:
+            for token, value in enumerate(head.law(path)):
+                heapq.heappush(heap, (score - value, (*path, token)))
+    return found
+
+
+def grown(head: TableHead, root: int, depth: int, nodes: int, room: int = 9) -> set[tuple[int, ...]]:
+    config = TreeConfig("best_first", depth, 0, nodes, [], [])
+    context = Context([root], GREEDY, Generator(0, torch.device("cpu")), room)
+    tree = grow(head, None, head.root(root), config, context).tree
+    token, ends = (
+        tree.token.tolist(),
+        {path[: i + 1] for path in map(tuple, trees.paths(tree)) for i in range(len(path))},
+    )
+    return {tuple(token[node] for node in path) for path in ends if len(path) > 1}
+
+
+@pytest.mark.parametrize("blind", [False, True])
+@pytest.mark.parametrize("sharpness", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(("depth", "nodes"), [(1, 4), (3, 1), (3, 2), (4, 9), (5, 8), (5, 40), (2, 300)])
+def test_the_tree_is_that_of_the_search_node_by_node(blind: bool, sharpness: float, depth: int, nodes: int) -> None:
+    for seed in range(4):
+        head = TableHead(seed, sharpness, blind)
+        assert grown(head, seed % VOCAB, depth, nodes) == searched(head, seed % VOCAB, depth, nodes)
+
+
+def test_it_takes_one_call_a_level_and_only_where_a_better_node_may_be() -> None:
+    sure, unsure = TableHead(0, 6.0), TableHead(0, 0.1)
+    assert max(map(len, grown(sure, 0, 5, 8))) == 6  # five tokens and the root
+    assert len(sure.calls) == 4
+    assert max(map(len, grown(unsure, 0, 5, 5))) == 2
+    assert unsure.calls == [4]  # their children might have been better than the fifth
+    assert grown(unsure, 0, 5, 1)
+    assert unsure.calls == [4]
+
+
+def test_the_room_and_the_heads_depth_bound_it() -> None:
+    head = TableHead(0, 6.0)
+    assert max(map(len, grown(head, 0, 9, 30))) == 6
+    assert max(map(len, grown(head, 0, 5, 30, room=2))) == 3
+    assert grown(head, 0, 5, 30, room=0) == set()
+
+
+def test_what_a_larger_budget_drafts_holds_every_smaller_tree() -> None:
+    head, context = TableHead(1, 1.5), Context([0], GREEDY, Generator(0, torch.device("cpu")), 9)
+    everything, score = candidates(head, None, head.root(0), TreeConfig("best_first", 5, 0, 40, [], []), context)
+    for nodes in (3, 8, 20):
+        config = TreeConfig("best_first", 5, 0, nodes, [], [])
+        alone = grow(head, None, head.root(0), config, context).tree
+        cut, _ = trees.best_n(everything, score, nodes)
+        assert sorted(cut.token.tolist()) == sorted(alone.token.tolist())
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tree.nodes is 0"):
+        TreeConfig("best_first", 3, 0, 0, [], [])
