@@ -65,7 +65,8 @@ class TargetCache:
 
     def __init__(self, stores: list[Store] | None = None, slot: int = 0, size: int = 1) -> None:
         self.stores, self.slot = [] if stores is None else stores, slot
-        self.hf = Cache(layer_class_to_replicate=_maker(self.stores, size, slot))  # type: ignore[arg-type]
+        maker: Any = _maker(self.stores, size, slot)  # transformers calls it as it would a class
+        self.hf = Cache(layer_class_to_replicate=maker)
 
     @property
     def length(self) -> int:
@@ -171,4 +172,5 @@ class BatchCache:
         """Take note of the rows that a pass wrote behind each active sequence."""
         for cache, count in zip(self.active, counts, strict=True):
             for layer in cache.hf.layers:
-                layer.length += count  # type: ignore[union-attr]
+                assert isinstance(layer, SequenceLayer)
+                layer.length += count
