@@ -52,5 +52,6 @@ types: setup ## mypy, strict
 same-loss: setup ## a refactor must leave the loss bit-identical
 	$(RUN) -m pytest tests/train/test_same_loss.py -m slow
 
-bench: setup ## plain decoding in our engine against HF generate
+bench: setup ## plain decoding against HF generate, what the engine costs, batches
 	$(RUN) benchmarks/plain.py
+	$(RUN) benchmarks/engine.py

@@ -183,7 +183,7 @@ class Target:
             stack: what to run in place of the decoder stack.
         """
         mask = None if seen is None else self._attention_mask(seen, position, column)
-        with self._captured() as captured:
+        with self._captured(self.feature_layers if stack is None else ()) as captured:
             out = (stack or self.base)(
                 input_ids=token,
                 attention_mask=mask,
@@ -214,8 +214,8 @@ class Target:
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
 
     @contextmanager
-    def _captured(self) -> Iterator[list[Tensor]]:
-        """Collect the outputs of the feature layers, in the order of `feature_layers`, during one pass."""
+    def _captured(self, layers: tuple[int, ...]) -> Iterator[list[Tensor]]:
+        """Collect the outputs of these layers, in their order, during one pass."""
         outputs: dict[int, Tensor] = {}
         captured: list[Tensor] = []
 
@@ -225,10 +225,10 @@ class Target:
 
             return keep
 
-        handles = [self.decoder_layers[i].register_forward_hook(hook(i)) for i in self.feature_layers]
+        handles = [self.decoder_layers[i].register_forward_hook(hook(i)) for i in layers]
         try:
             yield captured
-            captured.extend(outputs[i] for i in self.feature_layers)
+            captured.extend(outputs[i] for i in layers)
         finally:
             for handle in handles:
                 handle.remove()

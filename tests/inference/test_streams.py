@@ -61,6 +61,7 @@ def test_the_target_is_untouched() -> None:
 @pytest.mark.parametrize(("name", "layers"), LAYERS)
 def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> None:
     (target, streams), near = toy(name, DOUBLE, layers), EXACT.get(name, 1e-9)
+    target.feature_layers = (0,)  # as a head leaves it that the target was run for
     drafter = StreamsDrafter(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", streams)
     tree = DraftTree(torch.tensor(toys.prompt(9, 4)), torch.tensor([-1, 0, 0, 2]))
     riders = drafter.riders(tree, 20)
