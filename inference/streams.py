@@ -160,7 +160,8 @@ def beside(
     source = anchor.repeat_interleave(streams, 1)
     stream = torch.arange(1, streams + 1, device=document.device).repeat(count)
     own, visible = rows.positions(document), rows.visible(document)
-    position = torch.cat([own, own.gather(1, source) + stream], 1)
+    # A stream that would stand behind the packed rows has no teacher; learned positions may end there too.
+    position = torch.cat([own, (own.gather(1, source) + stream).clamp_max(width - 1)], 1)
     prefix = visible.gather(1, source[:, :, None].expand(-1, -1, width))
     above = torch.cat([visible, visible.new_zeros(batch, width, count * streams)], 2)
     below = torch.cat([prefix, earlier_streams(count, streams, document.device).expand(batch, -1, -1)], 2)

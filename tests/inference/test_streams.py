@@ -77,6 +77,16 @@ def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> Non
     assert not torch.allclose(together[4:], unadapted[4:], atol=0.1), "the adapters did nothing: nothing was tested"
 
 
+def test_rows_as_long_as_the_context_can_be_trained_on() -> None:
+    """With learned positions nothing may stand behind them; those streams have no teacher, and the others stay."""
+    target, streams = toy("gpt2", DOUBLE, 2)
+    token, anchor = torch.tensor([toys.prompt(3, target.context)]), torch.tensor([[5, target.context - 2]])
+    document = torch.zeros_like(token)
+    whole, cut = (streams(token[:, :end], document[:, :end], anchor[:, :1])[0] for end in (None, 20))
+    torch.testing.assert_close(whole, cut, rtol=1e-9, atol=1e-9)
+    assert streams(token, document, anchor)[0].isfinite().all()
+
+
 def by_hand(target: Target, streams: Streams, token: list[int]) -> Tensor:
     """Return the laws of the last token's streams, one after another, through merged weights and a plain cache."""
     first = len(target.decoder_layers) - (streams.config.layers or len(target.decoder_layers))
