@@ -98,6 +98,8 @@ class Streams(nn.Module):
         """
         target, streams, width = self._frozen[0], self.config.streams, token.shape[1]
         position, seen, source, stream = beside(document, anchor, streams)
+        # A stream behind the context has no teacher, and learned positions end there.
+        position = position.clamp_max(target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
         states = target.run(tokens, position, seen, None, stack=self.stack(source, stream)).last
         draft = target.ends.logits(states[:, width:]).unflatten(1, (-1, streams))
@@ -160,8 +162,7 @@ def beside(
     source = anchor.repeat_interleave(streams, 1)
     stream = torch.arange(1, streams + 1, device=document.device).repeat(count)
     own, visible = rows.positions(document), rows.visible(document)
-    # A stream that would stand behind the packed rows has no teacher; learned positions may end there too.
-    position = torch.cat([own, (own.gather(1, source) + stream).clamp_max(width - 1)], 1)
+    position = torch.cat([own, own.gather(1, source) + stream], 1)
     prefix = visible.gather(1, source[:, :, None].expand(-1, -1, width))
     above = torch.cat([visible, visible.new_zeros(batch, width, count * streams)], 2)
     below = torch.cat([prefix, earlier_streams(count, streams, document.device).expand(batch, -1, -1)], 2)
