@@ -109,7 +109,10 @@ def score(target: Target, proposals: Sequence[Proposal], cache: BatchCache) -> l
 
 
 def twin(drafter: AnyDrafter) -> AnyDrafter:
-    """Return a drafter with a state of its own and the same models, for one more sequence at the same time."""
+    """Return a drafter with a state of its own and the same models, for one more sequence at the same time.
+
+    Tensors are shared too: those that are written to belong to a sequence, and `reset` begins them anew.
+    """
     shared: dict[int, object] = {}
     open_: list[object] = [drafter]
     reached: set[int] = set()
