@@ -37,6 +37,13 @@ class TunerConfig:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs: whether the target's verification passes are compiled."""
+
+    compile: bool
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """One evaluation.
 
@@ -60,6 +67,7 @@ class EvalConfig:
         seed: of sampling, of the order of measurement and of the intervals.
         dtype: in which speed is measured.
         gate_dtype: in which tokens are compared with plain decoding's.
+        engine: how both plain and speculative decoding run.
         repeats, warmup: timed passes over the prompts, and prompts that run before them.
         hf: whether HF generate is timed too.
         tune: find the head's best tree and write it into its config, in place of a report.
@@ -87,6 +95,7 @@ class EvalConfig:
     seed: int
     dtype: str
     gate_dtype: str
+    engine: EngineConfig
     repeats: int
     warmup: int
     hf: bool
