@@ -123,8 +123,6 @@ class EvalConfig:
             raise ValueError(
                 f"drafter is {', '.join(self.drafter)}: tune=true finds the tree of a head, set drafter=head"
             )
-        if self.batch_sizes() != [1]:
-            raise ValueError(f"batch_size is {self.batch_size}: tune=true finds the tree for batch_size=1")
         if len(self.runs()) != 1 or self.compare:
             raise ValueError("tune=true takes the head of one run: give run=outputs/NAME, and no compare")
         if self.temperatures() != [0.0] or self.repetition_penalty != 1 or is_lossy(self.rule):
