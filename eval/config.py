@@ -62,7 +62,8 @@ class EvalConfig:
         gate_dtype: in which tokens are compared with plain decoding's.
         repeats, warmup: timed passes over the prompts, and prompts that run before them.
         hf: whether HF generate is timed too.
-        tune: find the head's best tree and write it into its config, in place of a report.
+        tune: find the head's best tree at every batch size and write that of the smallest into its config, in place
+            of a report.
         tuner: what is tried for that.
     """
 

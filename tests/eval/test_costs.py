@@ -17,7 +17,7 @@ from inference.session import Session
 from inference.speed import draft_key
 from tests import toys
 
-SETTINGS = Settings(30, GREEDY)
+SETTINGS, SHORT = Settings(30, GREEDY), Settings(12, GREEDY)
 MEASURED = [toys.TREES["chain"], toys.TREES["dynamic"], TreeConfig("best_first", 3, 0, 6, [], [])]
 SIZES = [0, 3, 8]
 
@@ -73,6 +73,7 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
         sessions.append(session)
         prefill(session)
 
+    monkeypatch.setattr(costing, "SPARE", 1)
     monkeypatch.setattr(costing, "decode", kept)
     monkeypatch.setattr(Session, "prefill", begun)
     target = toys.target()
@@ -95,11 +96,12 @@ def test_passes_of_a_batch_are_of_all_its_sequences_and_their_seconds_add_up(mon
     """With a clock that counts its readings every part costs the readings it spans, in a batch for every sequence."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(costing.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(costing, "SPARE", 1)
     target = toys.target()
-    texts = write(target, [toys.prompt(seed) for seed in range(3)], SETTINGS)
+    texts = write(target, [toys.prompt(seed) for seed in range(3)], SHORT)
     chain = toys.TREES["chain"]
     head = HeadDrafter(toys.head("eagle", target), chain, "head")
-    found = measure(target, head, texts, [chain], SIZES, 2, SETTINGS, batch=3)
+    found = measure(target, head, texts, [chain], SIZES, 1, SHORT, batch=3)
     # A proposal spans one reading; a pass over all spans one; each sequence's own parts of a plain step three more.
     assert (found.batch, found.draft[draft_key(chain)], set(found.commit.values())) == (3, 1.0, {1.0})
     assert set(found.verify.values()) == {1.0}
@@ -108,8 +110,8 @@ def test_passes_of_a_batch_are_of_all_its_sequences_and_their_seconds_add_up(mon
 
 def test_a_draft_that_costs_nothing_needs_no_head() -> None:
     target = toys.target()
-    texts = write(target, [toys.prompt(0)], SETTINGS)
-    found = measure(target, None, texts, [], SIZES, 2, SETTINGS, batch=2)
+    texts = write(target, [toys.prompt(0)], SHORT)
+    found = measure(target, None, texts, [], SIZES, 1, SHORT, batch=2)
     assert (found.draft, found.commit) == ({}, {1: 0.0})
     assert set(found.verify) == set(SIZES)
 
