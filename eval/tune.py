@@ -84,7 +84,7 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     bench = Bench(config, target, HeadDrafter(head, own, "head"), texts, halves([each for each, _ in answered])[1])
     most = target.context - max(bench.sizes) - 1
     here = min(most, round(mean([text.start + text.made / 2 for text in texts])))  # the workload's context
-    contexts = costing.verification(target, bench.sizes, [here, *grid.contexts], AGAIN * grid.samples, config.seed)
+    contexts = costing.verification(target, bench.sizes, [here, *grid.contexts], 2 * grid.samples, config.seed)
     costs: dict[int, Costs] = {}
     found: list[AtBatch] = []
     for batch in sorted({1, *asked}):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from eval import grid, live
+from eval import costs, grid, live, tune
 from eval.config import EvalConfig, eval_config
 from eval.grid import OWN, Tried, hopeful, proposed, sizes_for
 from eval.live import PLAIN
@@ -95,7 +95,7 @@ def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: 
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     (alone,) = told["batches"]
     assert set(alone["costs"]) == {"batch", "plain", "verify", "settle", "draft", "commit"}
-    assert list(told["contexts"]) == ["13", "16"]  # the workload's own; a third is longer than the target's
+    assert list(told["contexts"]) == ["9", "16"]  # the workload's own; a third is longer than the target's
     assert len(told["accepted"]) == 4
     timed = {one["family"]: one for one in alone["candidates"] if one["measured"]}
     assert set(timed) == {"chain", "static", "dynamic", "best_first", OWN}
@@ -179,7 +179,9 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_is_written
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faster(monkeypatch, lambda batch: {1: 0.5, 2: 0.8, 3: 2.0}[batch])
-    assert tuned(configured(run, tuner=SMALL, batch_size=[3, 1, 2]))
+    monkeypatch.setattr(costs, "SPARE", 0)
+    monkeypatch.setattr(tune, "AGAIN", 1)
+    assert tuned(configured(run, tuner=SMALL, batch_size=[3, 1, 2], max_new_tokens=8))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     assert [each["batch"] for each in told["batches"]] == [1, 2, 3]
     assert [each["costs"]["batch"] for each in told["batches"]] == [1, 2, 3]
@@ -217,8 +219,8 @@ def test_the_choice_sees_nothing_of_the_texts_that_are_measured() -> None:
     chain = toys.TREES["chain"]
     lucky = Tried("static", chain, [replayed(2, 2)], [replayed(0, 0)])
     honest = Tried("dynamic", chain, [replayed(1, 1)], [replayed(2, 2)])
-    costs = {1: costs_of(chain, {0: 1.0, 2: 1.0})}
-    assert ranked([honest, lucky], costs, 1, lambda one: one.kind) == [[lucky, honest]]
+    known = {1: costs_of(chain, {0: 1.0, 2: 1.0})}
+    assert ranked([honest, lucky], known, 1, lambda one: one.kind) == [[lucky, honest]]
     assert halves([0, 1, 2, 3, 4]) == ([0, 2, 4], [1, 3])
     assert halves([0]) == ([0], [0])
 
@@ -228,8 +230,8 @@ def test_trees_whose_passes_alone_lose_are_not_tried_in_larger_batches() -> None
     good = Tried("chain", chain, [replayed(1, 1, 1)], [])
     poor = Tried("chain", replace(chain, depth=2), [replayed(0, 0, 0)], [])
     lost = Tried("static", tree, [replayed(0, 0, 0)], [])
-    costs = costs_of(chain, {0: 1.0, 2: 1.5})
-    known = replace(costs, draft={draft_key(one.tree): 1.0 for one in (good, poor, lost)})
+    known = costs_of(chain, {0: 1.0, 2: 1.5})
+    known = replace(known, draft={draft_key(one.tree): 1.0 for one in (good, poor, lost)})
     every = [good, poor, lost]
     assert hopeful(every, {}) == every
     assert hopeful(every, {1: known}) == [good, lost]  # no tree promises anything: the best one is tried all the same
