@@ -28,6 +28,7 @@ from inference.target import Target
 from inference.tree import DraftTree
 
 ROUNDS = 20  # over the texts, at most: what is rare in them is then left as it is
+TURNS = 3  # of plain decoding and playback, at least: a machine that slows down for a while must not slow one alone
 SPARE = 8  # texts that follow those of a batch
 WARM = 8  # tokens of a text that are decoded before anything counts
 Samples = defaultdict[int, list[float]]
@@ -166,7 +167,7 @@ def measure(
     decode(target, players, cycled(texts, batch)[:batch], replace(settings, max_new_tokens=WARM), script.begin)
     script.draft.clear()  # what the first calls of everything cost is not what later ones do
     script.commit.clear()
-    for group in groups(texts, batch):
+    for turn, group in enumerate(groups(texts, batch)):
         alone = decode(target, [Plain(target.device) for _ in players], group, settings, lambda: None)
         made = decode(target, players, group, settings, script.begin)
         plain += [sum(step.draft_s + step.verify_s + step.other_s for step in row) for row in alone]
@@ -175,7 +176,7 @@ def measure(
             for step in row:
                 settle[step.accepted > 1][step.drafted].append(step.other_s)
         scarce = [script.draft[key] for key in wanted] + [verify[size] for size in sizes]
-        if min(map(len, scarce)) >= samples:
+        if turn + 1 >= TURNS and min(map(len, scarce)) >= samples:
             break
     straight, gaps = ({size: typical(each) for size, each in one.items()} for one in settle)
     return Costs(

@@ -180,6 +180,7 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_is_written
 ) -> None:
     faster(monkeypatch, lambda batch: {1: 0.5, 2: 0.8, 3: 2.0}[batch])
     monkeypatch.setattr(costs, "SPARE", 0)
+    monkeypatch.setattr(costs, "TURNS", 1)
     monkeypatch.setattr(tune, "AGAIN", 1)
     assert tuned(configured(run, tuner=SMALL, batch_size=[3, 1, 2], max_new_tokens=8))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
