@@ -118,8 +118,8 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
 
 
 def load_target(model: Mapping[str, Any], dtype: str) -> Target:
-    """Load the target in a dtype."""
-    return Target.load(model["path"], dtype, model["device"], bool(model["trust_remote_code"]))
+    """Load the target in a dtype, which is that of what is not quantised."""
+    return Target.load(model["path"], dtype, model["device"], bool(model["trust_remote_code"]), model["quantize"])
 
 
 def speed_dtype(config: EvalConfig, model: Mapping[str, Any], device: torch.device) -> str:
@@ -183,7 +183,7 @@ def described(target: Target) -> dict[str, Any]:
     """Return what identifies the target."""
     parameters = sum(parameter.numel() for parameter in target.model.parameters())
     spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}
-    return {**spec, "parameters": parameters, "context": target.context}
+    return {**spec, "parameters": parameters, "context": target.context, "quantized": target.quantized}
 
 
 def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
     folder = resolve_head(config.run) if config.run else None
     model = {key: value for key, value in config.model.items() if value is not None}
     own = target_path(read_config(folder)["target"]["name"]) if folder else config.fallback
-    options = {key: model[key] for key in ("dtype", "device", "trust_remote_code") if key in model}
+    options = {key: model[key] for key in ("dtype", "device", "trust_remote_code", "quantize") if key in model}
     target = Target.load(model.get("path", own), **options)
     if folder is None:
         return target, None
