@@ -159,6 +159,7 @@ def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> S
         gaps=gaps,
         rule=config.rule,
         lossy=config.lossy,
+        min_new_tokens=config.min_new_tokens,
     )
 
 
@@ -189,7 +190,7 @@ def described(target: Target) -> dict[str, Any]:
 def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:
     """Return what the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
-    keys = ("max_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
+    keys = ("max_new_tokens", "min_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
     return {"prompts": prompts, **{key: getattr(config, key) for key in keys}, "provenance": provenance()}
 
 
