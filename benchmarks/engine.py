@@ -46,8 +46,8 @@ SHAPE = {
     "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 EAGLE = {
-    "name": "eagle", "layers": 1, "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
-    "rope_theta": 10000.0, "bias": True, "norm_eps": 1e-5,
+    "name": "eagle", "layers": 1, "length": None, "num_heads": None, "num_kv_heads": None, "head_dim": None,
+    "intermediate_size": None, "rope_theta": 10000.0, "bias": True, "norm_eps": 1e-5,
 }  # fmt: skip
 TREES = {"chain": TreeConfig("chain", 4, 0, 0, [], []), "tree": TreeConfig("dynamic", 4, 3, 8, [], [])}
 TRUE = 3  # tokens of a draft that are right

@@ -58,6 +58,7 @@ class EvalConfig:
             model's `prompts`.
         prompts: how many of them.
         truncate: shorten prompts that fill the context.
+        max_new_tokens, min_new_tokens: where every answer ends at the latest, and at the earliest.
         temperature: a number or a list of them; the gate runs at 0 whatever they are.
         top_k, top_p, min_p: filters at temperatures above 0.
         repetition_penalty: of what stands in the prompt or the answer, at temperature 0 too.
@@ -85,6 +86,7 @@ class EvalConfig:
     prompts: int
     truncate: bool
     max_new_tokens: int
+    min_new_tokens: int
     temperature: Any
     top_k: int
     top_p: float
@@ -121,6 +123,10 @@ class EvalConfig:
             raise ValueError(f"gate_dtype is {self.gate_dtype!r}: choose {', '.join(DTYPES)}")
         if not all(isinstance(run, str) for run in listed(self.run)):
             raise ValueError(f"run is {self.run!r}: give a run's folder, or a list of them")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}: give 0 to max_new_tokens, which is {self.max_new_tokens}"
+            )
         check_rule(self.rule, self.lossy)
         for temperature in self.temperatures():
             self.sampling(temperature)
@@ -139,6 +145,8 @@ class EvalConfig:
             raise ValueError(
                 "tune=true replays greedy text: leave temperature=0, repetition_penalty=1 and a rule that is not lossy"
             )
+        if self.min_new_tokens:
+            raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end by themselves")
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""

@@ -11,6 +11,7 @@ from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid, Scored
 from inference.drafters.registry import make
+from inference.limits import check_tree
 from inference.policy import TreeConfig
 from inference.target import Target
 
@@ -52,5 +53,6 @@ def _heads(config: EvalConfig, target: Target) -> Drafters:
     for name, folder in find_heads(runs).items():
         head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
         tree = typed(TreeConfig, overlay(read_config(folder)["tree"], config.tree))
+        check_tree(target, tree, name)
         drafters[name] = HeadDrafter(head, tree, name)
     return drafters

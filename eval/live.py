@@ -68,8 +68,13 @@ def measure(
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
     if hf:
-        penalty = settings.sampling.repetition_penalty
-        runners[HF] = partial(hf_generate, target, max_new_tokens=settings.max_new_tokens, penalty=penalty)
+        runners[HF] = partial(
+            hf_generate,
+            target,
+            max_new_tokens=settings.max_new_tokens,
+            penalty=settings.sampling.repetition_penalty,
+            min_new_tokens=settings.min_new_tokens,
+        )
     return interleave(runners, prompts, repeats, warmup, settings.seed, [each.forget for each in drafters.values()])
 
 
@@ -128,14 +133,17 @@ def interleave(
     return runs
 
 
-def hf_generate(target: Target, prompt: list[int], max_new_tokens: int, penalty: float = 1.0) -> Generation:
+def hf_generate(
+    target: Target, prompt: list[int], max_new_tokens: int, penalty: float = 1.0, min_new_tokens: int = 0
+) -> Generation:
     """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
 
     `generate` does not say when its prefill ended. A second call that stops after one token does the prefill and
     nothing else, so decoding took the difference. The runs hold no steps: the cost of one is not to be seen.
     """
-    _, prefill_s = _timed_generate(target, prompt, 1, penalty)
-    tokens, total_s = _timed_generate(target, prompt, min(max_new_tokens, target.context - len(prompt)), penalty)
+    _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
+    most = min(max_new_tokens, target.context - len(prompt))
+    tokens, total_s = _timed_generate(target, prompt, most, penalty, min(min_new_tokens, most))
     decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
     finish = "eos" if tokens[-1] in target.eos else "length"
     sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
@@ -147,13 +155,16 @@ def hf_generate_seconds(target: Target, prompt: list[int], max_new_tokens: int) 
     return hf_generate(target, prompt, max_new_tokens).decode_s
 
 
-def _timed_generate(target: Target, prompt: list[int], count: int, penalty: float) -> tuple[list[int], float]:
-    """Return what `generate` adds to the prompt, at most `count` tokens, and the seconds it took."""
+def _timed_generate(
+    target: Target, prompt: list[int], count: int, penalty: float, least: int
+) -> tuple[list[int], float]:
+    """Return what `generate` adds to the prompt, from `least` to `count` tokens, and the seconds it took."""
     eos = sorted(target.eos)
     # The sampling values are those of "no effect": the checkpoint's own would fill in for them, and warn.
     configure: Any = GenerationConfig
     settings = configure(
         max_new_tokens=count,
+        min_new_tokens=least,
         do_sample=False,
         temperature=1.0,
         top_p=1.0,

@@ -175,7 +175,8 @@ SAMPLED = (
 
 def title(report: Report) -> str:
     """Return one line: what, on what, in which arithmetic."""
-    return f"{report.target.get('name')} on {report.device.get('name')}, {report.device.get('dtype')}"
+    how = f", weights quantised ({quantized})" if (quantized := report.target.get("quantized")) else ""
+    return f"{report.target.get('name')} on {report.device.get('name')}, {report.device.get('dtype')}{how}"
 
 
 def table(report: Report) -> Table:

@@ -118,8 +118,8 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
 
 
 def load_target(model: Mapping[str, Any], dtype: str, engine: EngineConfig) -> Target:
-    """Load the target in a dtype, compiled if the engine is to be."""
-    target = Target.load(model["path"], dtype, model["device"], bool(model["trust_remote_code"]))
+    """Load the target in a dtype, which is that of what is not quantised, and compile it if the engine is to be."""
+    target = Target.load(model["path"], dtype, model["device"], bool(model["trust_remote_code"]), model["quantize"])
     if engine.compile:
         target.compile()
     return target
@@ -162,6 +162,7 @@ def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> S
         gaps=gaps,
         rule=config.rule,
         lossy=config.lossy,
+        min_new_tokens=config.min_new_tokens,
     )
 
 
@@ -186,13 +187,13 @@ def described(target: Target) -> dict[str, Any]:
     """Return what identifies the target."""
     parameters = sum(parameter.numel() for parameter in target.model.parameters())
     spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}
-    return {**spec, "parameters": parameters, "context": target.context}
+    return {**spec, "parameters": parameters, "context": target.context, "quantized": target.quantized}
 
 
 def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:
     """Return what the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
-    keys = ("max_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
+    keys = ("max_new_tokens", "min_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
     chosen = {key: getattr(config, key) for key in keys}
     return {
         "prompts": prompts,

@@ -51,7 +51,8 @@ def find(job: JobConfig) -> Path:
     workload = job.workload or model.get("prompts")
     if not workload:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    target = Target.load(model["path"], model["dtype"], model["device"], bool(model["trust_remote_code"]))
+    remote = bool(model["trust_remote_code"])
+    target = Target.load(model["path"], model["dtype"], model["device"], remote, model["quantize"])
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     settings = Settings(job.max_new_tokens, GREEDY)
     plain = [autoregress(target, prompt, settings) for prompt in prompts]

@@ -52,8 +52,14 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     # A run's folder may come from the Hub: whether the target's own code may run is for the user alone to say.
     own.pop("trust_remote_code", None)
     if given.get("path") is not None:
-        own = {key: value for key, value in own.items() if key in ("dtype", "device", "prompts")}
-    model: dict[str, Any] = {"dtype": "auto", "device": None, "trust_remote_code": False, **overlay(own, given)}
+        own = {key: value for key, value in own.items() if key in ("dtype", "device", "quantize", "prompts")}
+    model: dict[str, Any] = {
+        "dtype": "auto",
+        "device": None,
+        "trust_remote_code": False,
+        "quantize": None,
+        **overlay(own, given),
+    }
     if not model.get("path"):
         raise ValueError(
             "model.path is missing: give model=… or model.path=…, or run=… of a head that knows its target"

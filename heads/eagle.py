@@ -2,11 +2,11 @@
 
 Row t enters as fc(embedding of token t+1, feature t); the layer's output is the predicted feature t+1, which goes to
 the target's frozen lm_head as it is, and back into the head one depth later. Layer 0 has no input norm and there is no
-final norm, as in the authors' checkpoints. EAGLE-2 is the same head under a dynamic tree.
+final norm, as in the authors' checkpoints. EAGLE-2 is the same head under a dynamic tree. Row t has the rotary position
+t, in texts of any length, and looks at the last `length` rows alone (heads/committed.py).
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,20 +14,8 @@ from torch import Tensor, nn
 
 from heads import rows
 from heads.base import Draft, Ends, Features, LayerShape, Level
+from heads.committed import Committed, KeyValue, check_length, committing, joined, near
 from heads.layers import Block, drafted_attention, masked_attention
-
-KeyValue = tuple[Tensor, Tensor]
-
-
-class Committed(NamedTuple):
-    """The verified rows' keys and values, one pair "1 G n E" a layer."""
-
-    layers: tuple[KeyValue, ...]
-
-    @property
-    def length(self) -> int:
-        """How many rows are committed."""
-        return self.layers[0][0].shape[2]
 
 
 class Eagle(nn.Module):
@@ -35,10 +23,11 @@ class Eagle(nn.Module):
 
     @dataclass(frozen=True)
     class Config:
-        """Numbers of the head; null takes the target's own."""
+        """Numbers of the head; null takes the target's own, and as `length`, looks at all rows."""
 
         name: str
         layers: int
+        length: int | None
         num_heads: int | None
         num_kv_heads: int | None
         head_dim: int | None
@@ -54,6 +43,7 @@ class Eagle(nn.Module):
         super().__init__()
         if config.layers < 1:
             raise ValueError(f"head.layers is {config.layers}: an EAGLE head has at least one layer")
+        check_length(config.length)
         self.config = config
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         width, own = ends.hidden_size, ends.layer
@@ -85,15 +75,18 @@ class Eagle(nn.Module):
         own: list[list[KeyValue]] = [[] for _ in self.layers]
         feature, drafts = features.last, []
         for depth in range(1, depths + 1):
+            sees = seen & near(position + depth - 1, position, self.config.length)
             x = self.enter(rows.drafted_token(features.token, depth), feature)
             for i, layer in enumerate(self.layers):
 
-                def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i, depth: int = depth) -> Tensor:
+                def attend(
+                    query: Tensor, key: Tensor, value: Tensor, i: int = i, depth: int = depth, sees: Tensor = sees
+                ) -> Tensor:
                     if depth == 1:
                         true.append((key, value))
-                        return masked_attention(query, key, value, seen)
+                        return masked_attention(query, key, value, sees)
                     own[i].append((key, value))
-                    return drafted_attention(query, true[i], own[i], seen)
+                    return drafted_attention(query, true[i], own[i], sees)
 
                 x = layer(x, position + depth - 1, position.shape[1] + depth, attend)
             feature = x
@@ -102,23 +95,19 @@ class Eagle(nn.Module):
 
     def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
         """Commit verified rows with their true features and score under the root."""
-        past = state.length if state else 0
-        new = token.shape[0]
-        position = torch.arange(past, past + new, device=token.device)
-        mask = torch.ones(new, past + new, dtype=torch.bool, device=token.device).tril(past)
+        end = (state.length if state else 0) + len(token)
+        position, sees = committing(state, len(token), self.config.length, token.device)
         grown: list[KeyValue] = []
         x = self.enter(token[None], features.last)
         for i, layer in enumerate(self.layers):
 
             def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
-                if state:
-                    key, value = (torch.cat(pair, 2) for pair in zip(state.layers[i], (key, value), strict=True))
-                grown.append((key, value))
-                return masked_attention(query, key, value, mask[None])
+                grown.append(joined(state.layers[i] if state else None, (key, value)))
+                return masked_attention(query, *grown[i], sees[None])
 
-            x = layer(x, position[None], past + new, attend)
+            x = layer(x, position[None], end, attend)
         hidden = x[0, -1:]
-        return Committed(tuple(grown)), Level(self.ends.logits(hidden), hidden, ())
+        return Committed(end, tuple(grown)).kept(self.config.length), Level(self.ends.logits(hidden), hidden, ())
 
     def expand(
         self,
@@ -129,19 +118,17 @@ class Eagle(nn.Module):
         mask: Bool[Tensor, "N M"],
     ) -> Level:
         """Score the next tree level: every node enters with its parent's predicted feature."""
-        depth = mask.sum(-1)
-        sees = torch.cat([mask.new_ones(mask.shape[0], state.length), mask], 1)
+        position = state.length - 1 + mask.sum(-1)
+        sees = torch.cat([near(position, state.position(), self.config.length), mask], 1)
         drafted: list[Tensor] = []
         x = self.enter(token[None], level.hidden[parent][None])
         for i, layer in enumerate(self.layers):
 
             def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i) -> Tensor:
-                if level.drafted:
-                    key = torch.cat([level.drafted[2 * i], key], 2)
-                    value = torch.cat([level.drafted[2 * i + 1], value], 2)
-                drafted.extend((key, value))
-                key, value = (torch.cat(pair, 2) for pair in zip(state.layers[i], (key, value), strict=True))
-                return masked_attention(query, key, value, sees[None])
+                before = (level.drafted[2 * i], level.drafted[2 * i + 1]) if level.drafted else None
+                pair = joined(before, (key, value))
+                drafted.extend(pair)
+                return masked_attention(query, *joined(state.layers[i], pair), sees[None])
 
-            x = layer(x, (state.length - 1 + depth)[None], state.length + mask.shape[1], attend)
+            x = layer(x, position[None], state.length + mask.shape[1], attend)
         return Level(self.ends.logits(x[0]), x[0], tuple(drafted))

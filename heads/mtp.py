@@ -2,7 +2,8 @@
 
 Row t enters as eh_proj(enorm(embedding of token t+1), hnorm(state t)), the embedding first as in all published weights;
 one decoder layer and a final norm of the module's own make state t+1 of it, which goes to the target's lm_head, and
-back into the module one depth later. State t itself is the target's, after its final norm.
+back into the module one depth later. State t itself is the target's, after its final norm. Row t has the rotary
+position t, in texts of any length, and looks at the last `length` rows alone (heads/committed.py).
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,8 @@ from torch import Tensor, nn
 
 from heads import rows
 from heads.base import Draft, Ends, Features, LayerShape, Level
+from heads.committed import Committed, KeyValue, check_length, committing, joined, near
 from heads.layers import Attend, Block, RMSNorm, drafted_attention, masked_attention
-
-KeyValue = tuple[Tensor, Tensor]
 
 
 class Mtp(nn.Module):
@@ -27,9 +27,10 @@ class Mtp(nn.Module):
 
     @dataclass(frozen=True)
     class Config:
-        """Numbers of the module; null takes the target's own."""
+        """Numbers of the module; null takes the target's own, and as `length`, looks at all rows."""
 
         name: str
+        length: int | None
         num_heads: int | None
         num_kv_heads: int | None
         head_dim: int | None
@@ -42,6 +43,7 @@ class Mtp(nn.Module):
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
+        check_length(config.length)
         self.config = config
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         width, own, eps = ends.hidden_size, ends.layer, config.norm_eps
@@ -81,57 +83,52 @@ class Mtp(nn.Module):
         true: list[KeyValue] = []
         own: list[KeyValue] = []
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if not true:
-                true.append((key, value))
-                return masked_attention(query, key, value, seen)
-            own.append((key, value))
-            return drafted_attention(query, true[0], own, seen)
-
         state, drafts = features.last, []
         for depth in range(1, depths + 1):
+            sees = seen & near(position + depth - 1, position, self.config.length)
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, sees: Tensor = sees) -> Tensor:
+                if not true:
+                    true.append((key, value))
+                    return masked_attention(query, key, value, sees)
+                own.append((key, value))
+                return drafted_attention(query, true[0], own, sees)
+
             token = rows.drafted_token(features.token, depth)
             state = self.advance(token, state, position + depth - 1, position.shape[1] + depth, attend)
             drafts.append(Draft(self.ends.logits(state), state))
         return drafts
 
-    def extend(self, state: KeyValue | None, features: Features, token: Int[Tensor, "T"]) -> tuple[KeyValue, Level]:
-        """Commit verified rows with their true states and score under the root; the state is keys and values."""
-        past, new = state[0].shape[2] if state else 0, token.shape[0]
-        position = torch.arange(past, past + new, device=token.device)
-        mask = torch.ones(new, past + new, dtype=torch.bool, device=token.device).tril(past)
+    def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
+        """Commit verified rows with their true states and score under the root."""
+        end = (state.length if state else 0) + len(token)
+        position, sees = committing(state, len(token), self.config.length, token.device)
         grown: list[KeyValue] = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            grown.append(_append(state, (key, value)))
-            return masked_attention(query, *grown[0], mask[None])
+            grown.append(joined(state.layers[0] if state else None, (key, value)))
+            return masked_attention(query, *grown[0], sees[None])
 
-        hidden = self.advance(token[None], features.last, position[None], past + new, attend)[0, -1:]
-        return grown[0], Level(self.ends.logits(hidden), hidden, ())
+        hidden = self.advance(token[None], features.last, position[None], end, attend)[0, -1:]
+        return Committed(end, tuple(grown)).kept(self.config.length), Level(self.ends.logits(hidden), hidden, ())
 
     def expand(
         self,
-        state: KeyValue,
+        state: Committed,
         level: Level,
         token: Int[Tensor, "N"],
         parent: Int[Tensor, "N"],
         mask: Bool[Tensor, "N M"],
     ) -> Level:
         """Score the next tree level: every node enters with its parent's state."""
-        past = state[0].shape[2]
-        sees = torch.cat([mask.new_ones(mask.shape[0], past), mask], 1)
+        position = state.length - 1 + mask.sum(-1)
+        sees = torch.cat([near(position, state.position(), self.config.length), mask], 1)
         drafted: list[Tensor] = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            drafted.extend(_append((level.drafted[0], level.drafted[1]) if level.drafted else None, (key, value)))
-            return masked_attention(query, *_append(state, (drafted[0], drafted[1])), sees[None])
+            drafted.extend(joined((level.drafted[0], level.drafted[1]) if level.drafted else None, (key, value)))
+            return masked_attention(query, *joined(state.layers[0], (drafted[0], drafted[1])), sees[None])
 
-        position = past - 1 + mask.sum(-1)
         above = level.hidden[parent][None]
-        hidden = self.advance(token[None], above, position[None], past + mask.shape[1], attend)[0]
+        hidden = self.advance(token[None], above, position[None], state.length + mask.shape[1], attend)[0]
         return Level(self.ends.logits(hidden), hidden, tuple(drafted))
-
-
-def _append(past: KeyValue | None, new: KeyValue) -> KeyValue:
-    """Return keys and values "1 G n E" with new rows behind the past ones."""
-    return new if past is None else (torch.cat([past[0], new[0]], 2), torch.cat([past[1], new[1]], 2))

@@ -5,6 +5,7 @@ whole head can be loaded.
 """
 
 import json
+import logging
 import os
 import shutil
 from dataclasses import asdict, dataclass, fields
@@ -20,13 +21,19 @@ from heads import HEADS
 from heads.base import Ends
 from heads.typed import typed
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+EARLIER = {"length": None}  # what a key says of a head that was saved before there was one
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Which target a head belongs to. `name` is for people; the other fields must agree for a head to be loaded."""
+    """Which target a head belongs to. `name` is for people; the other fields must agree for a head to be loaded.
+
+    A fingerprint that begins with QUANTISED does not know the target's weights before they were quantised.
+    """
 
     name: str
     vocab_size: int
@@ -35,6 +42,7 @@ class TargetSpec:
     fingerprint: str
 
 
+QUANTISED = "quantised:"
 MUST_AGREE = {
     "vocab_size": "vocabulary",
     "hidden_size": "width",
@@ -253,20 +261,27 @@ def _head_config(folder: Path, content: dict[str, Any]) -> Any:
     schema = _kind(folder, content).Config
     names = {field.name for field in fields(schema)}
     try:
-        return typed(schema, {k: v for k, v in content["head"].items() if k != "name" or k in names})
+        earlier = {key: value for key, value in EARLIER.items() if key in names}
+        return typed(schema, earlier | {k: v for k, v in content["head"].items() if k != "name" or k in names})
     except ValueError as error:
         raise ValueError(f"{folder}/{CONFIG}: head.{error}") from None
 
 
 def assert_same_target(folder: Path, saved: TargetSpec, wanted: TargetSpec) -> None:
-    """Refuse what was made for another target.
+    """Refuse what was made for another target; warn where quantised weights leave that open.
 
     Raises:
         ValueError: naming both targets and where they differ.
     """
     for field, what in MUST_AGREE.items():
         theirs, ours = getattr(saved, field), getattr(wanted, field)
-        if theirs != ours:
+        if theirs != ours and field == "fingerprint" and QUANTISED in (theirs + ours):
+            log.warning(
+                "%s: made for %s; whether %s is the same target cannot be told, for a checkpoint that is quantised "
+                "does not hold the weights it was made from: τ will show",
+                *(folder, saved.name, wanted.name),
+            )
+        elif theirs != ours:
             raise ValueError(
                 f"{folder}: made for another target, {saved.name}: its {what} is {theirs}, but that of "
                 f"{wanted.name} is {ours}; choose the target that it was made for with model.path"

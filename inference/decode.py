@@ -9,7 +9,8 @@ import torch
 from inference.batch import Batch, twin
 from inference.drafters import Drafter
 from inference.drafters.plain import Plain
-from inference.session import Generation, Session, Settings, Step, check_prompt
+from inference.limits import check_prompt
+from inference.session import Generation, Session, Settings, Step
 from inference.target import Target
 
 __all__ = ["Generation", "Settings", "Step", "autoregress", "speculate"]
@@ -57,13 +58,25 @@ def speculate(
         One generation, or those of all prompts in their order.
 
     Raises:
-        ValueError: no or an empty prompt, one that fills the target's context, a rule that is not right for the drafts,
-            or a batch on a target whose attention takes no mask of ours.
+        ValueError: no or an empty prompt, one that fills the target's context or holds unknown tokens; settings for
+            another number of prompts; a batch size below 1; a tree that the context cannot hold; a rule that is not
+            right for the drafts; or a batch on a target whose attention takes no mask of ours.
     """
     target.feature_layers = drafter.feature_layers
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}: give 1 or more")
+    one = isinstance(settings, Settings)
+    if not len(prompts) and not (one and batch_size == 1):
+        raise ValueError("there are no prompts: give at least one")
     if len(prompts) and isinstance(prompts[0], list):
-        each = [settings] * len(prompts) if isinstance(settings, Settings) else list(settings)
+        each = [settings] * len(prompts) if one else list(settings)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"there are {len(each)} settings for {len(prompts)} prompts: give one for all, or one each"
+            )
         return _several(target, drafter, list(zip(prompts, each, strict=True)), on_tokens, batch_size)
+    if not one:
+        raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
     session = Session(target, drafter, prompts, settings)
     session.prefill()
     reported = 0
@@ -86,8 +99,6 @@ def _several(
     batch_size: int,
 ) -> list[Generation]:
     """Decode requests in a continuous batch."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: give 1 or more")
     for prompt, _ in requests:
         check_prompt(target, prompt)
     drafter.reset(requests[0][0])  # ends what the last request may have left at work

@@ -6,7 +6,6 @@ module's weights, whatever that layer is made of. Of several modules the first o
 """
 
 import copy
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.utils.hub import cached_file
 
 from heads.base import Features
 from heads.layers import Attend
 from heads.mtp import Mtp
+from inference.checkpoint import tensor_files
 from inference.target import Target
 
 ATTENTION = "headstart"
@@ -127,7 +126,7 @@ def _build(target: Target) -> Mtp:
     norm = next(child for child in block.layer.children() if [p.ndim for p in child.parameters()] == [1])
     eps = float(getattr(target.config, "rms_norm_eps", 0.0))  # the copies know their own
     with torch.device("meta"):
-        head = Mtp(Mtp.Config("mtp", None, None, None, None, 10000.0, eps), target.ends).to(target.dtype)
+        head = Mtp(Mtp.Config("mtp", None, None, None, None, None, 10000.0, eps), target.ends).to(target.dtype)
     head.block = block
     head.enorm, head.hnorm, head.norm = (copy.deepcopy(norm) for _ in range(3))
     return head
@@ -185,14 +184,7 @@ def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _files(checkpoint: str) -> dict[str, Path]:
     """Return the file of each of a checkpoint's tensors."""
     try:
-        index = cached_file(checkpoint, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
-        if index is not None:
-            shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            found = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*shards.values()}}
-            return {name: found[shard] for name, shard in shards.items()}
-        file = Path(str(cached_file(checkpoint, "model.safetensors")))
-        with safe_open(file, "pt") as opened:
-            return dict.fromkeys(opened.keys(), file)
+        return tensor_files(checkpoint)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(

@@ -27,6 +27,7 @@ from heads.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
+from inference.limits import check_tree
 from inference.policy import TreeConfig
 from inference.sample import Sampling
 from inference.stream import Painter
@@ -41,6 +42,8 @@ class GenerateConfig:
     prompt: str | None
     chat: bool
     max_new_tokens: int
+    min_new_tokens: int
+    stop: list[str]
     temperature: float
     top_k: int
     top_p: float
@@ -54,13 +57,22 @@ class GenerateConfig:
     tree: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give 1 or more")
+        if "" in self.stop:
+            raise ValueError("stop holds an empty string, which every text ends with: give other ones, or none")
+        self.settings()  # what it cannot hold, it says before anything is loaded
 
     def settings(self) -> Settings:
         """Return how to decode."""
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
-        return Settings(self.max_new_tokens, sampling, seed=self.seed, rule=self.rule, lossy=self.lossy)
+        return Settings(
+            self.max_new_tokens,
+            sampling,
+            stop=tuple(self.stop),
+            seed=self.seed,
+            rule=self.rule,
+            lossy=self.lossy,
+            min_new_tokens=self.min_new_tokens,
+        )
 
 
 def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
@@ -72,13 +84,14 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
     folder = resolve_head(config.run) if config.run else None
     model = {key: value for key, value in config.model.items() if value is not None}
     own = target_path(read_config(folder)["target"]["name"]) if folder else config.fallback
-    options = {key: model[key] for key in ("dtype", "device", "trust_remote_code") if key in model}
+    options = {key: model[key] for key in ("dtype", "device", "trust_remote_code", "quantize") if key in model}
     target = Target.load(model.get("path", own), **options)
     if folder is None:
         return target, None
     head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
     given = {key: value for key, value in config.tree.items() if value is not None}
     tree = typed(TreeConfig, {**read_config(folder)["tree"], **given})
+    check_tree(target, tree, "head")
     return target, HeadDrafter(head, tree, "head")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from inference import tree as trees
 from inference.cache import TargetCache
 from inference.drafters import Commit, Context, Drafter, Proposal, Verified
+from inference.limits import check_prompt, check_size
 from inference.rng import Coupled, Generator, Rng
 from inference.sample import Sampling, penalize
 from inference.target import Pass, Target
@@ -28,7 +29,8 @@ class Settings:
         min_new_tokens: before so many, an end of the answer has no probability.
 
     Raises:
-        ValueError: an unknown rule, or a lossy one that is not allowed; or min_new_tokens above max_new_tokens.
+        ValueError: an unknown rule, or a lossy one that is not allowed; max_new_tokens below 1, or min_new_tokens not
+            between 0 and that.
     """
 
     max_new_tokens: int
@@ -43,6 +45,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Check the rule and the lengths."""
         check_rule(self.rule, self.lossy)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give 1 or more")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens is {self.min_new_tokens}: give 0 to max_new_tokens, which is {self.max_new_tokens}"
@@ -132,6 +136,7 @@ class Session:
         room = self.limit - len(self.made.tokens) - 1
         self.prefix = self.cache.length
         proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
+        check_size(self.target, len(proposal.tree.token), self.drafter.name)
         self.draft_s = self.clock() - begin
         return proposal
 
@@ -222,17 +227,3 @@ class Session:
 def _logits(out: Pass) -> Tensor:
     assert out.logits is not None
     return out.logits[0]
-
-
-def check_prompt(target: Target, prompt: list[int]) -> None:
-    """Check that a prompt can be decoded.
-
-    Raises:
-        ValueError: it is empty, or fills the target's context.
-    """
-    if not prompt:
-        raise ValueError("the prompt is empty: give at least one token")
-    if len(prompt) >= target.context:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens but {target.name} reads at most {target.context}: shorten it"
-        )

@@ -4,7 +4,6 @@ Every fact about the target's layers has its home here: which module is its deco
 how a tree mask reaches its attention. `Target.load` proves these on the loaded model before anything relies on them.
 """
 
-import hashlib
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from heads import rows
 from heads.base import Features, LayerShape
 from heads.store import TargetSpec
-from inference import probe, tree
+from inference import loading, probe, tree
 from inference.cache import BatchCache, BatchPass, TargetCache
+from inference.checkpoint import fingerprint
 from inference.compiled import Compiled
 from inference.parts import LayerOutputs, Parts
 from inference.tree import DraftTree, Riders
@@ -69,6 +69,7 @@ class Target:
         takes_trees: whether its attention honours a tree mask (proven at load); else only chains are verified.
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
+        quantized: how its weights are quantised, None if they are not.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -83,15 +84,21 @@ class Target:
         self.feature_layers: tuple[int, ...] = ()
         self.context: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.eos = _end_tokens(model, tokenizer)
+        self.quantized = loading.method_of(model)
         self.spec = TargetSpec(
-            name, self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers, _fingerprint(model)
+            name, self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers, fingerprint(model, name)
         )
         self.compiled: Compiled | None = None
         self.takes_trees = probe.check(self)
 
     @classmethod
     def load(
-        cls, path: str, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
+        cls,
+        path: str,
+        dtype: str = "auto",
+        device: str | None = None,
+        trust_remote_code: bool = False,
+        quantize: str | None = None,
     ) -> "Target":
         """Load a target from a folder or the Hub.
 
@@ -100,6 +107,7 @@ class Target:
             dtype: a name in DTYPES, or "auto" for the one that is fast on the device.
             device: torch device; None takes an accelerator if there is one.
             trust_remote_code: passed to transformers.
+            quantize: a key of `inference.loading.METHODS`; None or "none" for the weights as the checkpoint has them.
 
         Raises:
             ValueError: the model or its tokenizer cannot be loaded or cannot be verified, and why.
@@ -108,15 +116,7 @@ class Target:
             raise ValueError(f"model.dtype is {dtype!r}: choose auto or one of {', '.join(DTYPES)}")
         place = torch.device(device or default_device())
         kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
-        options = {"trust_remote_code": trust_remote_code}
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **options)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, **options)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"model.path={path}: no causal LM with tokenizer loads from there ({reason})") from error
-        move: Any = model.to  # transformers wraps it in a way that hides its arguments
-        return cls(move(place), tokenizer, path)
+        return cls(*loading.load(path, kind, place, trust_remote_code, quantize), path)
 
     @cached_property
     def parts(self) -> Parts:
@@ -289,12 +289,3 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ends = configured if isinstance(configured, list) else [configured]
     return frozenset(token for token in [*ends, tokenizer.eos_token_id] if isinstance(token, int))
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Hash a few values of every parameter in bf16, so that the same weights in any float dtype agree."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        few = parameter.detach().flatten()[:16].to(torch.bfloat16)
-        digest.update(name.encode() + few.cpu().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:32]

@@ -42,13 +42,13 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 HEAD_CONFIGS = {
     "eagle": {
-        "name": "eagle", "layers": 2, "num_heads": None, "num_kv_heads": None, "head_dim": None,
+        "name": "eagle", "layers": 2, "length": 12, "num_heads": None, "num_kv_heads": None, "head_dim": None,
         "intermediate_size": None, "rope_theta": 10000.0, "bias": True, "norm_eps": 1e-5,
     },
     "medusa": {"name": "medusa", "heads": 4, "layers": 1, "lm_head": "copied"},
     "mtp": {
-        "name": "mtp", "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
-        "rope_theta": 10000.0, "norm_eps": 1e-5,
+        "name": "mtp", "length": None, "num_heads": None, "num_kv_heads": None, "head_dim": None,
+        "intermediate_size": None, "rope_theta": 10000.0, "norm_eps": 1e-5,
     },
 }  # fmt: skip
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from data.prompts import DataConfig
 from heads import HEADS
 from heads.typed import typed
+from inference.loading import AS_IT_IS, METHODS
 from inference.policy import TreeConfig
 from inference.target import DTYPES
 from train.objective import ObjectiveConfig
@@ -23,6 +24,7 @@ class ModelConfig:
     name: str
     path: str
     dtype: str
+    quantize: str | None
     device: str | None
     trust_remote_code: bool
     data: str
@@ -30,7 +32,7 @@ class ModelConfig:
     prompts: str
 
     def __post_init__(self) -> None:
-        _one_of("model", self, dtype=("auto", *DTYPES))
+        _one_of("model", self, dtype=("auto", *DTYPES), quantize=(None, AS_IT_IS, *METHODS))
 
 
 @dataclass(frozen=True)

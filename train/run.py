@@ -108,7 +108,8 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     check_out(run)
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
     set_seed(run.trainer.seed)
-    target = Target.load(run.model.path, run.model.dtype, str(accelerator.device), run.model.trust_remote_code)
+    model = run.model
+    target = Target.load(model.path, model.dtype, str(accelerator.device), model.trust_remote_code, model.quantize)
     head = HEADS[run.head.name](run.head, target.ends).to(accelerator.device)
     target.feature_layers = head.feature_layers
     samples = load_samples(run.data, target.tokenizer)

@@ -69,7 +69,8 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
         )
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
     set_seed(trainer.seed)
-    target = Target.load(run.model.path, run.model.dtype, str(accelerator.device), run.model.trust_remote_code)
+    model = run.model
+    target = Target.load(model.path, model.dtype, str(accelerator.device), model.trust_remote_code, model.quantize)
     streams = Streams(run.streams, target)
     samples = load_samples(run.data, target.tokenizer)
     prompts = held_out_prompts(run.data, target.tokenizer, trainer.eval_prompts)

@@ -16,6 +16,8 @@ from inference.drafters.prompt_lookup import PromptLookup
 from inference.drafters.recycling import Recycling
 from inference.drafters.streams import StreamsDrafter
 from inference.drafters.suffix import Suffix
+from inference.limits import check_tree
+from inference.policy import TreeConfig
 from inference.target import Target
 
 # Each has a `Config` and is made of one, the target and a name.
@@ -50,5 +52,8 @@ def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     if source not in SOURCES:
         raise ValueError(f"drafter.{name}: no source is called {source!r}; choose one of {', '.join(SOURCES)}")
     made = SOURCES[source]
-    drafter: Drafter = made(build(made.Config, values, f"drafter.{name}"), target, name)
+    config: Any = build(made.Config, values, f"drafter.{name}")
+    if isinstance(tree := getattr(config, "tree", None), TreeConfig):
+        check_tree(target, tree, f"drafter.{name}")
+    drafter: Drafter = made(config, target, name)
     return drafter

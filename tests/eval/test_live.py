@@ -95,7 +95,9 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
         seen.append((drafter.name, settings))
         return generation(3)
 
-    def hf_generate(target: Target, prompt: list[int], max_new_tokens: int, penalty: float) -> Generation:
+    def hf_generate(
+        target: Target, prompt: list[int], max_new_tokens: int, penalty: float, min_new_tokens: int
+    ) -> Generation:
         seen.append(("hf", max_new_tokens))
         return generation(4)
 

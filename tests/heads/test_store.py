@@ -57,8 +57,8 @@ def test_round_trip_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
 def test_real_heads_round_trip_and_hold_nothing_of_the_target(tmp_path: Path, name: str) -> None:
     configs: dict[str, dict[str, Any]] = {
-        "eagle": {"layers": 1, "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
-                  "rope_theta": 1e4, "bias": True, "norm_eps": 1e-5},
+        "eagle": {"layers": 1, "length": 9, "num_heads": None, "num_kv_heads": None, "head_dim": None,
+                  "intermediate_size": None, "rope_theta": 1e4, "bias": True, "norm_eps": 1e-5},
         "medusa": {"heads": 2, "layers": 1, "lm_head": "shared"},
     }  # fmt: skip
     kind: Any = HEADS[name]

@@ -135,7 +135,7 @@ def test_twins_share_models_and_nothing_else(near: str) -> None:
 @pytest.mark.parametrize(
     ("prompts", "size", "named"),
     [
-        ([], 2, "the prompt is empty: give at least one token"),
+        ([], 2, "there are no prompts: give at least one"),
         ([[1, 2], []], 2, "the prompt is empty"),
         ([[1, 2]], 0, "batch_size is 0: give 1 or more"),
         ([[1] * 400], 2, "the prompt has 400 tokens but llama reads at most"),

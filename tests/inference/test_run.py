@@ -127,6 +127,18 @@ def test_one_prompt_as_a_chat_and_a_prompt_from_a_pipe(target: Target, monkeypat
     assert plain(shown(config())).startswith(expected(target, [1, 2, 3, 4, 5]))
 
 
+def test_stop_strings_and_least_tokens(target: Target, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = expected(target, [1, 2, 3, 4, 5]).split()
+    for source in ([], [f"run={trained}"]):
+        text = plain(shown(config(f"prompt='{PROMPT}'", f"stop=['{words[4]} {words[5]}']", *source)))
+        assert text.startswith(" ".join(words[:6]) + "\n")
+        assert "(stop)" in text
+    monkeypatch.setattr(target, "eos", frozenset({int(words[3][1:])}))
+    assert "4 tokens" in plain(shown(config(f"prompt='{PROMPT}'")))
+    assert "(eos)" in plain(shown(config(f"prompt='{PROMPT}'")))
+    assert "12 tokens" in plain(shown(config(f"prompt='{PROMPT}'", "min_new_tokens=12")))
+
+
 class Terminal(io.StringIO):
     """A person's keyboard."""
 
@@ -139,6 +151,9 @@ def test_refusals_are_one_line(target: Target, trained: Path, monkeypatch: pytes
         (["chat=true", "prompt=w1"], "has no chat template"),
         ([f"prompt='{'w1 ' * 200}'"], "has 200 tokens but llama reads at most 160"),
         (["prompt=''"], "the prompt is empty"),
+        (["prompt=w1", "min_new_tokens=13"], "min_new_tokens is 13: give 0 to max_new_tokens, which is 12"),
+        (["prompt=w1", "stop=[w3,'']"], "stop holds an empty string"),
+        ([f"run={trained}", "prompt=w1", "tree.nodes=160"], "a tree of 161 nodes is larger than the context"),
         ([f"run={tmp_path}/nowhere", "prompt=w1"], "no such folder"),
         (["max_new_tokens=0", "prompt=w1"], "max_new_tokens is 0"),
         (["temperature=-1", "prompt=w1"], "temperature is -1"),

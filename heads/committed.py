@@ -1,0 +1,64 @@
+"""The verified rows that a head with attention keeps, and how far back it looks.
+
+Rotary positions enter attention as distances alone. A head that was trained on rows of `length` tokens has met no
+distance of `length` or more, so it looks at the last `length` rows, its own included, in training and in decoding: text
+of any length brings it no distance that it was not built for, and what lies further back is dropped. A sliding window
+as in Longformer (arXiv 2004.05150); a `length` of None looks at everything.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+class Committed(NamedTuple):
+    """The verified rows: how many there are, and the keys and values "1 G S E" of the last S, one pair a layer."""
+
+    length: int
+    layers: tuple[KeyValue, ...]
+
+    def position(self) -> Int[Tensor, "S"]:
+        """Return the positions of the rows that are kept."""
+        kept = self.layers[0][0]
+        return torch.arange(self.length - kept.shape[2], self.length, device=kept.device)
+
+    def kept(self, length: int | None) -> "Committed":
+        """Return the same without the rows that no row to come looks at."""
+        if length is None:
+            return self
+        return Committed(self.length, tuple((key[:, :, -length:], value[:, :, -length:]) for key, value in self.layers))
+
+
+def near(query: Int[Tensor, "*n T"], key: Int[Tensor, "*n S"], length: int | None) -> Bool[Tensor, "*n T S"]:
+    """Return which keys lie less than `length` positions before a query; those behind it count as near too."""
+    distance = query[..., :, None] - key[..., None, :]
+    return torch.ones_like(distance, dtype=torch.bool) if length is None else distance < length
+
+
+def committing(
+    state: Committed | None, new: int, length: int | None, device: torch.device
+) -> tuple[Int[Tensor, "T"], Bool[Tensor, "T S"]]:
+    """Return the positions of T new rows, and which of the S kept and new rows each looks at."""
+    past = state.length if state else 0
+    position = torch.arange(past, past + new, device=device)
+    every = torch.cat([state.position(), position]) if state else position
+    return position, (every <= position[:, None]) & near(position, every, length)
+
+
+def check_length(length: int | None) -> None:
+    """Check a head's length.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if length is not None and length < 1:
+        raise ValueError(f"head.length is {length}: give 1 or more, or null to look at everything")
+
+
+def joined(before: KeyValue | None, new: KeyValue) -> KeyValue:
+    """Return keys and values with new rows behind the earlier ones."""
+    return new if before is None else (torch.cat([before[0], new[0]], 2), torch.cat([before[1], new[1]], 2))

@@ -1,0 +1,82 @@
+"""A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from heads.store import QUANTISED
+
+FEW = 16  # values of each parameter that the fingerprint reads
+
+
+def tensor_files(checkpoint: str) -> dict[str, Path]:
+    """Return the file of each of a checkpoint's tensors.
+
+    Args:
+        checkpoint: its folder or Hub name.
+
+    Raises:
+        OSError, ValueError, KeyError, SafetensorError: it holds no readable model.safetensors.
+    """
+    index = cached_file(checkpoint, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        found = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*shards.values()}}
+        return {name: found[shard] for name, shard in shards.items()}
+    file = Path(str(cached_file(checkpoint, "model.safetensors")))
+    with safe_open(file, "pt") as opened:
+        return dict.fromkeys(opened.keys(), file)
+
+
+def fingerprint(model: PreTrainedModel, checkpoint: str) -> str:
+    """Hash a few values of every parameter in bf16, so that the same weights in any float dtype agree.
+
+    Weights that were quantised while loading count as they stand in the checkpoint, so that a head of the target is
+    one of its quantised form too. Where they cannot be read there, because the checkpoint itself is quantised, the hash
+    is of the other parameters, and begins with `QUANTISED`.
+    """
+    parameters = dict(model.named_parameters())
+    quantised = {name for name, parameter in parameters.items() if not _plain(parameter)}
+    few = {name: parameters[name].detach().flatten()[:FEW] for name in parameters.keys() - quantised}
+    mark = ""
+    if getattr(model, "hf_quantizer", None) is not None:
+        try:
+            few |= _originals(checkpoint, quantised)
+        except (OSError, ValueError, KeyError, SafetensorError):
+            mark = QUANTISED
+    digest = hashlib.sha256()
+    for name in sorted(few):
+        digest.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    return mark + digest.hexdigest()[:32]
+
+
+def _plain(parameter: Tensor) -> bool:
+    """Say whether a parameter holds its values as they are; quantised ones are integers, or of a type of their own."""
+    return type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.element_size() > 1
+
+
+def _originals(checkpoint: str, names: set[str]) -> dict[str, Shaped[Tensor, "N"]]:
+    """Return the first values of these parameters as the checkpoint holds them.
+
+    Raises:
+        ValueError: it holds none of them, or quantised ones.
+        OSError, KeyError, SafetensorError: it cannot be read, or lacks one.
+    """
+    if not names:
+        raise ValueError(f"{checkpoint}: no parameter is quantised, so the weights that are must be buffers")
+    files, few = tensor_files(checkpoint), {}
+    for name in names:
+        with safe_open(files[name], "pt") as opened:
+            part = opened.get_slice(name)
+            rows = -(-FEW // max(1, part.get_shape()[-1]))
+            few[name] = part[:rows].flatten()[:FEW]
+        if not _plain(nn.Parameter(few[name], requires_grad=False)):
+            raise ValueError(f"{checkpoint}: {name} is quantised there")
+    return few

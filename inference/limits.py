@@ -1,0 +1,64 @@
+"""What fits into a target's context, and what does not: one line for the user, before anything is computed."""
+
+import math
+
+from inference.policy import CONFIDENT, TreeConfig
+from inference.target import Target
+
+
+def check_prompt(target: Target, prompt: list[int]) -> None:
+    """Check that a prompt can be decoded.
+
+    Raises:
+        ValueError: it is empty, holds a token that the target does not know, or fills the target's context.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token; of several prompts, at least one prompt")
+    if len(prompt) >= target.context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens but {target.name} reads at most {target.context}: shorten it"
+        )
+    last = target.ends.vocab_size - 1
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token <= last:
+            raise ValueError(
+                f"the prompt holds token {token} but those of {target.name} go from 0 to {last}: encode it with the "
+                "target's own tokenizer"
+            )
+
+
+def check_size(target: Target, nodes: int, name: str) -> None:
+    """Check that a tree fits into the target's context, which is what its cache must be able to hold.
+
+    Args:
+        target: the target.
+        nodes: of the tree, the root included.
+        name: of what drafts it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if nodes > target.context:
+        raise ValueError(
+            f"{name}: a tree of {nodes} nodes is larger than the context of {target.name}, {target.context} tokens: "
+            "draft fewer"
+        )
+
+
+def check_tree(target: Target, tree: TreeConfig, name: str) -> None:
+    """Check that the largest tree of a policy fits into the target's context, before one is grown.
+
+    Raises:
+        ValueError: it does not.
+    """
+    check_size(target, most_nodes(tree), f"{name}: tree {tree.label}")
+
+
+def most_nodes(tree: TreeConfig) -> int:
+    """Return the most nodes of a policy's tree, the root included."""
+    if tree.kind in CONFIDENT:
+        return 1 + tree.nodes
+    if tree.kind == "static":
+        return 1 + len(tree.paths)
+    widths = [1] * tree.depth if tree.kind == "chain" else tree.widths
+    return sum(math.prod(widths[:depth]) for depth in range(len(widths) + 1))

@@ -1,0 +1,143 @@
+"""Quantised targets: verified as any other, one with the heads of the target they were made from; and refusals."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.sources import model_of
+from heads.store import QUANTISED, load_head, save_head
+from inference import loading
+from inference import tree as trees
+from inference.decode import Settings, autoregress, speculate
+from inference.drafters.head import HeadDrafter
+from inference.sample import GREEDY
+from inference.target import Target
+from inference.tree import DraftTree
+from tests import assistants, toys
+from tests.inference.test_decode import Oracle
+
+ROOT = Path(__file__).parents[2]
+TREE = {"kind": "dynamic", "depth": 4, "top_k": 3, "nodes": 9, "paths": [], "widths": []}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("plain")
+    return Target.load(assistants.save(toys.target().model, toys.tokenizer(), folder), "float32", "cpu")
+
+
+# The first is the one that `make setup` installs; the others are tested where their libraries are.
+@pytest.fixture(scope="module", params=["int8", "torchao_int8", "bnb_int8", "bnb_nf4"])
+def quantised(request: pytest.FixtureRequest, plain: Target) -> Target:
+    if request.param != "int8":
+        pytest.importorskip(loading.METHODS[request.param].module)
+    return Target.load(plain.name, "float32", "cpu", quantize=request.param)
+
+
+def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, quantised: Target) -> None:
+    token = torch.tensor([toys.prompt(0)])
+    assert plain.quantized is None
+    assert quantised.quantized is not None
+    assert quantised.takes_trees
+    assert torch.equal(quantised.ends.head_weight(), plain.ends.head_weight())
+    assert torch.equal(quantised.ends.embed(token), plain.ends.embed(token))
+    found, expected = (each.features(token, torch.zeros_like(token)).last for each in (quantised, plain))
+    assert 1e-4 < float((found - expected).abs().mean()) < 0.5
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target, tree: str) -> None:
+    head = toys.head("eagle", quantised)
+    for seed in range(2):
+        expected = autoregress(quantised, toys.prompt(seed), Settings(20, GREEDY)).tokens
+        made = speculate(
+            quantised, HeadDrafter(head, toys.TREES[tree], "eagle"), toys.prompt(seed), Settings(20, GREEDY)
+        )
+        assert toys.lively(expected)
+        assert made.tokens == expected
+        made = speculate(quantised, Oracle(expected, 3), toys.prompt(seed), Settings(20, GREEDY))
+        assert made.tokens == expected
+        assert made.tau == 19 / 5
+
+
+def test_a_trees_features_are_those_of_its_paths(quantised: Target) -> None:
+    quantised.feature_layers = (0, 2)
+    tree = DraftTree(torch.tensor(toys.prompt(9, 6)), torch.tensor([-1, 0, 0, 1, 1, 2]))
+    prompt = torch.tensor(toys.prompt(3, 12))
+    for path in trees.paths(tree):
+        cache = quantised.cache()
+        quantised.prefill(prompt, cache)
+        together = quantised.score(tree, cache)
+        sequence = torch.cat([prompt, tree.token[path]])
+        alone = quantised.features(sequence[None], torch.zeros_like(sequence)[None])
+        # bitsandbytes rounds what enters a layer, so rounding before it can move by a step of that
+        near = 0.05 if quantised.quantized == "bitsandbytes" else 1e-4
+        torch.testing.assert_close(together.hidden[0, path], alone.hidden[0, len(prompt) :], rtol=near, atol=near)
+        torch.testing.assert_close(together.last[0, path], alone.last[0, len(prompt) :], rtol=near, atol=near)
+
+
+def test_a_head_of_the_target_is_one_of_its_quantised_form(plain: Target, quantised: Target, tmp_path: Path) -> None:
+    assert quantised.spec == plain.spec
+    save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
+    load_head(tmp_path / "head", quantised.ends, quantised.spec)
+
+
+def test_a_checkpoint_that_is_quantised_loads_as_it_is(
+    plain: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("torchao")
+    made = Target.load(plain.name, "float32", "cpu", quantize="torchao_int8")
+    folder = assistants.save(made.model, toys.tokenizer(), tmp_path / "quantised")
+    loaded = Target.load(folder, "float32", "cpu")
+    token = torch.tensor([toys.prompt(0)])
+    assert loaded.quantized == "torchao"
+    torch.testing.assert_close(loaded.model(token).logits, made.model(token).logits)
+    assert loaded.spec.fingerprint.startswith(QUANTISED)
+    save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
+    with caplog.at_level(logging.WARNING):
+        load_head(tmp_path / "head", loaded.ends, loaded.spec)
+    assert "cannot be told" in caplog.text
+
+
+def test_refusals_are_one_line(plain: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(words: str, path: str = plain.name, quantize: str | None = "int8") -> None:
+        with pytest.raises(ValueError, match=words) as error:
+            Target.load(path, "float32", "cpu", quantize=quantize)
+        assert "\n" not in str(error.value)
+
+    refused(r"model\.quantize is 'int3': choose one of none, int8, torchao_int8, bnb_int8, bnb_nf4", quantize="int3")
+    gpt2 = assistants.save(toys.target("gpt2").model, toys.tokenizer(), tmp_path / "gpt2")
+    refused(r"has no layer that this quantises \(GPT2LMHeadModel\)", gpt2)  # its layers are convolutions
+    own = Path(assistants.save(plain.model, toys.tokenizer(), tmp_path / "own"))
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 4}}))
+    refused(r"is quantised already \(awq\); leave model\.quantize out", str(own))
+    refused(r"model\.path=.*no causal LM with tokenizer loads from there \(.*AWQ.*pip install", str(own), None)
+    monkeypatch.setattr(loading, "find_spec", lambda _: None)
+    refused(r"needs optimum-quanto, which is not installed: pip install optimum-quanto")
+
+
+def test_the_run_says_how_it_was_quantised_unless_the_user_does(tmp_path: Path, plain: Target) -> None:
+    save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
+    (tmp_path / "config.yaml").write_text(f"model: {{path: {plain.name}, quantize: int8}}")
+    nothing: dict[str, Any] = {"quantize": None}
+    assert model_of(str(tmp_path), nothing)["quantize"] == "int8"
+    assert model_of(str(tmp_path), {"quantize": "none"})["quantize"] == "none"
+    (tmp_path / "config.yaml").write_text(f"model: {{path: {plain.name}}}")
+    assert model_of(str(tmp_path), nothing)["quantize"] is None
+
+
+def test_the_command_on_the_embedded_target() -> None:
+    words = ["model.quantize=int8", "model.dtype=float32", "model.device=cpu", "prompt='def main():'"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "inference" / "run.py"), *words, "max_new_tokens=8"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "8 tokens in 7 target passes" in done.stdout
