@@ -1,11 +1,13 @@
 """What the engine itself costs, on a target of 110M random weights, where a pass is a pass of a real model.
 
-    python benchmarks/engine.py [--dtype float32] [--tokens 48]
+    python benchmarks/engine.py [--dtype float32] [--tokens 48] [--eager]
 
 1. Overhead: the share of a step that is spent neither in the target's pass nor in the head's, chain and tree.
 2. Efficiency: the speedup that was measured over the one that τ and the passes' own times allow,
    τ · t_plain / (t_verify + t_draft), each of the three times measured in a loop of nothing but that pass.
 3. Plain decoding against HF `generate`, with its dynamic and its static cache.
+
+All of it runs twice: as the model is, and compiled (`engine.compile=true`; HF's static cache with its own compilation).
 
 Random weights accept nothing that a head drafts, so the drafts of part 2 are read from the target's own answer and
 cost nothing (t_draft is 0): a chain of true tokens, and the same beside wrong ones in a tree. Those of part 1 come from
@@ -25,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaConfig
 
 from data.prompts import Prompt
 from eval.live import interleave
@@ -183,22 +185,33 @@ def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt
 
 
 def against_hf(target: Target, prompts: list[Prompt], settings: Settings) -> None:
-    """Print plain decoding's speed over that of HF generate, with both kinds of cache."""
+    """Print plain decoding's speed over that of HF generate, with both kinds of cache, the static one compiled too."""
     print("\nplain decoding here over HF generate, prefill included in both")
+    everywhere = CompileConfig(mode="default")
+    everywhere._compile_all_devices = True  # else it compiles on accelerators alone
+    caches: dict[str, dict[str, Any]] = {
+        "dynamic": {},
+        "static": {"cache_implementation": "static", "disable_compile": True},
+        "compiled": {"cache_implementation": "static", "compile_config": everywhere},
+    }
+    if target.compiled is None:
+        del caches["compiled"]
 
-    def hf(prompt: list[int], kind: str | None) -> Generation:
+    def hf(prompt: list[int], kind: str) -> Generation:
         begin = time.perf_counter()
         generate: Any = target.model.generate
-        extra = {} if kind is None else {"cache_implementation": kind, "disable_compile": True}
         out = generate(
-            torch.tensor([prompt]), max_new_tokens=settings.max_new_tokens, do_sample=False, pad_token_id=0, **extra
+            torch.tensor([prompt]),
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **caches[kind],
         )
         return Generation(tokens=out[0, len(prompt) :].tolist(), decode_s=time.perf_counter() - begin)
 
     runners: dict[str, Callable[[list[int]], Generation]] = {
         "here": lambda prompt: autoregress(target, prompt, settings),
-        "dynamic": lambda prompt: hf(prompt, None),
-        "static": lambda prompt: hf(prompt, "static"),
+        **{kind: lambda prompt, kind=kind: hf(prompt, kind) for kind in caches},
     }
     runs = interleave(runners, prompts, REPEATS, 1, 0)
     total = {
@@ -206,7 +219,7 @@ def against_hf(target: Target, prompts: list[Prompt], settings: Settings) -> Non
         for name, found in runs.items()
     }
     same = all(a[0].tokens == b[0].tokens for a, b in zip(runs["here"], runs["dynamic"], strict=True))
-    for kind in ("dynamic", "static"):
+    for kind in caches:
         print(f"{kind:8} cache {total[kind] / total['here']:6.3f}{'' if same else ' (other tokens!)'}")
 
 
@@ -215,18 +228,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What the engine itself costs.")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--eager", action="store_true", help="do not compile")
     asked = parser.parse_args()
     target = random_target(asked.dtype)
     own: Any = HEADS["eagle"](HEADS["eagle"].Config(**EAGLE), target.ends)
     head = own.to(target.dtype).eval().requires_grad_(False)
-    settings = Settings(asked.tokens, GREEDY)
     prompts = random_prompts(4)
     size = sum(parameter.numel() for parameter in target.model.parameters())
     print(f"{size / 1e6:.0f}M parameters, {device_facts(target.device, target.dtype)}")
-    answers = {tuple(each.token): autoregress(target, each.token, settings).tokens for each in prompts}
-    overhead(target, head, prompts[0].token, asked.tokens)
-    efficiency(target, readers(answers), prompts, settings)
-    against_hf(target, prompts, settings)
+    for compiled in (False,) if asked.eager else (False, True):
+        if compiled:
+            begin = time.perf_counter()
+            target.compile()
+            speculate(target, HeadDrafter(head, TREES["tree"], "tree"), prompts[0].token, Settings(8, GREEDY))
+            print(f"\ncompiled, which took {time.perf_counter() - begin:.0f} s")
+        settings = Settings(asked.tokens, GREEDY)
+        answers = {tuple(each.token): autoregress(target, each.token, settings).tokens for each in prompts}
+        overhead(target, head, prompts[0].token, asked.tokens)
+        efficiency(target, readers(answers), prompts, settings)
+        against_hf(target, prompts, settings)
 
 
 if __name__ == "__main__":
