@@ -3,6 +3,7 @@
 Compiled by dynamo alone: its graph is run as it is, operation by operation. What inductor makes of it is a slow test.
 """
 
+import copy
 import inspect
 import types
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def head(name: str, target: Target, tree: str) -> HeadDrafter:
-    own: Any = toys.head(name, target)
+    own: Any = toys.head(name, target).to(target.device)
     return HeadDrafter(own, toys.TREES[tree], name)
 
 
@@ -196,3 +197,17 @@ def test_inductor_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     after = decoded(target, sources, GREEDY)
     target.compiled = None
     assert all_tokens(after) == all_tokens(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_graphs_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    cpu = toys.target("llama", DOUBLE)
+    target = Target(copy.deepcopy(cpu.model).to("cuda"), cpu.tokenizer, "llama")
+    sources: dict[str, Drafter] = {"plain": Plain(target.device), "eagle": head("eagle", target, "dynamic")}
+    before = decoded(target, sources, GREEDY)
+    target.compile()
+    assert target.compiled is not None
+    assert target.compiled.static
+    assert all_tokens(decoded(target, sources, GREEDY)) == all_tokens(before)
