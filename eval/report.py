@@ -158,7 +158,7 @@ NOTES = (
     "Times and drafted tokens are per step, a step being one target pass with the draft before it. τ is what a step "
     "gains, its time over that of plain decoding's step is what it costs, and the quotient is the speedup: a verify "
     "time far above plain decoding's says that the tree is wide for this device, a long draft time, a slow head.",
-    "x4 behind a name is a batch of 4 (x8, of 8): sequences that share target passes, and that the next prompts replace "
+    "x4 behind a name is a batch of 4: sequences that share target passes, and that the next prompts replace "
     "as they end. A pass counts as a step of each sequence in it, with an even share of its time; tok/s is that of all "
     "sequences together, and latency what one request waits, its prefill included.",
     "A drafter that is slower than plain decoding is marked so.",
