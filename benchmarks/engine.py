@@ -1,16 +1,17 @@
 """What the engine itself costs, on a target of 110M random weights, where a pass is a pass of a real model.
 
-    python benchmarks/engine.py [--dtype float32] [--batches 1 2 4 8 16 32] [--tokens 64]
+    python benchmarks/engine.py [--dtype float32] [--tokens 48] [--eager]
 
 1. Overhead: the share of a step that is spent neither in the target's pass nor in the head's, chain and tree.
 2. Efficiency: the speedup that was measured over the one that τ and the passes' own times allow,
    τ · t_plain / (t_verify + t_draft), each of the three times measured in a loop of nothing but that pass.
 3. Plain decoding against HF `generate`, with its dynamic and its static cache.
-4. Throughput and latency of plain decoding, a chain and a tree at every batch size.
 
-Random weights accept nothing that a head drafts, so the drafts of parts 2 and 4 are read from the target's own answer
-and cost nothing (t_draft is 0): a chain of true tokens, and the same beside wrong ones in a tree. Those of part 1 come
-from a real EAGLE head with random weights.
+All of it runs twice: as the model is, and compiled (`engine.compile=true`; HF's static cache with its own compilation).
+
+Random weights accept nothing that a head drafts, so the drafts of part 2 are read from the target's own answer and
+cost nothing (t_draft is 0): a chain of true tokens, and the same beside wrong ones in a tree. Those of part 1 come from
+a real EAGLE head with random weights. Batches are in `batches.py`, long contexts in `long_context.py`.
 """
 
 import argparse
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaConfig
 
 from data.prompts import Prompt
 from eval.live import interleave
@@ -35,7 +36,6 @@ from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Commit, Context, Drafter, Proposal
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
 from inference.sample import GREEDY
 from inference.target import DTYPES, Target
@@ -81,6 +81,26 @@ class Reader:
         token = [context.token[-1], *true, *(others if true else [])]
         parent = [*range(-1, len(true)), *([0] * (len(token) - len(true) - 1))]
         return Proposal(DraftTree(torch.tensor(token), torch.tensor(parent)))
+
+
+def random_target(dtype: str, **shape: int) -> Target:
+    """Return a target of random weights that never ends its answers."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | shape)).to(DTYPES[dtype])
+    target = Target(model, AutoTokenizer.from_pretrained(str(ROOT / "examples" / "tiny")), "random")
+    target.eos = frozenset()
+    return target
+
+
+def random_prompts(count: int) -> list[Prompt]:
+    """Return prompts of random tokens."""
+    chance = torch.Generator().manual_seed(1)
+    return [Prompt(str(i), torch.randint(VOCABULARY, (PROMPT,), generator=chance).tolist(), "") for i in range(count)]
+
+
+def readers(answers: dict[tuple[int, ...], list[int]]) -> dict[str, Drafter]:
+    """Return the chain and the tree of known answers."""
+    return {"chain": Reader(answers, TRUE, "chain"), "tree": Reader(answers, 8, "tree")}
 
 
 def seconds(run: Callable[[], Any], repeats: int = 20) -> float:
@@ -165,22 +185,33 @@ def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt
 
 
 def against_hf(target: Target, prompts: list[Prompt], settings: Settings) -> None:
-    """Print plain decoding's speed over that of HF generate, with both kinds of cache."""
+    """Print plain decoding's speed over that of HF generate, with both kinds of cache, the static one compiled too."""
     print("\nplain decoding here over HF generate, prefill included in both")
+    everywhere = CompileConfig(mode="default")
+    everywhere._compile_all_devices = True  # else it compiles on accelerators alone
+    caches: dict[str, dict[str, Any]] = {
+        "dynamic": {},
+        "static": {"cache_implementation": "static", "disable_compile": True},
+        "compiled": {"cache_implementation": "static", "compile_config": everywhere},
+    }
+    if target.compiled is None:
+        del caches["compiled"]
 
-    def hf(prompt: list[int], kind: str | None) -> Generation:
+    def hf(prompt: list[int], kind: str) -> Generation:
         begin = time.perf_counter()
         generate: Any = target.model.generate
-        extra = {} if kind is None else {"cache_implementation": kind, "disable_compile": True}
         out = generate(
-            torch.tensor([prompt]), max_new_tokens=settings.max_new_tokens, do_sample=False, pad_token_id=0, **extra
+            torch.tensor([prompt]),
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **caches[kind],
         )
         return Generation(tokens=out[0, len(prompt) :].tolist(), decode_s=time.perf_counter() - begin)
 
     runners: dict[str, Callable[[list[int]], Generation]] = {
         "here": lambda prompt: autoregress(target, prompt, settings),
-        "dynamic": lambda prompt: hf(prompt, None),
-        "static": lambda prompt: hf(prompt, "static"),
+        **{kind: lambda prompt, kind=kind: hf(prompt, kind) for kind in caches},
     }
     runs = interleave(runners, prompts, REPEATS, 1, 0)
     total = {
@@ -188,25 +219,8 @@ def against_hf(target: Target, prompts: list[Prompt], settings: Settings) -> Non
         for name, found in runs.items()
     }
     same = all(a[0].tokens == b[0].tokens for a, b in zip(runs["here"], runs["dynamic"], strict=True))
-    for kind in ("dynamic", "static"):
+    for kind in caches:
         print(f"{kind:8} cache {total[kind] / total['here']:6.3f}{'' if same else ' (other tokens!)'}")
-
-
-def batches(target: Target, sources: dict[str, Drafter], prompts: list[Prompt], asked: argparse.Namespace) -> None:
-    """Print tokens/s of all together and seconds of one request at every batch size."""
-    print("\nbatch  " + "".join(f"{name:>9} tok/s  latency s   over plain" for name in sources))
-    for size in asked.batches:
-        given = [prompts[i % len(prompts)].token for i in range(size)]
-        rates: dict[str, tuple[float, float]] = {}
-        for _ in range(2):  # the first round warms up
-            for name, source in sources.items():
-                begin = time.perf_counter()
-                made = speculate(target, source, given, Settings(asked.tokens, GREEDY), batch_size=size)
-                spent = time.perf_counter() - begin - sum(run.prefill_s for run in made)
-                rate = sum(len(run.tokens) - 1 for run in made) / spent
-                rates[name] = rate, statistics.median(run.latency_s for run in made)
-        line = "".join(f"{rate:15.1f} {wait:10.2f} {rate / rates['plain'][0]:12.2f}" for rate, wait in rates.values())
-        print(f"{size:5}  {line}", flush=True)
 
 
 def main() -> None:
@@ -214,25 +228,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What the engine itself costs.")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--eager", action="store_true", help="do not compile")
     asked = parser.parse_args()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).to(DTYPES[asked.dtype])
-    target = Target(model, AutoTokenizer.from_pretrained(str(ROOT / "examples" / "tiny")), "random")
-    target.eos = frozenset()
+    target = random_target(asked.dtype)
     own: Any = HEADS["eagle"](HEADS["eagle"].Config(**EAGLE), target.ends)
     head = own.to(target.dtype).eval().requires_grad_(False)
-    settings = Settings(asked.tokens, GREEDY)
-    chance = torch.Generator().manual_seed(1)
-    prompts = [Prompt(str(i), torch.randint(VOCABULARY, (PROMPT,), generator=chance).tolist(), "") for i in range(4)]
-    size = sum(parameter.numel() for parameter in model.parameters())
+    prompts = random_prompts(4)
+    size = sum(parameter.numel() for parameter in target.model.parameters())
     print(f"{size / 1e6:.0f}M parameters, {device_facts(target.device, target.dtype)}")
-    answers = {tuple(each.token): autoregress(target, each.token, settings).tokens for each in prompts}
-    chain, tree = Reader(answers, TRUE, "chain"), Reader(answers, 8, "tree")
-    overhead(target, head, prompts[0].token, asked.tokens)
-    efficiency(target, {"chain": chain, "tree": tree}, prompts, settings)
-    against_hf(target, prompts, settings)
-    batches(target, {"plain": Plain(target.device), "chain": chain, "tree": tree}, prompts, asked)
+    for compiled in (False,) if asked.eager else (False, True):
+        if compiled:
+            begin = time.perf_counter()
+            target.compile()
+            speculate(target, HeadDrafter(head, TREES["tree"], "tree"), prompts[0].token, Settings(8, GREEDY))
+            print(f"\ncompiled, which took {time.perf_counter() - begin:.0f} s")
+        settings = Settings(asked.tokens, GREEDY)
+        answers = {tuple(each.token): autoregress(target, each.token, settings).tokens for each in prompts}
+        overhead(target, head, prompts[0].token, asked.tokens)
+        efficiency(target, readers(answers), prompts, settings)
+        against_hf(target, prompts, settings)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,13 @@ class TunerConfig:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs: whether the target's verification passes are compiled."""
+
+    compile: bool
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """One evaluation.
 
@@ -61,9 +68,11 @@ class EvalConfig:
         seed: of sampling, of the order of measurement and of the intervals.
         dtype: in which speed is measured.
         gate_dtype: in which tokens are compared with plain decoding's.
+        engine: how both plain and speculative decoding run.
         repeats, warmup: timed passes over the prompts, and prompts that run before them.
         hf: whether HF generate is timed too.
-        tune: find the head's best tree and write it into its config, in place of a report.
+        tune: find the head's best tree at every batch size and write that of the smallest into its config, in place
+            of a report.
         tuner: what is tried for that.
     """
 
@@ -89,6 +98,7 @@ class EvalConfig:
     seed: int
     dtype: str
     gate_dtype: str
+    engine: EngineConfig
     repeats: int
     warmup: int
     hf: bool
@@ -129,8 +139,6 @@ class EvalConfig:
             raise ValueError(
                 f"drafter is {', '.join(self.drafter)}: tune=true finds the tree of a head, set drafter=head"
             )
-        if self.batch_sizes() != [1]:
-            raise ValueError(f"batch_size is {self.batch_size}: tune=true finds the tree for batch_size=1")
         if len(self.runs()) != 1 or self.compare:
             raise ValueError("tune=true takes the head of one run: give run=outputs/NAME, and no compare")
         if self.temperatures() != [0.0] or self.repetition_penalty != 1 or is_lossy(self.rule):

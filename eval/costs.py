@@ -8,73 +8,98 @@ processor's cache, and reports less than the part costs.
 
 import random
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from eval.machine import synchronize
 from eval.replay import Text
-from inference.decode import Settings, autoregress, speculate
-from inference.drafters import Commit, Context, Proposal
+from inference.batch import Batch, twin
+from inference.decode import Settings, Step
+from inference.drafters import Commit, Context, Drafter, Proposal
 from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
+from inference.speed import Costs, cycled, draft_key, rising
 from inference.target import Target
 from inference.tree import DraftTree
-from inference.tuner import Costs, between, draft_key, rising
 
 ROUNDS = 20  # over the texts, at most: what is rare in them is then left as it is
+TURNS = 3  # of plain decoding and playback, at least: a machine that slows down for a while must not slow one alone
+SPARE = 8  # texts that follow those of a batch
+WARM = 8  # tokens of a text that are decoded before anything counts
 Samples = defaultdict[int, list[float]]
 T = TypeVar("T")
+
+
+class Script:
+    """What the sequences of a batch draft, pass by pass, and the samples that they take.
+
+    Attributes:
+        texts: those being decoded, by prompt.
+        size: the nodes that every sequence drafts in the pass at hand.
+        draft: seconds of a proposal, by the tree's `draft_key`.
+        commit: seconds of the head's pass over committed rows, by their number.
+    """
+
+    def __init__(self, measured: Sequence[TreeConfig], sizes: Sequence[int], seed: int) -> None:
+        shuffle = random.Random(seed)
+        deepest = max((tree.deepest for tree in measured), default=max(sizes))
+        self.next_tree = rotation(measured, shuffle)
+        self.next_size, self.next_accepted = rotation(sizes, shuffle), rotation(range(deepest + 1), shuffle)
+        self.texts: dict[tuple[int, ...], Text] = {}
+        self.size = 0
+        self.draft: defaultdict[str, list[float]] = defaultdict(list)
+        self.commit: Samples = defaultdict(list)
+
+    def begin(self) -> None:
+        """Choose the size of the next pass."""
+        self.size = next(self.next_size)
 
 
 class Playback:
     """Times a head's proposals and commits, and drafts trees of given sizes that hold a recorded text's tokens.
 
-    Attributes:
-        text: the text that is decoded.
-        draft: seconds of a proposal, by the tree's `draft_key`.
-        commit: seconds of the head's pass over committed rows, by their number.
+    One a sequence; a head of None has nothing to be timed.
     """
 
     name, tree = "playback", "playback"
 
-    def __init__(
-        self, target: Target, head: HeadDrafter, measured: Sequence[TreeConfig], sizes: Sequence[int], seed: int
-    ) -> None:
-        self.target, self.head = target, head
-        self.feature_layers = head.feature_layers
-        shuffle = random.Random(seed)
-        deepest = max(tree.deepest for tree in measured)
-        self.next_tree = rotation(measured, shuffle)
-        self.next_size, self.next_accepted = rotation(sizes, shuffle), rotation(range(deepest + 1), shuffle)
+    def __init__(self, target: Target, head: HeadDrafter | None, script: Script) -> None:
+        self.target, self.head, self.script = target, head, script
+        self.feature_layers = () if head is None else head.feature_layers
         self.text = Text([], 0, 0)
-        self.draft: defaultdict[str, list[float]] = defaultdict(list)
-        self.commit: Samples = defaultdict(list)
 
     def reset(self, prompt: list[int]) -> None:
         """Begin a new sequence."""
-        self.head.reset(prompt)
+        self.text = self.script.texts[tuple(prompt)]
+        if self.head is not None:
+            self.head.reset(prompt)
 
     def forget(self) -> None:
         """Nothing outlives a sequence but the samples."""
 
     def observe(self, commit: Commit) -> None:
         """Let the head commit rows, timed unless they are a prompt's."""
+        if self.head is None:
+            return
         start = self.clock()
         self.head.observe(commit)
         if commit.verified is not None:
-            self.commit[len(commit.token)].append(self.clock() - start)
+            self.script.commit[len(commit.token)].append(self.clock() - start)
 
     def propose(self, context: Context) -> Proposal:
-        """Time one of the head's trees, and hand over one of the sizes to be measured."""
-        self.head.config = next(self.next_tree)
-        start = self.clock()
-        self.head.propose(context._replace(room=self.head.config.deepest))
-        self.draft[draft_key(self.head.config)].append(self.clock() - start)
+        """Time one of the head's trees, and hand over one of the size to be measured."""
+        if self.head is not None:
+            self.head.config = next(self.script.next_tree)
+            start = self.clock()
+            self.head.propose(context._replace(room=self.head.config.deepest))
+            self.script.draft[draft_key(self.head.config)].append(self.clock() - start)
         following = self.text.token[len(context.token) :][: max(context.room, 0)]
-        accepted, size = next(self.next_accepted), next(self.next_size)
+        accepted, size = next(self.script.next_accepted), self.script.size
         if context.room < 1 or not self.target.takes_trees:  # a node of a chain lies deep
             size = min(size, max(context.room, 0))
         return Proposal(planted(context.token[-1], following[: min(accepted, size)], size, self.target))
@@ -111,54 +136,92 @@ def planted(root: int, tokens: Sequence[int], size: int, target: Target) -> Draf
 
 def measure(
     target: Target,
-    head: HeadDrafter,
+    head: HeadDrafter | None,
     texts: Sequence[Text],
     measured: Sequence[TreeConfig],
     sizes: Sequence[int],
     samples: int,
     settings: Settings,
+    batch: int = 1,
 ) -> Costs:
-    """Measure the costs on recorded texts, plain decoding and playback in turn, one sequence at a time.
+    """Measure the costs on recorded texts, plain decoding and playback in turn.
 
     Args:
         target: the target that wrote them.
-        head: the draft head as a draft source; its tree is overwritten.
+        head: the draft head as a draft source; its tree is overwritten. None: a draft that costs nothing.
         texts: what is decoded again.
-        measured: the trees whose proposals are timed.
+        measured: the trees whose proposals are timed; none without a head.
         sizes: the drafted nodes whose verification is timed; 0 is plain decoding's pass.
         samples: how often each at least.
         settings: those that the texts were written under.
+        batch: how many sequences are decoded side by side; passes over fewer do not count.
     """
-    playback = Playback(target, head, measured, sizes, settings.seed)
+    script = Script(measured, sizes, settings.seed)
+    script.texts = {tuple(text.token[: text.start]): text for text in texts}
+    heads = [head, *(twin(head) for _ in range(batch - 1))] if head is not None else [None] * batch
+    players = [Playback(target, each, script) for each in heads]
     verify: Samples = defaultdict(list)
     settle: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
     plain: list[float] = []
     wanted = {draft_key(tree) for tree in measured}
-    for round_ in range(ROUNDS + 1):
-        for text in texts:
-            prompt, playback.text = text.token[: text.start], text
-            alone = autoregress(target, prompt, settings)
-            made = speculate(target, playback, prompt, settings)
-            if round_ == 0:  # what the first calls of everything cost is not what later ones do
-                playback.draft.clear()
-                playback.commit.clear()
-                break
-            plain += [step.draft_s + step.verify_s + step.other_s for step in alone.steps]
-            for step in made.steps:
-                verify[step.drafted].append(step.verify_s)
+    decode(target, players, cycled(texts, batch)[:batch], replace(settings, max_new_tokens=WARM), script.begin)
+    script.draft.clear()  # what the first calls of everything cost is not what later ones do
+    script.commit.clear()
+    for turn, group in enumerate(groups(texts, batch)):
+        alone = decode(target, [Plain(target.device) for _ in players], group, settings, lambda: None)
+        made = decode(target, players, group, settings, script.begin)
+        plain += [sum(step.draft_s + step.verify_s + step.other_s for step in row) for row in alone]
+        for row in made:
+            verify[max(step.drafted for step in row)].append(sum(step.verify_s for step in row))
+            for step in row:
                 settle[step.accepted > 1][step.drafted].append(step.other_s)
-        scarce = [playback.draft[key] for key in wanted] + [verify[size] for size in sizes]
-        if round_ > 0 and min(map(len, scarce)) >= samples:
+        scarce = [script.draft[key] for key in wanted] + [verify[size] for size in sizes]
+        if turn + 1 >= TURNS and min(map(len, scarce)) >= samples:
             break
     straight, gaps = ({size: typical(each) for size, each in one.items()} for one in settle)
     return Costs(
-        batch=1,
+        batch=batch,
         plain=typical(plain),
-        verify=rising({size: typical(each) for size, each in verify.items()}),
+        verify=rising({size: typical(each) for size, each in verify.items() if each}),
         settle=(straight, gaps or straight),
-        draft={key: typical(each) for key, each in playback.draft.items()},
-        commit={rows: typical(each) for rows, each in playback.commit.items()},
+        draft={key: typical(each) for key, each in script.draft.items()},
+        commit={rows: typical(each) for rows, each in script.commit.items()} or {1: 0.0},
     )
+
+
+def groups(texts: Sequence[Text], batch: int) -> Iterator[list[Text]]:
+    """Yield texts to decode in turns, together `ROUNDS` times all of them at most.
+
+    Beside one another some end early: a few more than fit follow those.
+    """
+    size = batch + (SPARE if batch > 1 else 0)
+    every = cycled(texts, size * -(-ROUNDS * len(texts) // size))
+    for first in range(0, len(every), size):
+        yield every[first : first + size]
+
+
+@torch.inference_mode()
+def decode(
+    target: Target, drafters: Sequence[Drafter], texts: Sequence[Text], settings: Settings, begin: Callable[[], None]
+) -> list[list[Step]]:
+    """Decode texts in the engine, one for each drafter at a time; return the steps of every pass over so many.
+
+    `begin` is called before each pass.
+    """
+    target.feature_layers = drafters[0].feature_layers
+    batch = Batch(target, drafters)
+    waiting = deque(enumerate(texts))
+    full = []
+    while len(waiting) + len(batch.rows) >= len(drafters):
+        while batch.free:
+            number, text = waiting.popleft()
+            batch.admit(number, text.token[: text.start], settings)
+        begin()
+        sessions = [row.session for row in batch.rows]
+        batch.step()
+        full.append([session.made.steps[-1] for session in sessions])
+        batch.release()
+    return full
 
 
 @torch.inference_mode()
@@ -173,7 +236,7 @@ def verification(
     vocabulary = target.ends.vocab_size
     target.feature_layers = ()
     for context in contexts:
-        if context + max(sizes) + 1 > target.context:
+        if not 0 < context < target.context - max(sizes):
             continue
         cache = target.cache()
         target.prefill(torch.tensor(shuffle.choices(range(vocabulary), k=context), device=target.device), cache)
@@ -189,12 +252,6 @@ def verification(
                 cache.keep(context, [])
         found[context] = rising({size: typical(each) for size, each in seconds.items()})
     return found
-
-
-def at_context(costs: Costs, verify: Mapping[int, float]) -> Costs:
-    """Return the costs with another context's verification pass, in plain decoding too."""
-    plain = costs.plain - between(costs.verify, 0) + between(verify, 0)
-    return Costs(costs.batch, plain, verify, costs.settle, costs.draft, costs.commit)
 
 
 def typical(values: Sequence[float]) -> float:

@@ -19,9 +19,9 @@ from inference.drafters.head import HeadDrafter
 from inference.policy import CONFIDENT, TreeConfig, candidates
 from inference.rng import Generator
 from inference.sample import GREEDY
+from inference.speed import Step
 from inference.target import Pass, Target
 from inference.tree import DraftTree
-from inference.tuner import Step
 
 FIXED = 16  # a head with no more depths than these has all of them unrolled: some can do nothing else
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from data.prompts import Prompt
-from eval.config import EvalConfig
+from eval.config import EngineConfig, EvalConfig
 from eval.drafters import load_drafters
 from eval.live import PLAIN, Session, measure, rows
 from eval.lossless import Gate, gate, labelled
@@ -54,14 +54,14 @@ def evaluate(config: EvalConfig) -> Report:
     model = model_of(runs[0] if runs else None, config.model)
     out = folder_for(config.out, runs, list(config.drafter))
     workload = workload_of(config, model)
-    target = load_target(model, config.gate_dtype)
+    target = load_target(model, config.gate_dtype, config.engine)
     prompts = load_workload(workload, target, config.prompts, config.truncate)
     gates = check(config, target, prompts)
     dtype = speed_dtype(config, model, target.device)
     if dtype != config.gate_dtype:
         del target
         gc.collect()  # two copies of a large target may not fit
-        target = load_target(model, dtype)
+        target = load_target(model, dtype, config.engine)
     report = Report(
         target={"name": model["name"], "path": model["path"], **described(target)},
         device=device_facts(target.device, target.dtype),
@@ -87,7 +87,7 @@ def tuned(config: EvalConfig) -> bool:
     model = model_of(runs[0], config.model)
     workload = workload_of(config, model)
     device = torch.device(model["device"] or default_device())
-    target = load_target(model, speed_dtype(config, model, device))
+    target = load_target(model, speed_dtype(config, model, device), config.engine)
     prompts = load_workload(workload, target, config.prompts, config.truncate)
     out = folder_for(config.out, runs, list(config.drafter))
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
@@ -117,9 +117,12 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
     return Path(out).expanduser() if out else own if own.is_dir() else Path("outputs") / own.name
 
 
-def load_target(model: Mapping[str, Any], dtype: str) -> Target:
-    """Load the target in a dtype, which is that of what is not quantised."""
-    return Target.load(model["path"], dtype, model["device"], bool(model["trust_remote_code"]), model["quantize"])
+def load_target(model: Mapping[str, Any], dtype: str, engine: EngineConfig) -> Target:
+    """Load the target in a dtype, which is that of what is not quantised, and compile it if the engine is to be."""
+    target = Target.load(model["path"], dtype, model["device"], bool(model["trust_remote_code"]), model["quantize"])
+    if engine.compile:
+        target.compile()
+    return target
 
 
 def speed_dtype(config: EvalConfig, model: Mapping[str, Any], device: torch.device) -> str:
@@ -191,7 +194,13 @@ def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:
     """Return what the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     keys = ("max_new_tokens", "min_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
-    return {"prompts": prompts, **{key: getattr(config, key) for key in keys}, "provenance": provenance()}
+    chosen = {key: getattr(config, key) for key in keys}
+    return {
+        "prompts": prompts,
+        **chosen,
+        "engine": "compiled" if config.engine.compile else "eager",
+        "provenance": provenance(),
+    }
 
 
 def show(report: Report, out: Path) -> None:

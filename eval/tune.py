@@ -2,41 +2,43 @@
 
 Each kind of tree is a family. All of its trees are replayed on the target's recorded text and priced with the costs
 measured in the engine; the most promising are priced again from more samples, and the best one of each family is timed
-against plain decoding beside the tree that the head has now.
+against plain decoding beside the tree that the head has now. At further batch sizes the best chain and the best tree
+are.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
 from data.prompts import Prompt
 from eval import costs as costing
 from eval import metrics
-from eval.config import EvalConfig, TunerConfig
+from eval.config import EvalConfig
+from eval.grid import Tried, distinct, hopeful, proposed, sizes_for, tried, unlimited
 from eval.live import PLAIN, measure
 from eval.lossless import gate
 from eval.machine import device_facts, provenance
-from eval.replay import Record, Text, record, replay, write
+from eval.replay import Text, record, write
 from eval.sources import overlay
-from eval.tuned import Candidate, Measured, Tuning, conclude
+from eval.tuned import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.hub import resolve_head
 from heads.store import load_head, read_config, save_tree
 from heads.typed import typed
+from inference.batch import Batch
 from inference.decode import Generation, Settings
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
+from inference.speed import Costs, at_context, cycled, mean, predict, rising
 from inference.target import Target
-from inference.tuner import Costs, acceptance, best_static, draft_key, predict
+from inference.tuner import acceptance
 
-OWN = "as it is"  # the family of the tree that the head has
 FINALISTS = 3  # of each family, priced again
 AGAIN = 4  # times as many samples for that
 
@@ -44,11 +46,15 @@ AGAIN = 4  # times as many samples for that
 # to many would pass below it.
 SIZES = (0, 1, 2, 4, 8)
 
-Families = dict[str, list[TreeConfig]]
+T = TypeVar("T")
+Group = Callable[[Tried], str]
 
 
 def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
-    """Find the best tree for the head of a run, and write it into the head's config where it beats plain decoding.
+    """Find the best tree for the head of a run at every batch size.
+
+    The one for the smallest is written into the head's config where it beats plain decoding. Half of the prompts
+    choose; what is chosen is predicted for the other half, and measured on it.
 
     Args:
         config: the evaluation; one run, greedy.
@@ -56,48 +62,48 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
         prompts: what the target answers.
 
     Raises:
-        ValueError: no head, one of another target, or no answer longer than a token.
+        ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot
+            verify.
     """
-    run, grid = config.runs()[0], config.tuner
+    run, grid, asked = config.runs()[0], config.tuner, sorted(set(config.batch_sizes()))
+    Batch(target, [Plain(target.device)] * asked[-1])  # says now, and not after minutes, that the target takes none
     folder = resolve_head(run)
     saved = read_config(folder)["tree"]
     own = typed(TreeConfig, overlay(saved, config.tree))
     head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
     settings = Settings(config.max_new_tokens, config.sampling(0.0), seed=config.seed)
-    texts = write(target, [prompt.token for prompt in prompts], settings)
-    if not texts:
+    answered = [(each, text) for each in prompts for text in write(target, [each.token], settings)]
+    if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
     deepest = min(head.max_depth, max(own.deepest, *grid.depths))
-    everything = unlimited(grid, own, deepest)
-    records = [record(target, head, text, everything, deepest) for text in progress("replaying", texts)]
-    table = acceptance(torch.tensor([row for each in records for row in each.rank]), max(grid.top_k))
-    families = proposed(grid, table, own, deepest, target.takes_trees)
+    largest = unlimited(grid, own, deepest)
+    texts = [text for _, text in answered]
+    chosen, held = halves([record(target, head, text, largest, deepest) for text in progress("replaying", texts)])
+    table = acceptance(torch.tensor([row for each in chosen for row in each.rank]), max(grid.top_k))
+    trees = tried(proposed(grid, table, own, deepest, target.takes_trees), chosen, held)
+    bench = Bench(config, target, HeadDrafter(head, own, "head"), texts, halves([each for each, _ in answered])[1])
+    most = target.context - max(bench.sizes) - 1
+    here = min(most, round(mean([text.start + text.made / 2 for text in texts])))  # the workload's context
+    contexts = costing.verification(target, bench.sizes, [here, *grid.contexts], 2 * grid.samples, config.seed)
+    costs: dict[int, Costs] = {}
+    found: list[AtBatch] = []
+    for batch in sorted({1, *asked}):
+        trees = hopeful(trees, costs)
+        costs[batch] = bench.costs(trees, grid.samples, batch)
+        if batch in asked:
+            group: Group = (lambda one: one.kind) if found else (lambda one: one.family)
+            finalists = [one for each in ranked(trees, costs, batch, group) for one in each[:FINALISTS]]
+            costs[batch] = bench.costs(finalists, AGAIN * grid.samples, batch, costs[batch])
+            candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch, contexts, here)
+            best = fastest(candidates)
+            done = keep(best.tree, run, folder, saved) if best and not found else ""
+            found.append(AtBatch(batch, costs[batch], candidates, best, conclude(batch, candidates, done)))
+    return Tuning(settings_of(config, target, len(chosen), len(held)), table.tolist(), contexts, found)
 
-    def costs_of(trees: Families, samples: int) -> Costs:
-        return costing.measure(target, HeadDrafter(head, own, "head"), texts, distinct(trees), sizes, samples, settings)
 
-    sizes = sorted({*SIZES, *grid.nodes})
-    costs = costs_of(families, grid.samples)
-    finalists = {name: priced(name, trees, records, costs, {})[:FINALISTS] for name, trees in families.items()}
-    families = {name: [one.tree for one in each] for name, each in finalists.items()}
-    costs = costs_of(families, AGAIN * grid.samples)
-    contexts = costing.verification(target, sizes, grid.contexts, grid.samples, config.seed)
-    ranked = {name: priced(name, trees, records, costs, contexts) for name, trees in families.items()}
-    winners = {name: each[0] for name, each in ranked.items()}
-    timed = measured(config, target, head, winners, prompts, settings)
-    closest = max(timed.values(), key=lambda one: one.gain)
-    best = closest if closest.gain > 1 else None
-    done = "" if best is None else keep(best.tree, run, folder, saved)
-    return Tuning(
-        settings=settings_of(config, target, len(texts)),
-        accepted=table.tolist(),
-        costs=costs,
-        contexts=contexts,
-        candidates=[one for name, each in ranked.items() for one in (timed[name], *each[1:])],
-        best=best,
-        verdict=conclude(costs.batch, best, closest, done),
-        passed=all(one.measured is None or not one.measured.lossless["failed"] for one in timed.values()),
-    )
+def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
+    """Return every other item, and the rest; one item is both."""
+    return list(items[::2]), list(items[1::2] or items)
 
 
 def progress(what: str, texts: Sequence[Text]) -> Iterable[Text]:
@@ -106,100 +112,107 @@ def progress(what: str, texts: Sequence[Text]) -> Iterable[Text]:
     return track(texts, what, console=console, transient=True, disable=not console.is_terminal)
 
 
-def unlimited(grid: TunerConfig, own: TreeConfig, depth: int) -> list[TreeConfig]:
-    """Return the trees to grow at every token: of each kind and top_k the one that holds all others."""
-    nodes = max(own.nodes, *grid.nodes)
-    wide = sorted({*grid.top_k, *([own.top_k] if own.kind == "dynamic" else [])})
-    dynamic = [TreeConfig("dynamic", depth, top_k, nodes, [], []) for top_k in wide]
-    return [*dynamic, TreeConfig("best_first", depth, 0, nodes, [], [])]
+def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
+    """Return the trees in their groups, those first that promise most on the texts to choose from."""
+    gain = {id(one): predict(cycled(one.chosen, batch), one.tree, costs, batch).speedup for one in trees}
+    groups: dict[str, list[Tried]] = {}
+    for one in sorted(trees, key=lambda one: gain[id(one)], reverse=True):
+        groups.setdefault(group(one), []).append(one)
+    return list(groups.values())
 
 
-def proposed(
-    grid: TunerConfig, table: Float[Tensor, "D K"], own: TreeConfig, deepest: int, takes_trees: bool
-) -> Families:
-    """Return the trees to be priced, by family; chains alone for a target that verifies nothing else.
+@dataclass(frozen=True)
+class Bench:
+    """What is measured with: the target, the head, all texts, and the prompts that nothing is chosen from."""
 
-    Args:
-        grid: what to try.
-        table: acceptance by depth and rank.
-        own: the tree that the head has.
-        deepest: the depth that the head reaches.
-        takes_trees: whether the target verifies trees.
-    """
-    depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
-    families = {"chain": [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
-    if takes_trees:
-        static = best_static(table[: max(depths)], max(grid.nodes))
-        paths = {str(found): found for found in map(static.paths, grid.nodes) if found}
-        families["static"] = [TreeConfig("static", 0, 0, 0, found, []) for found in paths.values()]
-        families["dynamic"] = [
-            TreeConfig("dynamic", depth, top_k, nodes, [], [])
-            for depth in depths
-            for top_k in grid.top_k
-            for nodes in grid.nodes
-            if depth <= nodes <= top_k + (depth - 1) * top_k**2
-        ]
-        families["best_first"] = [
-            TreeConfig("best_first", depth, 0, nodes, [], [])
-            for depth in depths
-            for nodes in grid.nodes
-            if depth <= nodes
-        ]
-    if takes_trees or own.kind == "chain":
-        families[OWN] = [own]
-    return {name: trees for name, trees in families.items() if trees}
+    config: EvalConfig
+    target: Target
+    head: HeadDrafter
+    texts: list[Text]
+    held: list[Prompt]
+
+    @property
+    def settings(self) -> Settings:
+        """How the texts were written."""
+        return Settings(self.config.max_new_tokens, self.config.sampling(0.0), seed=self.config.seed)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The drafted nodes whose pass is timed."""
+        return sorted({*SIZES, *self.config.tuner.nodes})
+
+    def costs(self, trees: Sequence[Tried], samples: int, batch: int, first: Costs | None = None) -> Costs:
+        """Measure what the trees cost at a batch size; what was measured `first` stands where it is not again."""
+        sizes = sizes_for(trees, self.sizes)
+        found = costing.measure(
+            self.target, self.head, self.texts, distinct(trees), sizes, samples, self.settings, batch
+        )
+        return found if first is None else merged(first, found)
+
+    def measured(
+        self,
+        groups: Sequence[Sequence[Tried]],
+        costs: Mapping[int, Costs],
+        batch: int,
+        contexts: Mapping[int, Mapping[int, float]],
+        here: int,
+    ) -> list[Candidate]:
+        """Return the candidates; the first of each group with what decoding gives, beside plain decoding."""
+        others = {context: there for context, there in contexts.items() if context != here and here in contexts}
+        elsewhere = {context: at_context(costs, contexts[here], there) for context, there in others.items()}
+
+        def candidate(one: Tried) -> Candidate:
+            texts = cycled(one.held, batch)
+            far = {context: predict(texts, one.tree, moved, batch).speedup for context, moved in elsewhere.items()}
+            return Candidate(one.family, one.tree, predict(texts, one.tree, costs, batch), far)
+
+        priced = [[candidate(one) for one in group] for group in groups]
+        timed = self.timed([each[0] for each in priced], batch)
+        return [one for winner, each in zip(timed, priced, strict=True) for one in (winner, *each[1:])]
+
+    def timed(self, candidates: Sequence[Candidate], batch: int) -> list[Candidate]:
+        """Return the candidates with what decoding gives, all in one interleaved session.
+
+        Their tokens are compared with plain decoding's in a round before, which is not timed.
+        """
+        drafters: dict[str, Drafter] = {
+            str(i): HeadDrafter(self.head.head, one.tree, str(i)) for i, one in enumerate(candidates)
+        }
+        prompts, target, seed = cycled(self.held, batch), self.target, self.config.seed
+        exact = replace(self.settings, gaps=True)
+        once = measure(target, drafters, prompts, exact, 1, 0, hf=False, batch_size=batch)
+        first = {name: [repeats[0] for repeats in each] for name, each in once.items()}
+        ids, repeats = [prompt.id for prompt in prompts], self.config.repeats  # all have run once already: no warm-up
+        runs = measure(target, drafters, prompts, self.settings, repeats, 0, hf=False, batch_size=batch)
+        middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
+        made = []
+        for name, one in zip(drafters, candidates, strict=True):
+            verdict = gate(first[PLAIN], first[name], ids, target.dtype)
+            found = Measured(
+                tau=metrics.acceptance(middle[name]).tau,
+                tokens_per_second=metrics.tokens_per_second(middle[name]),
+                plain_tokens_per_second=metrics.tokens_per_second(middle[PLAIN]),
+                speedup=metrics.speedup(middle[name], middle[PLAIN]) if verdict.passed else None,
+                speedup_ci=metrics.speedup_interval(middle[name], middle[PLAIN], seed) if verdict.passed else None,
+                lossless=verdict.counts(),
+                seconds=step_seconds(middle[name]),
+                plain=sum(step_seconds(middle[PLAIN]).values()),
+            )
+            made.append(replace(one, measured=found))
+        return made
 
 
-def distinct(families: Families) -> list[TreeConfig]:
-    """Return one tree of each that cost the same to draft."""
-    return list({draft_key(tree): tree for trees in families.values() for tree in trees}.values())
-
-
-def priced(
-    family: str,
-    trees: Sequence[TreeConfig],
-    records: Sequence[Record],
-    costs: Costs,
-    contexts: Mapping[int, Mapping[int, float]],
-) -> list[Candidate]:
-    """Replay the texts with every tree and predict its speedup, at other contexts too; the best first."""
-    elsewhere = {context: costing.at_context(costs, verify) for context, verify in contexts.items()}
-    tokens = sum(each.text.made - 1 for each in records)
-    found = []
-    for tree in trees:
-        steps = [step for each in records for step in replay(each, tree)]
-        far = {context: predict(steps, tokens, tree, moved).speedup for context, moved in elsewhere.items()}
-        found.append(Candidate(family, tree, predict(steps, tokens, tree, costs), far))
-    return sorted(found, key=lambda one: one.predicted.speedup, reverse=True)
-
-
-def measured(
-    config: EvalConfig,
-    target: Target,
-    head: Any,
-    winners: Mapping[str, Candidate],
-    prompts: Sequence[Prompt],
-    settings: Settings,
-) -> dict[str, Candidate]:
-    """Return the candidates with what decoding gives, all beside plain decoding in one interleaved session.
-
-    Their tokens are compared with plain decoding's in a round before, which is not timed.
-    """
-    drafters: dict[str, Drafter] = {name: HeadDrafter(head, one.tree, name) for name, one in winners.items()}
-    once = measure(target, drafters, prompts, replace(settings, gaps=True), 1, 0, hf=False)
-    first = {name: [repeats[0] for repeats in each] for name, each in once.items()}
-    ids = [prompt.id for prompt in prompts]
-    runs = measure(target, drafters, prompts, settings, config.repeats, 0, hf=False)  # all have run once already
-    middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
-    made = {}
-    for name, one in winners.items():
-        verdict = gate(first[PLAIN], first[name], ids, target.dtype)
-        speedup = metrics.speedup(middle[name], middle[PLAIN]) if verdict.passed else None
-        interval = metrics.speedup_interval(middle[name], middle[PLAIN], config.seed) if verdict.passed else None
-        tau, seconds = metrics.acceptance(middle[name]).tau, step_seconds(middle[name])
-        plain = sum(step_seconds(middle[PLAIN]).values())
-        made[name] = replace(one, measured=Measured(tau, speedup, interval, verdict.counts(), seconds, plain))
-    return made
+def merged(first: Costs, again: Costs) -> Costs:
+    """Return the later costs, and the first where there are no others."""
+    settle = tuple({**old, **new} for old, new in zip(first.settle, again.settle, strict=True))
+    return Costs(
+        batch=first.batch,
+        plain=again.plain,
+        verify=rising({**first.verify, **again.verify}),
+        settle=(settle[0], settle[1]),
+        draft={**first.draft, **again.draft},
+        commit={**first.commit, **again.commit},
+    )
 
 
 def step_seconds(runs: Sequence[Generation]) -> dict[str, float]:
@@ -218,14 +231,14 @@ def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> 
     return f"written to {folder}"
 
 
-def settings_of(config: EvalConfig, target: Target, texts: int) -> dict[str, Any]:
+def settings_of(config: EvalConfig, target: Target, chosen: int, held: int) -> dict[str, Any]:
     """Return what the numbers depend on."""
     keys = ("max_new_tokens", "seed", "repeats")
     return {
         "run": config.runs()[0],
         "target": target.name,
         "device": device_facts(target.device, target.dtype),
-        "texts": texts,
+        "texts": {"chosen": chosen, "held": held},
         **{key: getattr(config, key) for key in keys},
         "tuner": asdict(config.tuner),
         "provenance": provenance(),

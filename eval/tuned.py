@@ -1,4 +1,4 @@
-"""What a tuning found: the candidates, the verdict, tune.json and the tables."""
+"""What a tuning found: the candidates and the verdict at every batch size, tune.json and the tables."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eval.grid import CHAIN, TREE
 from eval.metrics import Interval
 from inference.policy import TreeConfig
-from inference.tuner import Costs, Prediction
+from inference.speed import Costs, Prediction, stops_paying
 
 TUNED = "tune.json"
+KINDS = {CHAIN: "a chain", TREE: "a tree"}
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,13 @@ class Measured:
     """What a tree gave in the timed session; no speedup where it failed the gate.
 
     `seconds` are those of a step, `plain` those of plain decoding's, to see which part of a prediction is off: the
-    predicted "draft" and "commit" together are the measured "draft", and "settle" is "other".
+    predicted "draft" and "commit" together are the measured "draft", and "settle" is "other". In a batch they are a
+    sequence's share.
     """
 
     tau: float | None
+    tokens_per_second: float | None
+    plain_tokens_per_second: float | None
     speedup: float | None
     speedup_ci: Interval | None
     lossless: dict[str, int]
@@ -59,85 +64,128 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class AtBatch:
+    """What was found at one batch size.
+
+    Attributes:
+        candidates: the most promising trees of each family, or of chains and of trees, best first.
+        best: None where plain decoding is faster.
+        verdict: what to do, in words.
+    """
+
+    batch: int
+    costs: Costs
+    candidates: list[Candidate]
+    best: Candidate | None
+    verdict: str
+
+
+@dataclass(frozen=True)
 class Tuning:
     """All numbers of one tuning.
 
     Attributes:
         settings: what they were measured under.
-        accepted: the share of the text's tokens by depth, then by rank.
-        costs: of the parts of a step, at one batch size.
-        contexts: the seconds of a verification pass by tokens of context, then by drafted nodes.
-        candidates: the most promising trees of each family, best first.
-        best: None where plain decoding is faster.
-        verdict: what to do, in words.
-        passed: whether every tree that was timed is lossless.
+        accepted: the share of the text's tokens by depth, then by rank, in the texts to choose from.
+        contexts: the seconds of a verification pass of one sequence by tokens of context, then by drafted nodes.
+        batches: what was found at each batch size.
     """
 
     settings: dict[str, Any]
     accepted: list[list[float]]
-    costs: Costs
     contexts: dict[int, dict[int, float]]
-    candidates: list[Candidate]
-    best: Candidate | None
-    verdict: str
-    passed: bool
+    batches: list[AtBatch]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tree that was timed is lossless."""
+        timed = [one.measured for at in self.batches for one in at.candidates if one.measured is not None]
+        return not any(one.lossless["failed"] for one in timed)
+
+    def stops(self) -> dict[str, dict[str, int | None]]:
+        """Return from which batch size on a chain and a tree no longer pay, predicted and measured; None: they do."""
+        found = {}
+        for kind in KINDS:
+            timed = {
+                at.batch: [one for one in at.candidates if one.measured and (one.tree.kind == CHAIN) == (kind == CHAIN)]
+                for at in self.batches
+            }
+            predicted = {batch: max(one.predicted.speedup for one in each) for batch, each in timed.items() if each}
+            measured = {batch: max(one.gain for one in each) for batch, each in timed.items() if each}
+            if measured:
+                found[kind] = {"predicted": stops_paying(predicted), "measured": stops_paying(measured)}
+        return found
 
     def write(self, out: Path) -> None:
         """Write tune.json."""
-        content = {"schema": 1, **asdict(self)}
-        for told, one in zip(content["candidates"], self.candidates, strict=True):
-            told["error"] = one.error
+        content = {"schema": 2, **asdict(self), "stops_paying": self.stops()}
+        for told, at in zip(content["batches"], self.batches, strict=True):
+            for written, one in zip(told["candidates"], at.candidates, strict=True):
+                written["error"] = one.error
         out.mkdir(parents=True, exist_ok=True)
         (out / TUNED).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def show(self, console: Console) -> None:
-        """Print the costs, the candidates and the verdict."""
-        console.print(cost_table(self.costs, self.contexts))
-        console.print(candidate_table(self.candidates))
-        console.print(self.verdict, soft_wrap=True, markup=False)
+        """Print the costs, the candidates and the verdicts."""
+        console.print(cost_table(self.batches, self.contexts))
+        for at in self.batches:
+            console.print(candidate_table(at.batch, at.candidates))
+        for at in self.batches:
+            console.print(at.verdict, soft_wrap=True, markup=False)
+        for kind, found in self.stops().items() if len(self.batches) > 1 else ():
+            told = ", ".join(f"{how} {'none' if size is None else size}" for how, size in found.items())
+            console.print(f"batch size from which on {KINDS[kind]} no longer pays: {told}", soft_wrap=True)
 
 
-def conclude(batch: int, found: Candidate | None, closest: Candidate | None, done: str) -> str:
+def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the candidate with the greatest measured speedup, None if that is none."""
+    closest = max(candidates, key=lambda one: one.gain)
+    return closest if closest.gain > 1 else None
+
+
+def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
     """Return the verdict at a batch size: the tree and what was done with it, or plain decoding."""
-    if found is None:
-        gain = f"{closest.tree.label} at {closest.gain:.2f}" if closest and closest.gain else "none is lossless"
-        return f"batch size {batch}: no tree beats plain decoding (best: {gain}); decode plainly, nothing is written"
-    return f"batch size {batch}: {found.tree.label} is fastest, {found.gain:.2f} times plain decoding; {done}"
+    closest = max(candidates, key=lambda one: one.gain)
+    if closest.gain > 1:
+        then = f"; {done}" if done else ""
+        return f"batch size {batch}: {closest.tree.label} is fastest, {closest.gain:.2f} times plain decoding{then}"
+    gain = f"{closest.tree.label} at {closest.gain:.2f}" if closest.gain else "none is lossless"
+    return f"batch size {batch}: no tree beats plain decoding (best: {gain}); decode plainly, nothing is written"
 
 
-def cost_table(costs: Costs, contexts: Mapping[int, Mapping[int, float]]) -> Table:
+def cost_table(batches: Sequence[AtBatch], contexts: Mapping[int, Mapping[int, float]]) -> Table:
     """Return the cost of a verification pass by drafted nodes, at the workload's own contexts and at others."""
-    table = Table(title=f"milliseconds of a verification pass (a plain step: {1e3 * costs.plain:.2f})")
-    shown = [size for size in sorted(costs.verify) if all(size in each for each in contexts.values())]
-    table.add_column("context \\ nodes")
-    for size in shown:
-        table.add_column(str(size), justify="right")
-    for name, row in [("workload", costs.verify), *((str(context), each) for context, each in contexts.items())]:
-        table.add_row(name, *(f"{1e3 * row[size]:.2f}" for size in shown))
+    table = Table(title="milliseconds of a verification pass by drafted nodes, and of a plain step")
+    widest = batches[0].costs.verify
+    shown = [size for size in sorted(widest) if all(size in each for each in contexts.values())]
+    table.add_column("sequences and context")
+    for name in ("plain", *map(str, shown)):
+        table.add_column(name, justify="right")
+    own = [(f"{at.batch}, workload", at.costs.plain, at.costs.verify) for at in batches]
+    far = [(f"1, {context} tokens", None, each) for context, each in contexts.items()]
+    for name, plain, row in [*own, *far]:
+        cells = [plain, *(row.get(size) for size in shown)]
+        table.add_row(name, *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in cells))
     return table
 
 
-def candidate_table(candidates: Sequence[Candidate]) -> Table:
-    """Return the candidates, a row each."""
-    table = Table(title="trees")
-    headers = (
-        "family",
-        "tree",
-        "predicted tau",
-        "speedup",
-        "measured tau",
-        "speedup",
-        "off by",
-        "predicted by context",
-    )
-    for name in headers:
+def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
+    """Return the candidates at a batch size, a row each."""
+    found = next((one.measured for one in candidates if one.measured), None)
+    rate = found.plain_tokens_per_second if found else None
+    table = Table(title=f"trees at batch size {batch}" + (f", plain {rate:.1f} tokens/s" if rate else ""))
+    headers = "family, tree, predicted tau, tok/s, speedup, measured tau, tok/s, speedup, off by, predicted by context"
+    for name in headers.split(", "):
         table.add_column(name, justify="left" if name in ("family", "tree") else "right")
     for one in candidates:
         elsewhere = ", ".join(f"{context}: {gain:.2f}" for context, gain in one.at_contexts.items())
-        found = one.measured
-        tau = "" if found is None or found.tau is None else f"{found.tau:.2f}"
-        gain = "" if found is None else f"{found.speedup:.2f}" if found.speedup else "withheld"
-        error = "" if one.error is None else f"{100 * one.error:+.1f} %"
-        predicted = (f"{one.predicted.tau:.2f}", f"{one.predicted.speedup:.2f}")
-        table.add_row(one.family, one.tree.label, *predicted, tau, gain, error, elsewhere)
+        expected, found = one.predicted, one.measured
+        told = [f"{expected.tau:.2f}", f"{expected.tokens_per_second:.1f}", f"{expected.speedup:.2f}"]
+        if found is None:
+            told += ["", "", ""]
+        else:
+            told += [f"{found.tau or 0:.2f}", f"{found.tokens_per_second or 0:.1f}"]
+            told += [f"{found.speedup:.2f}" if found.speedup else "withheld"]
+        told += ["" if one.error is None else f"{100 * one.error:+.1f} %", elsewhere]
+        table.add_row(one.family, one.tree.label, *told)
     return table

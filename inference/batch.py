@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from inference import tree
-from inference.cache import BatchCache, BatchPass
+from inference.cache import BatchCache
 from inference.drafters import Drafter, Proposal
 from inference.session import Generation, Session, Settings
 from inference.target import Pass, Target
@@ -35,7 +35,7 @@ class Batch:
                 "pass: give batch_size=1"
             )
         self.target, self.free = target, list(drafters)
-        self.cache = BatchCache(len(drafters))
+        self.cache = target.batch_cache(len(drafters))
         self.rows: list[Row] = []
 
     def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
@@ -99,8 +99,9 @@ def score(target: Target, proposals: Sequence[Proposal], cache: BatchCache) -> l
         seen[row, count:, :prefix] = True
         column[row, prefix : prefix + count] = place
     written = torch.tensor(prefixes, device=device)[:, None] + torch.arange(width, device=device)
-    out = target.run(token, position, seen, BatchPass(cache, written, end), column)
-    cache.append(counts)
+    out = target.run(token, position, seen, cache.over(written, end), column)
+    for each, count in zip(cache.active, counts, strict=True):
+        each.append(count)
     logits = target.ends.logits(out.last)
     return [
         Pass(out.hidden[row : row + 1, :count], out.last[row : row + 1, :count], logits[row : row + 1, :count])
@@ -123,8 +124,10 @@ def twin(drafter: AnyDrafter) -> AnyDrafter:
         reached.add(id(one))
         if isinstance(one, nn.Module | Target | Tensor):
             shared[id(one)] = one
-        elif isinstance(one, list | tuple | dict):
-            open_ += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, dict):
+            open_ += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            open_ += one
         elif hasattr(one, "__dict__"):
             open_ += vars(one).values()
     return copy.deepcopy(drafter, shared)

@@ -4,20 +4,29 @@ A batch's sequences lie side by side in one buffer a layer, each from its own ro
 length; each is at the same time a cache of its own, for its prefill.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+STRIDE = 256  # of the sizes, in rows, that passes of a few sizes have
+LEAST = 2048  # rows of a fixed store: each time that it grows, the passes that write to it are captured anew
+
 
 class Store:
-    """One layer's keys and values "B G S E"; the buffers double when they are full."""
+    """One layer's keys and values "B G S E"; the buffers double when they are full.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    A `fixed` one starts long enough for most sequences and tells the compiler that its addresses stay.
+    """
+
+    def __init__(self, size: int, fixed: bool = False) -> None:
+        self.size, self.fixed = size, fixed
         self.both: tuple[Tensor, Tensor] | None = None
 
     def fit(self, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
@@ -27,11 +36,19 @@ class Store:
             self.both = self._larger(keys, old[0], end), self._larger(values, old[1], end)
         return self.both
 
+    def reach(self, end: int) -> tuple[Tensor, Tensor]:
+        """Return the buffers, which rows were written to before, with at least `end` rows a sequence."""
+        assert self.both is not None
+        return self.fit(*self.both, end)
+
     def _larger(self, like: Tensor, old: Tensor | None, end: int) -> Tensor:
         # Zeros: what was never written is masked, but a NaN there would come through all the same.
-        larger = like.new_zeros((self.size, like.shape[1], 2 * end, like.shape[3]))
+        rows = max(2 * end, LEAST) if self.fixed else 2 * end
+        larger = like.new_zeros((self.size, like.shape[1], rows, like.shape[3]))
         if old is not None:
             larger.narrow(2, 0, old.shape[2]).copy_(old)
+        if self.fixed:
+            torch._dynamo.mark_static_address(larger)
         return larger
 
 
@@ -60,12 +77,64 @@ class SequenceLayer(DynamicLayer):
         return self.length
 
 
+class BatchLayer(DynamicLayer):
+    """One layer's buffers "B G C E", for one pass over several sequences, each with its own columns to write."""
+
+    def __init__(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "B N"], end: int) -> None:
+        init: Any = super().__init__
+        init()
+        self.both, self.columns, self.end = (keys, values), columns, end
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write each sequence's rows at its columns and return all rows up to the end."""
+        count = len(self.columns)
+        row = torch.arange(count, device=self.columns.device)[:, None]
+        for buffer, states in zip(self.both, (key_states, value_states), strict=True):
+            buffer[row, :, self.columns] = states.transpose(1, 2)
+        return self.both[0][:count, :, : self.end], self.both[1][:count, :, : self.end]
+
+    def get_seq_length(self) -> int:
+        """Return the rows before the pass, which transformers asks for; the columns say where they really end."""
+        return self.end - self.columns.shape[1]
+
+
+class BatchPass(NamedTuple):
+    """One pass over the first sequences of a batch: all buffers, the columns to write, and where the rows end."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    columns: Int[Tensor, "B N"]
+    end: int
+
+    @property
+    def hf(self) -> Cache:
+        """What transformers takes for a cache."""
+        return Cache(
+            layers=[BatchLayer(*both, self.columns, self.end) for both in zip(self.keys, self.values, strict=True)]
+        )
+
+
+def _pass(stores: list[Store], columns: Int[Tensor, "B N"], end: int) -> BatchPass:
+    both = [store.reach(roomy(end + columns.shape[1])) for store in stores]
+    return BatchPass([keys for keys, _ in both], [values for _, values in both], columns, end)
+
+
+def roomy(end: int) -> int:
+    """Return the end of the rows in a pass of one of a few sizes; every pass finds room for it."""
+    return -(-end // STRIDE) * STRIDE
+
+
 class TargetCache:
     """The cache of one sequence, driven by row numbers."""
 
-    def __init__(self, stores: list[Store] | None = None, slot: int = 0, size: int = 1) -> None:
+    def __init__(
+        self, stores: list[Store] | None = None, slot: int = 0, store: Callable[[], Store] = lambda: Store(1)
+    ) -> None:
         self.stores, self.slot = [] if stores is None else stores, slot
-        maker: Any = _maker(self.stores, size, slot)  # transformers calls it as it would a class
+        maker: Any = _maker(self.stores, store, slot)  # transformers calls it as it would a class
         self.hf = Cache(layer_class_to_replicate=maker)
 
     @property
@@ -90,6 +159,20 @@ class TargetCache:
                     own.narrow(1, prefix, len(rows)).copy_(own.index_select(1, index))
             layer.length = prefix + len(rows)
 
+    def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
+        """Return a pass over this sequence alone; rows that it writes behind the others count after `append`."""
+        whole = _pass(self.stores, columns, end)
+        if len(whole.keys[0]) == 1:
+            return whole
+        own = slice(self.slot, self.slot + 1)
+        return whole._replace(keys=[each[own] for each in whole.keys], values=[each[own] for each in whole.values])
+
+    def append(self, count: int) -> None:
+        """Take note of the rows that a pass wrote behind the others."""
+        for layer in self.hf.layers:
+            assert isinstance(layer, SequenceLayer)
+            layer.length += count
+
     def move(self, slot: int) -> None:
         """Go to another slot of the batch, whose sequence has left."""
         for layer in self.hf.layers:
@@ -102,63 +185,31 @@ class TargetCache:
         self.hf.layer_class_to_replicate = None  # all layers are there
 
 
-def _maker(stores: list[Store], size: int, slot: int) -> Callable[[], SequenceLayer]:
+def _maker(stores: list[Store], store: Callable[[], Store], slot: int) -> Callable[[], SequenceLayer]:
     """Return what makes a sequence's next layer over the next store."""
     made: list[SequenceLayer] = []
 
     def make() -> SequenceLayer:
         if len(made) == len(stores):
-            stores.append(Store(size))
+            stores.append(store())
         made.append(SequenceLayer(stores[len(made)], slot))
         return made[-1]
 
     return make
 
 
-class BatchLayer(DynamicLayer):
-    """One layer of the batch's first sequences, for one pass over all of them."""
-
-    def __init__(self, store: Store, columns: Int[Tensor, "B N"], end: int) -> None:
-        init: Any = super().__init__
-        init()
-        self.store, self.columns, self.end = store, columns, end
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write each sequence's rows at its columns and return all rows up to the end."""
-        both = self.store.fit(key_states, value_states, self.end)
-        count = len(self.columns)
-        row = torch.arange(count, device=self.columns.device)[:, None]
-        for buffer, states in zip(both, (key_states, value_states), strict=True):
-            buffer[row, :, self.columns] = states.transpose(1, 2)
-        return both[0][:count, :, : self.end], both[1][:count, :, : self.end]
-
-    def get_seq_length(self) -> int:
-        """Return the rows before the pass, which transformers asks for; the columns say where they really end."""
-        return self.end - self.columns.shape[1]
-
-
-class BatchPass:
-    """One pass over the first sequences of a batch: what `Target.run` takes for a cache."""
-
-    def __init__(self, batch: "BatchCache", columns: Int[Tensor, "B N"], end: int) -> None:
-        self.hf = Cache(layers=[BatchLayer(store, columns, end) for store in batch.stores])
-
-
 class BatchCache:
     """Sequences side by side. The first ones are those being decoded; each is a `TargetCache` too."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.stores: list[Store] = []
+    def __init__(self, size: int, stores: list[Store] | None = None, store: Callable[[int], Store] = Store) -> None:
+        self.size, self.store = size, partial(store, size)
+        self.stores: list[Store] = [] if stores is None else stores
         self.active: list[TargetCache] = []
 
     def enter(self) -> TargetCache:
         """Return the empty cache of one more sequence."""
         assert len(self.active) < self.size
-        self.active.append(TargetCache(self.stores, len(self.active), self.size))
+        self.active.append(TargetCache(self.stores, len(self.active), self.store))
         return self.active[-1]
 
     def leave(self, cache: TargetCache) -> None:
@@ -168,9 +219,31 @@ class BatchCache:
             last.move(cache.slot)
             self.active[cache.slot] = last
 
-    def append(self, counts: Sequence[int]) -> None:
-        """Take note of the rows that a pass wrote behind each active sequence."""
-        for cache, count in zip(self.active, counts, strict=True):
-            for layer in cache.hf.layers:
-                assert isinstance(layer, SequenceLayer)
-                layer.length += count
+    def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
+        """Return a pass over the first sequences; rows that it writes behind the others count after `append`."""
+        return _pass(self.stores, columns, end)
+
+
+class Pool:
+    """Lends caches whose buffers outlive their sequences: a compiled pass wants to find them where they were."""
+
+    def __init__(self, fixed: bool) -> None:
+        self.store = partial(Store, fixed=fixed)
+        self.free: defaultdict[int, list[list[Store]]] = defaultdict(list)
+
+    def sequence(self) -> TargetCache:
+        """Return an empty cache for one sequence; when it is dropped, its buffers come back."""
+        stores = self._take(1)
+        cache = TargetCache(stores, 0, partial(self.store, 1))
+        weakref.finalize(cache, self.free[1].append, stores)
+        return cache
+
+    def batch(self, size: int) -> BatchCache:
+        """Return an empty cache for up to `size` sequences; when it is dropped, its buffers come back."""
+        stores = self._take(size)
+        cache = BatchCache(size, stores, self.store)
+        weakref.finalize(cache, self.free[size].append, stores)
+        return cache
+
+    def _take(self, size: int) -> list[Store]:
+        return self.free[size].pop() if self.free[size] else []

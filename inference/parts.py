@@ -33,6 +33,20 @@ class Entered(NamedTuple):
     hidden: Float[Tensor, "N D"]
 
 
+class LayerOutputs:
+    """Notes what the decoder layers give, one after the other, while there is a list to note it in."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.outputs: list[Tensor] | None = None
+        for layer in layers:
+            layer.register_forward_hook(self.note)
+
+    def note(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Take in a layer's output."""
+        if self.outputs is not None:
+            self.outputs.append(output[0] if isinstance(output, tuple) else output)
+
+
 class Skips(NamedTuple):
     """The decoder layers whose attention, and those whose MLP, is left out."""
 

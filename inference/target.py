@@ -4,8 +4,7 @@ Every fact about the target's layers has its home here: which module is its deco
 how a tree mask reaches its attention. `Target.load` proves these on the loaded model before anything relies on them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ from heads import rows
 from heads.base import Features, LayerShape
 from heads.store import TargetSpec
 from inference import loading, probe, tree
-from inference.cache import BatchPass, TargetCache
+from inference.cache import BatchCache, BatchPass, TargetCache
 from inference.checkpoint import fingerprint
-from inference.parts import Parts
+from inference.compiled import Compiled
+from inference.parts import LayerOutputs, Parts
 from inference.tree import DraftTree, Riders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -79,6 +79,7 @@ class Target:
         self.device, self.dtype = model.device, model.dtype
         self.base: nn.Module = model.base_model
         self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
+        self._noted = LayerOutputs(self.decoder_layers)
         self.ends = TargetEnds(model)
         self.feature_layers: tuple[int, ...] = ()
         self.context: int = getattr(self.config, "max_position_embeddings", None) or 2**31
@@ -87,6 +88,7 @@ class Target:
         self.spec = TargetSpec(
             name, self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers, fingerprint(model, name)
         )
+        self.compiled: Compiled | None = None
         self.takes_trees = probe.check(self)
 
     @classmethod
@@ -121,9 +123,21 @@ class Target:
         """Its decoder stack in parts, for drafting with some of them."""
         return Parts(self)
 
+    def compile(self) -> None:
+        """Compile the passes that verify; those that take in prompts stay as they are.
+
+        Raises:
+            ValueError: its attention takes no mask of ours, without which the passes have too many forms.
+        """
+        self.compiled = Compiled(self)
+
     def cache(self) -> TargetCache:
         """Return an empty cache for one sequence."""
-        return TargetCache()
+        return TargetCache() if self.compiled is None else self.compiled.pool.sequence()
+
+    def batch_cache(self, size: int) -> BatchCache:
+        """Return an empty cache for up to `size` sequences."""
+        return BatchCache(size) if self.compiled is None else self.compiled.pool.batch(size)
 
     @torch.no_grad()
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
@@ -151,7 +165,13 @@ class Target:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:
             position, seen = self._layout(drafted, prefix, riders)
-        out = self.run(token[None], position, seen, cache, stack=None if riders is None else riders.stack)
+        stack = None if riders is None else riders.stack
+        if self.compiled is None or stack is not None:
+            out = self.run(token[None], position, seen, cache, stack=stack)
+        else:
+            columns = torch.arange(prefix, prefix + len(token), device=self.device)
+            out = self.run(token[None], position, seen, cache.over(columns[None], prefix + len(token)))
+            cache.append(len(token))
         return out._replace(logits=self.ends.logits(out.last))
 
     def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
@@ -182,20 +202,38 @@ class Target:
             column: the positions of all S rows; None for 0, 1, 2, … of the cached ones, and then these rows'.
             stack: what to run in place of the decoder stack.
         """
-        mask = None if seen is None else self._attention_mask(seen, position, column)
-        with self._captured(self.feature_layers if stack is None else ()) as captured:
-            out = (stack or self.base)(
-                input_ids=token,
-                attention_mask=mask,
-                position_ids=position,
-                past_key_values=cache.hf if cache else None,
-                use_cache=cache is not None,
-            )
-        last = out.last_hidden_state
-        hidden = torch.stack(captured, 2) if captured else last.new_zeros((*last.shape[:2], 0, last.shape[2]))
-        return Pass(hidden, last, None)
+        layers = self.feature_layers if stack is None else ()
+        if self.compiled is not None and stack is None and isinstance(cache, BatchPass):
+            return Pass(*self.compiled.run(token, position, seen, cache, column, layers), None)
+        mask = None if seen is None else self.attention_mask(seen, position, column)
+        return Pass(*self.forward(token, position, mask, cache, layers, stack), None)
 
-    def _attention_mask(self, seen: Tensor, position: Tensor, column: Tensor | None) -> Any:
+    def forward(
+        self,
+        token: Tensor,
+        position: Tensor,
+        mask: Any,
+        cache: TargetCache | BatchPass | None,
+        layers: tuple[int, ...],
+        stack: Callable[..., Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the decoder stack under a mask in transformers' form; return the outputs of `layers` and the last."""
+        outputs: list[Tensor] = []
+        self._noted.outputs = outputs if layers else None
+        out = (stack or self.base)(
+            input_ids=token,
+            attention_mask=mask,
+            position_ids=position,
+            past_key_values=cache.hf if cache else None,
+            use_cache=cache is not None,
+        )
+        self._noted.outputs = None
+        last = out.last_hidden_state
+        if not layers:
+            return last.new_zeros((*last.shape[:2], 0, last.shape[2])), last
+        return torch.stack([outputs[i] for i in layers], 2), last
+
+    def attention_mask(self, seen: Tensor, position: Tensor, column: Tensor | None) -> Any:
         """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
         window: int | None = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
@@ -212,26 +250,6 @@ class Target:
     def _additive(self, seen: Tensor) -> Tensor:
         shut = torch.finfo(self.dtype).min
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
-
-    @contextmanager
-    def _captured(self, layers: tuple[int, ...]) -> Iterator[list[Tensor]]:
-        """Collect the outputs of these layers, in their order, during one pass."""
-        outputs: dict[int, Tensor] = {}
-        captured: list[Tensor] = []
-
-        def hook(index: int) -> Any:
-            def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-                outputs[index] = output[0] if isinstance(output, tuple) else output
-
-            return keep
-
-        handles = [self.decoder_layers[i].register_forward_hook(hook(i)) for i in layers]
-        try:
-            yield captured
-            captured.extend(outputs[i] for i in layers)
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def layer_shape(config: PreTrainedConfig) -> LayerShape:

@@ -39,14 +39,18 @@ def root(token: int, device: torch.device) -> DraftTree:
 
 
 def ancestors(tree: DraftTree) -> Bool[Tensor, "N N"]:
-    """Return for each node which nodes lie on its path from the root, itself included."""
-    lineage: list[list[bool]] = []
+    """Return for each node which nodes lie on its path from the root, itself included.
+
+    By doubling: who is known to see `reach` nodes upwards sees, with what the last of them sees, twice as many. So the
+    host need not know the tree, for which it would have to wait until a device has drafted it.
+    """
     size = len(tree.parent)
-    for node, parent in enumerate(tree.parent.tolist()):
-        row = lineage[parent].copy() if parent >= 0 else [False] * size
-        row[node] = True
-        lineage.append(row)
-    return torch.tensor(lineage, device=tree.parent.device)
+    seen = torch.eye(size, dtype=torch.bool, device=tree.parent.device)
+    up, reach = tree.parent.clamp_min(0), 1  # the root is its own parent, which adds nothing
+    while reach < size:
+        seen |= seen.index_select(0, up)
+        up, reach = up.index_select(0, up), 2 * reach
+    return seen
 
 
 def depth(tree: DraftTree) -> Int[Tensor, "N"]:

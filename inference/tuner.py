@@ -1,18 +1,15 @@
-"""Which tree pays: Sequoia's dynamic programme, and the speed that measured costs and acceptance predict.
+"""Which static tree accepts most: acceptance by depth and rank, and Sequoia's dynamic programme over it.
 
-Pure functions: nothing here decodes or reads a clock. Costs are in seconds; trees are counted in drafted nodes, the
-root left out.
+Pure functions. Trees are counted in drafted nodes, the root left out.
 """
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.policy import CONFIDENT, TreeConfig
+from inference.speed import rising
 
 
 @dataclass(frozen=True)
@@ -75,108 +72,6 @@ def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> StaticTrees:
     return StaticTrees(below.tolist(), chosen)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a replayed text: the tokens before its root, the nodes drafted, the drafted tokens accepted."""
-
-    prefix: int
-    nodes: int
-    accepted: int
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What the parts of a step cost on a device at one batch size, measured.
-
-    Attributes:
-        plain: seconds of a step of plain decoding.
-        verify: of the target's pass, by drafted nodes.
-        settle: of the choice of the path and of closing the cache's gaps, by drafted nodes: where the path is a prefix
-            of the nodes, and where it leaves gaps.
-        draft: of a proposal, by the tree's `draft_key`.
-        commit: of the head's pass over the committed rows, by their number.
-    """
-
-    batch: int
-    plain: float
-    verify: Mapping[int, float]
-    settle: tuple[Mapping[int, float], Mapping[int, float]]
-    draft: Mapping[str, float]
-    commit: Mapping[int, float]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a tree is expected to be worth: tokens a pass, seconds of a step by part, speedup over plain decoding."""
-
-    tau: float
-    nodes: float
-    seconds: dict[str, float]
-    speedup: float
-
-
-def predict(steps: Sequence[Step], tokens: int, tree: TreeConfig, costs: Costs) -> Prediction:
-    """Return what decoding the replayed texts with a tree costs, against plain decoding of the same tokens.
-
-    Args:
-        steps: of the replay of all texts.
-        tokens: how many they commit together.
-        tree: the policy, one that `costs.draft` knows.
-        costs: of the parts.
-    """
-    assert steps, "nothing was replayed"
-    branches = tree.kind in CONFIDENT or any(map(any, tree.shape()))
-    settled = [between(costs.settle[branches and step.accepted > 1], step.nodes) for step in steps]
-    seconds = {
-        "draft": costs.draft[draft_key(tree)],
-        "verify": mean([between(costs.verify, step.nodes) for step in steps]),
-        "settle": mean(settled),
-        "commit": mean([between(costs.commit, step.accepted + 1) for step in steps]),
-    }
-    tau = tokens / len(steps)
-    nodes = mean([float(step.nodes) for step in steps])
-    return Prediction(tau, nodes, seconds, tau * costs.plain / sum(seconds.values()))
-
-
-def draft_key(tree: TreeConfig) -> str:
-    """Return what a proposal's cost depends on: all of the tree, but for what a dynamic one is cut to in the end."""
-    return repr(replace(tree, nodes=1) if tree.kind == "dynamic" else tree)
-
-
-def between(known: Mapping[int, float], at: float | int) -> float:
-    """Return the value at a point: linear between the known ones, the outermost beyond them."""
-    points = sorted(known)
-    if at <= points[0]:
-        return known[points[0]]
-    if at >= points[-1]:
-        return known[points[-1]]
-    index = bisect_right(points, at)
-    low, high = points[index - 1], points[index]
-    share = (at - low) / (high - low)
-    return known[low] + share * (known[high] - known[low])
-
-
-def rising(known: Mapping[int, float]) -> dict[int, float]:
-    """Return the non-decreasing values nearest to the known ones in squares, by pooling adjacent violators.
-
-    More rows never cost less: a dip is noise, and whoever looks for the cheapest tree would find the noise.
-    """
-    pools: list[list[int]] = []
-    value: list[float] = []
-    for point in sorted(known):
-        pools.append([point])
-        value.append(known[point])
-        while len(value) > 1 and value[-2] > value[-1]:
-            pools[-2:] = [pools[-2] + pools[-1]]
-            value[-2:] = [mean([known[one] for one in pools[-1]])]
-    return {point: level for pool, level in zip(pools, value, strict=True) for point in pool}
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean."""
-    return sum(values) / len(values)
-
-
 def acceptance(rank: Int[Tensor, "T D"], ranks: int) -> Float[Tensor, "D K"]:
     """Return how often the text's token had each of the first K ranks, by depth.
 
@@ -191,3 +86,13 @@ def acceptance(rank: Int[Tensor, "T D"], ranks: int) -> Float[Tensor, "D K"]:
         counts = torch.bincount(known.clamp_max(ranks), minlength=ranks + 1)[:ranks]
         table[depth] = counts / max(len(known), 1)
     return table
+
+
+def levelled(table: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+    """Return an acceptance table in which no rank is accepted more often than a better one.
+
+    Few texts may hold a token of rank 3 and by chance none of rank 2; a tree made from such counts would draft the
+    fourth guess and not the third. The nearest falling table treats the two alike.
+    """
+    rows = [rising(dict(enumerate(reversed(row)))) for row in table.tolist()]
+    return torch.tensor([[row[rank] for rank in reversed(range(len(row)))] for row in rows], dtype=table.dtype)

@@ -53,7 +53,7 @@ class Lookahead:
             )
         self.config, self.name, self.device = config, name, target.device
         self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"
-        self.windows: dict[int, tuple[Tensor, Tensor]] = {}  # by width
+        self.windows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by width and tree nodes
         self.reset([0])
 
     def forget(self) -> None:
@@ -103,23 +103,20 @@ class Lookahead:
             return Proposal(tree)
         self.levels[0][0] = root
         token = [token for level in self.levels for token in level][1:]
-        if width not in self.windows:
-            self.windows[width] = window(self.config.ngram - 1, width, self.device)
-        offset, seen = self.windows[width]
-        nodes = seen.new_zeros(len(token), len(tree.token))
-        nodes[:, 0] = True
-        return Proposal(
-            tree, None, Riders(torch.tensor(token, device=self.device), offset, torch.cat([nodes, seen], 1))
-        )
+        size = width, len(tree.token)
+        if size not in self.windows:
+            self.windows[size] = window(self.config.ngram - 1, *size, self.device)
+        return Proposal(tree, None, Riders(torch.tensor(token, device=self.device), *self.windows[size]))
 
 
-def window(levels: int, width: int, device: torch.device) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R R"]]:
-    """Return for each rider its distance from the root and which riders it sees: level by level, without the root."""
+def window(levels: int, width: int, nodes: int, device: torch.device) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R M"]]:
+    """Return for each rider, level by level, its distance from the root, and which tree nodes and riders it sees."""
     place = torch.arange(1, levels * width, device=device)
     level, column = place // width, place % width
     before = (level == 0) & (column <= column[:, None])
     above = (column == column[:, None]) & (level <= level[:, None])
-    return level + column, before | above
+    root = (torch.arange(nodes, device=device) == 0).expand(len(place), -1)
+    return level + column, torch.cat([root, before | above], 1)
 
 
 def merge(root: int, sequences: list[tuple[int, ...]], device: torch.device) -> DraftTree:

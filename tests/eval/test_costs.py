@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from eval import costs as costing
-from eval.costs import at_context, measure, planted, typical, verification
-from eval.replay import write
+from eval.costs import groups, measure, planted, typical, verification
+from eval.replay import Text, write
 from inference import tree as trees
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig
 from inference.sample import GREEDY
-from inference.tuner import Costs, draft_key
+from inference.session import Session
+from inference.speed import draft_key
 from tests import toys
 
-SETTINGS = Settings(30, GREEDY)
+SETTINGS, SHORT = Settings(30, GREEDY), Settings(12, GREEDY)
 MEASURED = [toys.TREES["chain"], toys.TREES["dynamic"], TreeConfig("best_first", 3, 0, 6, [], [])]
 SIZES = [0, 3, 8]
 
@@ -56,36 +57,80 @@ def test_every_part_of_a_step_is_measured(name: str) -> None:
     assert min([*every, *found.settle[0].values(), *found.settle[1].values()]) > 0
 
 
-def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     made = []
-    speculate = costing.speculate
+    decode = costing.decode
 
-    def kept(*args: Any) -> Any:
-        made.append(speculate(*args))
-        return made[-1]
+    def kept(target: Any, drafters: Any, *args: Any) -> Any:
+        made.append((drafters[0].name, decode(target, drafters, *args)))
+        return made[-1][1]
 
-    monkeypatch.setattr(costing, "speculate", kept)
+    sessions: list[Session] = []
+    prefill = Session.prefill
+
+    def begun(session: Session) -> None:
+        sessions.append(session)
+        prefill(session)
+
+    monkeypatch.setattr(costing, "SPARE", 1)
+    monkeypatch.setattr(costing, "decode", kept)
+    monkeypatch.setattr(Session, "prefill", begun)
     target = toys.target()
-    texts = write(target, [toys.prompt(0)], SETTINGS)
+    texts = write(target, [toys.prompt(seed) for seed in range(2)], SETTINGS)
+    del sessions[:]
     head = HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "head")
-    measure(target, head, texts, MEASURED, SIZES, 3, SETTINGS)
-    assert all(run.tokens == texts[0].token[texts[0].start :] for run in made)
-    steps = [step for run in made for step in run.steps]
-    assert max(step.accepted for step in steps) > 1
-    assert {step.drafted for step in steps} >= set(SIZES)
+    measure(target, head, texts, MEASURED, SIZES, 3, SETTINGS, batch)
+    known = {tuple(text.token[: text.start]): text.token[text.start :] for text in texts}
+    for session in sessions:
+        prompt = session.context[: len(session.context) - len(session.made.tokens)]
+        assert known[tuple(prompt)][: len(session.made.tokens)] == session.made.tokens
+    rows = [row for name, each in made if name == "playback" for row in each]
+    assert {len(row) for row in rows} == {batch}
+    assert all(len({step.drafted for step in row}) == 1 for row in rows if min(step.drafted for step in row))
+    assert max(step.accepted for row in rows for step in row) > 1
+    assert {step.drafted for row in rows for step in row} >= set(SIZES)
+
+
+def test_passes_of_a_batch_are_of_all_its_sequences_and_their_seconds_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts its readings every part costs the readings it spans, in a batch for every sequence."""
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(costing.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(costing, "SPARE", 1)
+    target = toys.target()
+    texts = write(target, [toys.prompt(seed) for seed in range(3)], SHORT)
+    chain = toys.TREES["chain"]
+    head = HeadDrafter(toys.head("eagle", target), chain, "head")
+    found = measure(target, head, texts, [chain], SIZES, 1, SHORT, batch=3)
+    # A proposal spans one reading; a pass over all spans one; each sequence's own parts of a plain step three more.
+    assert (found.batch, found.draft[draft_key(chain)], set(found.commit.values())) == (3, 1.0, {1.0})
+    assert set(found.verify.values()) == {1.0}
+    assert found.plain == 1.0 + 3 * 3.0
+
+
+def test_a_draft_that_costs_nothing_needs_no_head() -> None:
+    target = toys.target()
+    texts = write(target, [toys.prompt(0)], SHORT)
+    found = measure(target, None, texts, [], SIZES, 1, SHORT, batch=2)
+    assert (found.draft, found.commit) == ({}, {1: 0.0})
+    assert set(found.verify) == set(SIZES)
+
+
+def test_texts_come_in_turns_of_more_than_fit() -> None:
+    texts = [Text([i, 1], 1, 1) for i in range(3)]
+    alone = list(groups(texts, 1))
+    assert [each[0].token[0] for each in alone[:4]] == [0, 1, 2, 0]
+    assert len(alone) == costing.ROUNDS * 3
+    beside = list(groups(texts, 2))
+    assert {len(each) for each in beside} == {2 + costing.SPARE}
+    assert [text.token[0] for text in beside[1][:2]] == [1, 2]
 
 
 def test_verification_by_context_and_size_leaves_out_what_does_not_fit() -> None:
     target = toys.target()
-    found = verification(target, SIZES, [16, 64, 155], 2, 0)
+    found = verification(target, SIZES, [-3, 16, 64, 155], 2, 0)
     assert list(found) == [16, 64]
     assert all(list(each) and set(each) == set(SIZES) and min(each.values()) > 0 for each in found.values())
-
-
-def test_another_context_changes_the_passes_alone() -> None:
-    own = Costs(1, 10.0, {0: 9.0, 8: 12.0}, ({0: 1.0}, {0: 1.0}), {}, {})
-    moved = at_context(own, {0: 19.0, 8: 25.0})
-    assert (moved.plain, moved.verify[8], moved.settle) == (20.0, 25.0, own.settle)
 
 
 def test_a_typical_value_drops_single_outliers_and_keeps_the_mean() -> None:

@@ -2,7 +2,8 @@
 
 import json
 import os
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,20 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from eval import live, tune
+from eval import costs, grid, live, tune
 from eval.config import EvalConfig, eval_config
+from eval.grid import OWN, Tried, hopeful, proposed, sizes_for
+from eval.live import PLAIN
 from eval.run import main, tuned
-from eval.tune import OWN, keep, proposed
-from eval.tuned import conclude
+from eval.tune import halves, keep, ranked
+from eval.tuned import Candidate, conclude
 from heads.resolvers import ROOT, register_resolvers
 from heads.store import save_head, save_tree
 from heads.typed import typed
 from inference.decode import Generation
 from inference.policy import TreeConfig
+from inference.speed import Costs, Prediction, Replayed, Step, draft_key
+from inference.target import Target
 from tests import toys
 
 GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "contexts": [16, 4096], "samples": 1}
@@ -53,14 +58,16 @@ def config_of(run: Path) -> dict[str, Any]:
     return content
 
 
-def faster(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let every speculative decoding that is timed take as many seconds a prompt as plain decoding times this."""
-    for name, factor in (("speculate", seconds), ("autoregress", 1.0)):
+def faster(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+    """Let every speculative decoding that is timed take so many of plain decoding's seconds, by batch size."""
+    for name in ("speculate", "autoregress"):
         decode = getattr(live, name)
 
-        def run(*args: Any, decode: Any = decode, factor: float = factor, **kwargs: Any) -> Generation:
-            made: Generation = decode(*args, **kwargs)
-            made.decode_s = factor
+        def run(target: Target, *args: Any, decode: Any = decode, **kwargs: Any) -> Any:
+            made: Generation | list[Generation] = decode(target, *args, **kwargs)
+            plain = decode.__name__ == "autoregress" or args[0].name == PLAIN
+            for each in made if isinstance(made, list) else [made]:
+                each.decode_s = 1.0 if plain else seconds(kwargs.get("batch_size", 1))
             return made
 
         monkeypatch.setattr(live, name, run)
@@ -69,14 +76,14 @@ def faster(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_the_winner_is_written_and_the_rest_of_the_config_stays(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faster(monkeypatch, 0.5)
-    monkeypatch.setattr(tune, "OWN", "chain")  # without the head's own tree, any winner is another
+    faster(monkeypatch, lambda _: 0.5)
+    monkeypatch.setattr(grid, "OWN", "chain")  # without the head's own tree, any winner is another
     before = config_of(run)
     weights = (run / "head" / "model.safetensors").read_bytes()
     assert tuned(configured(run, tuner=SMALL, prompts=1, tree={"kind": "chain", "depth": 3}))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     after = config_of(run)
-    assert after.pop("tree") == told["best"]["tree"] != before.pop("tree")
+    assert after.pop("tree") == told["batches"][0]["best"]["tree"] != before.pop("tree")
     assert after == before
     assert (run / "head" / "model.safetensors").read_bytes() == weights
     assert sorted(path.name for path in (run / "head").iterdir()) == ["config.json", "model.safetensors"]
@@ -86,18 +93,19 @@ def test_the_winner_is_written_and_the_rest_of_the_config_stays(
 def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: Path) -> None:
     tuned(configured(run))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
-    assert set(told["costs"]) == {"batch", "plain", "verify", "settle", "draft", "commit"}
-    assert list(told["contexts"]) == ["16"]  # the other is longer than the target's
+    (alone,) = told["batches"]
+    assert set(alone["costs"]) == {"batch", "plain", "verify", "settle", "draft", "commit"}
+    assert list(told["contexts"]) == ["9", "16"]  # the workload's own; a third is longer than the target's
     assert len(told["accepted"]) == 4
-    timed = {one["family"]: one for one in told["candidates"] if one["measured"]}
+    timed = {one["family"]: one for one in alone["candidates"] if one["measured"]}
     assert set(timed) == {"chain", "static", "dynamic", "best_first", OWN}
     for one in timed.values():
         assert one["predicted"]["tau"] == pytest.approx(one["measured"]["tau"])
-        assert one["measured"]["lossless"] == {"checked": 2, "identical": 2, "near_tie": 0, "failed": 0}
+        assert one["measured"]["lossless"] == {"checked": 1, "identical": 1, "near_tie": 0, "failed": 0}
         assert one["error"] == pytest.approx(one["predicted"]["speedup"] / one["measured"]["speedup"] - 1)
         assert list(one["at_contexts"]) == ["16"]
     best = max(timed.values(), key=lambda one: one["measured"]["speedup"])
-    assert told["best"] == (
+    assert alone["best"] == (
         None if best["measured"]["speedup"] <= 1 else {k: v for k, v in best.items() if k != "error"}
     )
 
@@ -105,12 +113,12 @@ def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: 
 def test_where_speculation_loses_plain_decoding_is_recommended_and_nothing_written(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faster(monkeypatch, 2.0)
+    faster(monkeypatch, lambda _: 2.0)
     before = (run / "head" / "config.json").read_bytes()
     assert tuned(configured(run, tuner=SMALL, prompts=1))
     assert "no tree beats plain decoding" in capsys.readouterr().out.replace("\n", "")
     assert (run / "head" / "config.json").read_bytes() == before
-    assert json.loads((run / "tune.json").read_text(encoding="utf-8"))["best"] is None
+    assert json.loads((run / "tune.json").read_text(encoding="utf-8"))["batches"][0]["best"] is None
 
 
 def test_a_tree_that_changes_tokens_is_not_written_and_fails_the_command(
@@ -167,8 +175,73 @@ def test_a_write_that_breaks_off_leaves_the_config_as_it_was(run: Path, monkeypa
     assert sorted(path.name for path in (run / "head").iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_is_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faster(monkeypatch, lambda batch: {1: 0.5, 2: 0.8, 3: 2.0}[batch])
+    monkeypatch.setattr(costs, "SPARE", 0)
+    monkeypatch.setattr(costs, "TURNS", 1)
+    monkeypatch.setattr(tune, "AGAIN", 1)
+    assert tuned(configured(run, tuner=SMALL, batch_size=[3, 1, 2], max_new_tokens=8))
+    told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
+    assert [each["batch"] for each in told["batches"]] == [1, 2, 3]
+    assert [each["costs"]["batch"] for each in told["batches"]] == [1, 2, 3]
+    first, second, third = told["batches"]
+    assert config_of(run)["tree"] == first["best"]["tree"]
+    assert second["best"] is not None
+    assert third["best"] is None
+    for each in (second, third):
+        kinds = [one["tree"]["kind"] == "chain" for one in each["candidates"] if one["measured"]]
+        assert sorted(kinds) == [False, True]
+    assert {kind: each["measured"] for kind, each in told["stops_paying"].items()} == {"chain": 3, "tree": 3}
+    out = capsys.readouterr().out
+    assert "batch size 2:" in out
+    assert "batch size 3: no tree beats plain decoding" in out
+    assert "batch size from which on a tree no longer pays: predicted" in out
+
+
+def test_a_target_that_cannot_share_a_pass_says_so_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.probe.check", lambda _: False)
+    with pytest.raises(ValueError, match="give batch_size=1") as error:
+        tuned(configured(run, batch_size=[1, 2]))
+    assert "\n" not in str(error.value)
+
+
+def replayed(*accepted: int) -> Replayed:
+    return Replayed([Step(0, 2, each) for each in accepted], sum(accepted) + len(accepted))
+
+
+def costs_of(tree: TreeConfig, verify: dict[int, float], batch: int = 1) -> Costs:
+    return Costs(batch, 1.0, verify, ({0: 0.0}, {0: 0.0}), {draft_key(tree): 1.0}, {1: 0.0})
+
+
+def test_the_choice_sees_nothing_of_the_texts_that_are_measured() -> None:
+    """Chance favours one tree on the texts to choose from, and the other on those held back: the former is chosen."""
+    chain = toys.TREES["chain"]
+    lucky = Tried("static", chain, [replayed(2, 2)], [replayed(0, 0)])
+    honest = Tried("dynamic", chain, [replayed(1, 1)], [replayed(2, 2)])
+    known = {1: costs_of(chain, {0: 1.0, 2: 1.0})}
+    assert ranked([honest, lucky], known, 1, lambda one: one.kind) == [[lucky, honest]]
+    assert halves([0, 1, 2, 3, 4]) == ([0, 2, 4], [1, 3])
+    assert halves([0]) == ([0], [0])
+
+
+def test_trees_whose_passes_alone_lose_are_not_tried_in_larger_batches() -> None:
+    chain, tree = toys.TREES["chain"], toys.TREES["static"]
+    good = Tried("chain", chain, [replayed(1, 1, 1)], [])
+    poor = Tried("chain", replace(chain, depth=2), [replayed(0, 0, 0)], [])
+    lost = Tried("static", tree, [replayed(0, 0, 0)], [])
+    known = costs_of(chain, {0: 1.0, 2: 1.5})
+    known = replace(known, draft={draft_key(one.tree): 1.0 for one in (good, poor, lost)})
+    every = [good, poor, lost]
+    assert hopeful(every, {}) == every
+    assert hopeful(every, {1: known}) == [good, lost]  # no tree promises anything: the best one is tried all the same
+    assert sizes_for([good], [0, 1, 2, 8, 16]) == [0, 1, 2, 4]
+
+
 def test_the_verdict_names_the_batch_size() -> None:
-    assert "batch size 4: no tree beats" in conclude(4, None, None, "")
+    candidate = Candidate("chain", toys.TREES["chain"], Prediction(1.0, 1.0, {}, 1.0, 1.0), {})
+    assert "batch size 4: no tree beats" in conclude(4, [candidate], "")
 
 
 @pytest.mark.parametrize(

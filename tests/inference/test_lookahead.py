@@ -36,13 +36,11 @@ def test_riders_equal_literal_sequences(name: str, width: int, levels: int) -> N
     text, root = toys.prompt(3, 12), 5
     guesses = [chance.choices(range(toys.VOCAB), k=width) for _ in range(levels)]
     tree = merge(root, [(7, 8, 9), (7, 8, 3), (1,)], target.device)
-    offset, seen = window(levels, width, target.device)
-    nodes = seen.new_zeros(len(seen), len(tree.token))
-    nodes[:, 0] = True
+    riding = window(levels, width, len(tree.token), target.device)
     token = [token for level in guesses for token in level][1:]
     cache = target.cache()
     target.prefill(torch.tensor(text), cache)
-    out = target.score(tree, cache, Riders(torch.tensor(token), offset, torch.cat([nodes, seen], 1))).logits
+    out = target.score(tree, cache, Riders(torch.tensor(token), *riding)).logits
     assert out is not None
     found = iter(out[0, len(tree.token) :])
     for level in range(levels):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inference.drafters import Commit, Context, Verified
+from inference.drafters.recycling import likeliest
 from inference.sample import GREEDY
 from inference.target import Pass, Target
 from inference.tree import DraftTree
@@ -147,3 +148,12 @@ def test_a_target_that_takes_no_tree_is_named(
     monkeypatch.setattr(toys.target(), "takes_trees", False)
     with pytest.raises(ValueError, match=named):
         make(name, toys.target(), **values)
+
+
+@pytest.mark.parametrize("vocabulary", [50, 2048, 32000, 50257])
+@pytest.mark.parametrize("count", [1, 8])
+def test_the_likeliest_are_those_of_topk(vocabulary: int, count: int) -> None:
+    logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    logits[1] = logits[1].sort().values  # all of them at the end, behind the last whole row
+    logits[2, 64:] = -torch.inf  # and beside tokens that have no probability
+    assert torch.equal(likeliest(logits, count), logits.topk(count).indices)

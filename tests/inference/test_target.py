@@ -64,7 +64,7 @@ def test_a_wrong_teacher_is_refused() -> None:
 
 
 def test_an_attention_without_tree_masks_is_left_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "_attention_mask", lambda *_: None)
+    monkeypatch.setattr(Target, "attention_mask", lambda *_: None)
     torch.manual_seed(1)
     target = Target(LlamaForCausalLM(LlamaConfig(**toys.SIZES)), toys.tokenizer(), "blind")
     assert target.takes_trees is False

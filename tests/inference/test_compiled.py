@@ -1,0 +1,198 @@
+"""A compiled pass is the pass that it was compiled from, whatever its size and whichever way it is padded.
+
+Compiled by dynamo alone: its graph is run as it is, operation by operation. What inductor makes of it is a slow test.
+"""
+
+import inspect
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.run import evaluate
+from inference import compiled
+from inference.cache import BatchLayer, BatchPass, Pool
+from inference.compiled import Compiled, padded
+from inference.decode import Generation, Settings, speculate
+from inference.drafters import Drafter
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.parts import LayerOutputs
+from inference.sample import GREEDY, Sampling
+from inference.target import Target
+from inference.tree import DraftTree
+from tests import toys
+from tests.eval.test_run import runs, small
+from tests.inference import model_free
+
+__all__ = ["runs"]  # a fixture
+
+DOUBLE = torch.float64
+LENGTHS = (7, 3, 19, 1)
+
+
+@pytest.fixture(autouse=True)
+def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile with the eager backend what the tests' shape checks, which dynamo cannot trace, are taken off from."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    for owner in (compiled, Compiled, Target, LayerOutputs, BatchLayer, BatchPass):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, property):
+                monkeypatch.setattr(owner, name, property(inspect.unwrap(value.fget)))
+            elif isinstance(value, types.FunctionType) and inspect.unwrap(value) is not value:
+                monkeypatch.setattr(owner, name, inspect.unwrap(value))
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def head(name: str, target: Target, tree: str) -> HeadDrafter:
+    own: Any = toys.head(name, target)
+    return HeadDrafter(own, toys.TREES[tree], name)
+
+
+def decoded(target: Target, sources: dict[str, Drafter], sampling: Sampling) -> dict[str, list[Generation]]:
+    prompts = [toys.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+    settings = [Settings(10 + 3 * seed, sampling, seed=seed) for seed in range(len(prompts))]
+    made = {
+        name: [speculate(target, each, *one) for one in zip(prompts, settings, strict=True)]
+        for name, each in sources.items()
+    }
+    batch = {f"{name} x3": speculate(target, each, prompts, settings, batch_size=3) for name, each in sources.items()}
+    return made | batch
+
+
+def all_tokens(made: dict[str, list[Generation]]) -> dict[str, list[list[int]]]:
+    return {name: [one.tokens for one in each] for name, each in made.items()}
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize(
+    ("name", "static"), [("llama", False), ("llama", True), ("gemma2", False), ("mistral", True), ("gpt2", True)]
+)
+def test_compiled_decoding_writes_the_same(name: str, static: bool) -> None:
+    target = toys.target(name, DOUBLE)
+    sources: dict[str, Drafter] = {
+        "plain": Plain(target.device),
+        "eagle": head("eagle", target, "dynamic"),
+        "lookahead": model_free.make("lookahead", target),
+    }
+    if name == "llama":  # it verifies in a pass of its own, uncompiled
+        sources["early_exit"] = model_free.make("early_exit", target, exit_layer=1)
+    before = decoded(target, sources, GREEDY)
+    assert graphs() == 0
+    target.compiled = Compiled(target, static)
+    after = decoded(target, sources, GREEDY)
+    target.compiled = None
+    assert all_tokens(after) == all_tokens(before)
+    assert any(map(toys.lively, all_tokens(before)["plain"])) or name.startswith("gemma")
+    accepted = [step.accepted for one in after["eagle"] for step in one.steps]
+    assert accepted == [step.accepted for one in before["eagle"] for step in one.steps]
+    # One sequence or several, one token or more; several slots or the last one of several; by sizes a few of each.
+    assert 4 <= graphs() <= (30 if static else 8)
+
+
+def test_features_of_compiled_passes() -> None:
+    target = toys.target("llama", DOUBLE)
+    text, tree = toys.prompt(1, 9), DraftTree(torch.tensor([5, 6, 7, 8]), torch.tensor([-1, 0, 0, 2]))
+
+    def passes() -> list[torch.Tensor]:
+        found = []
+        for layers in ((), (0, 2), (1,)):
+            target.feature_layers = layers
+            cache = target.cache()
+            target.prefill(torch.tensor(text), cache)
+            out = target.score(tree, cache)
+            cache.keep(len(text), [0, 2])
+            after = target.score(DraftTree(torch.tensor([3]), torch.tensor([-1])), cache)
+            found += [out.hidden, out.last, after.hidden, after.last]
+        return found
+
+    before = passes()
+    target.compiled = Compiled(target)
+    after = passes()
+    target.compiled, target.feature_layers = None, ()
+    assert [each.shape[2] for each in before[::4]] == [0, 2, 1]
+    for found, expected in zip(after, before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert graphs() > 0
+
+
+def test_padding_leaves_the_pass_as_it_is_and_sees_something() -> None:
+    keys = [torch.zeros(3, 1, 512, 2)]
+    rows = BatchPass(keys, keys, torch.tensor([[4, 5, 6], [7, 8, 9]]), 10)
+    token, position = torch.arange(6).view(2, 3), torch.arange(6).view(2, 3) + 10
+    seen, column = torch.rand(2, 3, 10) > 0.5, torch.arange(20).view(2, 10)
+    wide = padded(token, position, seen, rows, column)
+    assert [each.shape for each in wide[:3]] == [(3, 4), (3, 4), (3, 4, 256)]
+    assert torch.equal(wide[0][:2, :3], token)
+    assert torch.equal(wide[1][:2, :3], position)
+    assert torch.equal(wide[2][:2, :3, :10], seen)
+    assert not wide[2][:2, :3, 10:].any(), "no row of the pass sees padding"
+    assert wide[2].any(-1)[:, 3].all()
+    assert wide[2].any(-1)[2].all()
+    assert wide[3].columns.tolist() == [[4, 5, 6, 7], [7, 8, 9, 10], [0, 1, 2, 3]]
+    assert wide[3].end == 256
+    assert wide[4] is not None
+    assert torch.equal(wide[4][:2, :10], column)
+
+
+def test_buffers_come_back_when_their_sequence_is_gone() -> None:
+    target = toys.target("llama", DOUBLE)
+    pool = Pool(fixed=True)
+    first = pool.sequence()
+    target.prefill(torch.tensor(toys.prompt(1, 30)), first)
+    place = first.stores[0].reach(1)[0].data_ptr()
+    beside = pool.sequence()
+    target.prefill(torch.tensor(toys.prompt(2, 5)), beside)
+    assert beside.stores[0].reach(1)[0].data_ptr() != place
+    del first
+    again = pool.sequence()
+    assert again.length == 0
+    found = target.prefill(torch.tensor(toys.prompt(2, 5)), again)
+    assert again.stores[0].reach(1)[0].data_ptr() == place
+    assert torch.equal(found.last, target.prefill(torch.tensor(toys.prompt(2, 5)), target.cache()).last)
+
+
+def test_a_target_that_takes_no_mask_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = toys.target("llama", DOUBLE)
+    monkeypatch.setattr(target, "takes_trees", False)
+    with pytest.raises(ValueError, match=r"llama: its attention takes no mask of ours.*engine\.compile=false"):
+        target.compile()
+
+
+def test_what_cannot_be_compiled_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    target = toys.target("llama", DOUBLE)
+    monkeypatch.setattr(target, "compiled", Compiled(target))
+    with pytest.raises(ValueError, match=r"llama: torch.compile fails on its passes .*no C\+\+ compiler.*false$"):
+        speculate(target, Plain(target.device), toys.prompt(1), Settings(4, GREEDY))
+
+
+def test_a_compiled_evaluation_passes_the_gate_and_says_so(runs: Path, tmp_path: Path) -> None:
+    made = evaluate(small(runs, tmp_path, engine={"compile": True}, batch_size=[1, 2], hf=False))
+    assert graphs() > 0
+    assert made.passed
+    assert sorted(made.gates) == ["eagle", "eagle x2", "plain x2"]
+    assert "engine compiled" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_inductor_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    target = toys.target("llama", DOUBLE)
+    sources: dict[str, Drafter] = {"plain": Plain(target.device), "eagle": head("eagle", target, "dynamic")}
+    before = decoded(target, sources, GREEDY)
+    target.compile()
+    after = decoded(target, sources, GREEDY)
+    target.compiled = None
+    assert all_tokens(after) == all_tokens(before)
