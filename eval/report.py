@@ -152,12 +152,15 @@ NOTES = (
     "passes, pooled over all prompts. Intervals come from resampling the prompts.",
     "Speed is that of decoding alone, without the prefill. Each prompt counts with its median repeat. Plain decoding, "
     "every drafter and HF generate take turns on each prompt in random order.",
-    "speedup is over plain decoding in the same engine, dtype and session; vs HF is over `generate` of transformers.",
+    "P(a≥d) is the share of target passes in which d drafted tokens or more were accepted.",
+    "speedup is over plain decoding in the same engine, dtype and session, and at the same batch size; vs HF is over "
+    "`generate` of transformers, at batch size 1.",
     "Times and drafted tokens are per step, a step being one target pass with the draft before it. τ is what a step "
     "gains, its time over that of plain decoding's step is what it costs, and the quotient is the speedup: a verify "
     "time far above plain decoding's says that the tree is wide for this device, a long draft time, a slow head.",
-    "x8 is a batch of 8: sequences that share target passes, and that the next prompts replace as they end. A pass's "
-    "time is shared evenly among those in it, tok/s is that of all together, and latency is what one request waits.",
+    "x4 behind a name is a batch of 4: sequences that share target passes, and that the next prompts replace "
+    "as they end. A pass counts as a step of each sequence in it, with an even share of its time; tok/s is that of all "
+    "sequences together, and latency what one request waits, its prefill included.",
     "A drafter that is slower than plain decoding is marked so.",
     "Overlap headroom: how many times faster the steps would be if a second device drafted the next tree while this "
     "one verifies (Mirror-SD, arXiv 2510.13161), all of the shorter of the two times hidden: an upper bound.",

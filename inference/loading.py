@@ -5,6 +5,7 @@ methods here treat each row of a pass by itself, so that a token's logits do not
 verification keeps the quantised target's own law.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -47,6 +48,8 @@ def _torchao(_dtype: torch.dtype) -> Any:
 def _llm_int8(_dtype: torch.dtype) -> Any:
     # Above a threshold, whole columns of a pass are left in float if any row has an outlier there: with the paper's 6.0
     # (arXiv 2208.07339) a token's logits would depend on the nodes beside it.
+    # It says so at every layer of every pass in another dtype than float16, and float32 is the gate's.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 

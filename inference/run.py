@@ -97,7 +97,7 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
 
 def plain_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of running text, with the special tokens that the tokenizer begins it with."""
-    return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer(prompt, verbose=False)["input_ids"])
 
 
 def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -112,7 +112,7 @@ def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
             "chat_template.jinja beside the model"
         )
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def answer(target: Target, drafter: Drafter | None, ids: list[int], settings: Settings, console: Console) -> Generation:

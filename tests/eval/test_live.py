@@ -129,7 +129,7 @@ def test_hf_generate_stays_within_the_context() -> None:
 
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
-    monkeypatch.setattr(live, "_timed_generate", lambda _target, _prompt, count, _: ([7] * count, seconds[count]))
+    monkeypatch.setattr(live, "_timed_generate", lambda _target, _prompt, count, *_: ([7] * count, seconds[count]))
     target = StubTarget(eos=frozenset({1}))
     run = live.hf_generate(target, [0], 9)
     assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)
