@@ -32,6 +32,12 @@ SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "contexts": [16], "samples":
 OWN_TREE = TreeConfig("dynamic", 4, 3, 9, [], [])
 
 
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "TURNS", 1)
+    monkeypatch.setattr(tune, "AGAIN", 1)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     target = toys.target()
@@ -180,8 +186,6 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_is_written
 ) -> None:
     faster(monkeypatch, lambda batch: {1: 0.5, 2: 0.8, 3: 2.0}[batch])
     monkeypatch.setattr(costs, "SPARE", 0)
-    monkeypatch.setattr(costs, "TURNS", 1)
-    monkeypatch.setattr(tune, "AGAIN", 1)
     assert tuned(configured(run, tuner=SMALL, batch_size=[3, 1, 2], max_new_tokens=8))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     assert [each["batch"] for each in told["batches"]] == [1, 2, 3]
