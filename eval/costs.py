@@ -228,30 +228,29 @@ def decode(
 def verification(
     target: Target, sizes: Sequence[int], contexts: Sequence[int], samples: int, seed: int
 ) -> dict[int, dict[int, float]]:
-    """Return the seconds of a verification pass by tokens of context, then by drafted nodes, sizes in turn.
+    """Return the seconds of a verification pass by tokens of context, then by drafted nodes, all in turn.
 
     Contexts that leave no room for the largest tree are left out. The committed rows are those of random tokens.
     """
-    shuffle, found = random.Random(seed), {}
-    vocabulary = target.ends.vocab_size
+    shuffle, vocabulary = random.Random(seed), target.ends.vocab_size
     target.feature_layers = ()
-    for context in contexts:
-        if not 0 < context < target.context - max(sizes):
-            continue
-        cache = target.cache()
+    caches = {context: target.cache() for context in contexts if 0 < context < target.context - max(sizes)}
+    for context, cache in caches.items():
         target.prefill(torch.tensor(shuffle.choices(range(vocabulary), k=context), device=target.device), cache)
-        seconds: Samples = defaultdict(list)
-        for turn in range(samples + 1):
-            for size in shuffle.sample(list(sizes), len(sizes)):
-                drafted = planted(0, [], size, target)
-                synchronize(target.device)
-                start = time.perf_counter()
-                target.score(drafted, cache)
-                synchronize(target.device)
-                seconds[size] += [time.perf_counter() - start] if turn else []
-                cache.keep(context, [])
-        found[context] = rising({size: typical(each) for size, each in seconds.items()})
-    return found
+    cells = [(context, size) for context in caches for size in sizes]
+    seconds: dict[int, Samples] = {context: defaultdict(list) for context in caches}
+    for turn in range(samples + 1):
+        for context, size in shuffle.sample(cells, len(cells)):
+            drafted = planted(0, [], size, target)
+            synchronize(target.device)
+            start = time.perf_counter()
+            target.score(drafted, caches[context])
+            synchronize(target.device)
+            seconds[context][size] += [time.perf_counter() - start] if turn else []
+            caches[context].keep(context, [])
+    return {
+        context: rising({size: typical(each) for size, each in found.items()}) for context, found in seconds.items()
+    }
 
 
 def typical(values: Sequence[float]) -> float:
