@@ -54,7 +54,7 @@ class Rotary:
 
 def repeat_groups(x: Float[Tensor, "B G S E"], heads: int) -> Float[Tensor, "B H S E"]:
     """Give every query head its group's keys or values."""
-    return x.repeat_interleave(heads // x.shape[1], 1)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def masked_attention(
