@@ -4,7 +4,7 @@
 
 1. Overhead: the share of a step that is spent neither in the target's pass nor in the head's, chain and tree.
 2. Efficiency: the speedup that was measured over the one that τ and the passes' own times allow,
-   τ · t_plain / (t_verify + t_draft), each of the three times measured in a loop of nothing but that pass.
+   τ · t_plain / (t_verify + t_draft), the times measured in a loop of nothing but those passes.
 3. Plain decoding against HF `generate`, with its dynamic and its static cache.
 
 All of it runs twice: as the model is, and compiled (`engine.compile=true`; HF's static cache with its own compilation).
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from inference.sample import GREEDY
 from inference.target import DTYPES, Target
 from inference.tree import DraftTree
 
-VOCABULARY, PROMPT, REPEATS = 32000, 64, 5
+VOCABULARY, PROMPT, REPEATS = 32000, 64, 3
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
     "num_key_value_heads": 12, "intermediate_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True,
@@ -103,14 +104,15 @@ def readers(answers: dict[tuple[int, ...], list[int]]) -> dict[str, Drafter]:
     return {"chain": Reader(answers, TRUE, "chain"), "tree": Reader(answers, 8, "tree")}
 
 
-def seconds(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Return the median seconds of a call, after two that do not count."""
-    times = []
-    for _ in range(repeats + 2):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[2:])
+def seconds(runs: dict[int, Callable[[], Any]], rounds: int = 20) -> dict[int, float]:
+    """Return the median seconds of calls, taken in turn so that a slow minute slows all; two rounds do not count."""
+    times: dict[int, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 2):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(each[2:]) for name, each in times.items()}
 
 
 @contextmanager
@@ -164,7 +166,9 @@ def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt
         **{name: lambda prompt, own=each: speculate(target, own, prompt, settings) for name, each in sources.items()},
     }
     runs = interleave(runners, prompts, REPEATS, 1, 0)
-    total = {name: sum(min(run.decode_s for run in each) for each in found) for name, found in runs.items()}
+    total = {
+        name: sum(statistics.median(run.decode_s for run in each) for each in found) for name, found in runs.items()
+    }
     middle = PROMPT + settings.max_new_tokens // 2
     cache = target.cache()
     target.prefill(torch.arange(middle), cache)
@@ -174,13 +178,12 @@ def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt
         target.score(DraftTree(torch.arange(nodes), parent), cache)
         cache.keep(middle, [])
 
-    plain = seconds(lambda: once(1))
+    steps = {name: [step for each in found for step in each[0].steps] for name, found in runs.items()}
+    size = {name: 1 + round(statistics.mean(step.drafted for step in each)) for name, each in steps.items()}
+    spent = seconds({nodes: partial(once, nodes) for nodes in sorted({*size.values()})})
     for name, source in sources.items():
-        made = [each[0] for each in runs[name]]
-        tau = sum(len(run.tokens) - 1 for run in made) / sum(len(run.steps) for run in made)
-        nodes = 1 + round(statistics.mean(step.drafted for run in made for step in run.steps))
-        verify = seconds(lambda count=nodes: once(count))
-        speedup, ideal = total["plain"] / total[name], tau * plain / verify
+        tau = sum(step.committed for step in steps[name]) / len(steps[name])
+        speedup, ideal = total["plain"] / total[name], tau * spent[size["plain"]] / spent[size[name]]
         print(f"{name:8} {source.tree:10} tau {tau:.2f}, {speedup:.2f}x of {ideal:.2f}x: {speedup / ideal:.2f}")
 
 
