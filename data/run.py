@@ -60,7 +60,9 @@ def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
     """Write the target's answers to the training prompts and say how many there are."""
     settings = AnswerSettings(job.temperature, job.top_p, job.max_new_tokens, job.keep_unfinished, job.seed)
     model = job.model
-    target = Target.load(model["path"], model["dtype"], model["device"], model["trust_remote_code"], model["quantize"])
+    target = Target.load(
+        model["path"], model["dtype"], model["device"], model["trust_remote_code"], model.get("quantize")
+    )
     prompts = training_prompts(config, target.tokenizer, job.limit)
     written = write_answers(target, prompts, settings, out, job.batch_size)
     print(f"{out}: {written.answers} answers added to {len(prompts)} prompts; train on them with data.path={out}")

@@ -42,6 +42,11 @@ class EngineConfig:
 
     compile: bool
 
+    @property
+    def label(self) -> str:
+        """Return how reports call it."""
+        return "compiled" if self.compile else "eager"
+
 
 @dataclass(frozen=True)
 class EvalConfig:

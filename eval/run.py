@@ -198,7 +198,7 @@ def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:
     return {
         "prompts": prompts,
         **chosen,
-        "engine": "compiled" if config.engine.compile else "eager",
+        "engine": config.engine.label,
         "provenance": provenance(),
     }
 

@@ -240,6 +240,7 @@ def settings_of(config: EvalConfig, target: Target, chosen: int, held: int) -> d
         "device": device_facts(target.device, target.dtype),
         "texts": {"chosen": chosen, "held": held},
         **{key: getattr(config, key) for key in keys},
+        "engine": config.engine.label,
         "tuner": asdict(config.tuner),
         "provenance": provenance(),
     }
