@@ -130,20 +130,8 @@ def _method(quantize: str | None) -> Method | None:
     Raises:
         ValueError: there is none, or its library is not installed.
     """
-    if quantize in (None, AS_IT_IS):
-        return None
-    if quantize not in METHODS:
-        raise ValueError(f"model.quantize is {quantize!r}: choose one of {AS_IT_IS}, {', '.join(METHODS)}")
-    method = METHODS[quantize]
-    try:
-        found = find_spec(method.module)
-    except ModuleNotFoundError:  # the package that it is in
-        found = None
-    if found is None:
-        raise ValueError(
-            f"model.quantize={quantize} needs {method.package}, which is not installed: pip install {method.package}"
-        )
-    return method
+    check_method(quantize)
+    return None if quantize is None else METHODS.get(quantize)
 
 
 @contextmanager
