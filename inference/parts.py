@@ -34,17 +34,24 @@ class Entered(NamedTuple):
 
 
 class LayerOutputs:
-    """Notes what the decoder layers give, one after the other, while there is a list to note it in."""
+    """Notes what the decoder layers give, one after the other, while there is a list to note it in.
+
+    Attributes:
+        outputs: the layers' outputs, None for a layer that is not wanted: a long pass cannot hold those of all layers.
+            In a graph that is being compiled an output that nobody reads costs nothing, and all are noted.
+    """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self.outputs: list[Tensor] | None = None
+        self.outputs: list[Tensor | None] | None = None
+        self.wanted: tuple[int, ...] = ()
         for layer in layers:
             layer.register_forward_hook(self.note)
 
     def note(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Take in a layer's output."""
         if self.outputs is not None:
-            self.outputs.append(output[0] if isinstance(output, tuple) else output)
+            kept = torch.compiler.is_compiling() or len(self.outputs) in self.wanted
+            self.outputs.append((output[0] if isinstance(output, tuple) else output) if kept else None)
 
 
 class Skips(NamedTuple):

@@ -218,8 +218,8 @@ class Target:
         stack: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the decoder stack under a mask in transformers' form; return the outputs of `layers` and the last."""
-        outputs: list[Tensor] = []
-        self._noted.outputs = outputs if layers else None
+        outputs: list[Any] = []
+        self._noted.outputs, self._noted.wanted = outputs if layers else None, layers
         out = (stack or self.base)(
             input_ids=token,
             attention_mask=mask,

@@ -1,5 +1,6 @@
 """The target's features and its refusals."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,27 @@ def test_features_are_the_models_hidden_states(name: str) -> None:
     torch.testing.assert_close(found.hidden[:, :, 1], theirs.hidden_states[2], rtol=near, atol=near)
     torch.testing.assert_close(found.last, theirs.hidden_states[-1], rtol=near, atol=near)
     torch.testing.assert_close(target.ends.logits(found.last), theirs.logits, rtol=near, atol=near)
+
+
+def test_a_pass_keeps_no_layer_that_nobody_asked_for() -> None:
+    """The outputs of all layers of a deep target would fill the memory."""
+    target = toys.target("llama", torch.float64)
+    target.feature_layers = (1,)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def watch(_module: object, _args: object, output: object) -> None:
+        alive.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
+
+    held = []
+    handles = [layer.register_forward_hook(watch) for layer in target.decoder_layers]
+    norm = target.base.norm.register_forward_hook(lambda *_: held.extend(each() is not None for each in alive))
+    token = torch.tensor([toys.prompt(4, 12)])
+    target.features(token, torch.zeros_like(token))
+    for handle in (*handles, norm):
+        handle.remove()
+    target.feature_layers = ()
+    assert held == [i in (1, len(target.decoder_layers) - 1) for i in range(len(target.decoder_layers))]
+    assert held.count(False) > 0
 
 
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
