@@ -136,6 +136,15 @@ class Batches:
         return self._order[1]
 
 
+def token_counts(samples: Sequence[Sample], vocab_size: int) -> Int[Tensor, "V"]:
+    """Return how often the target would write each token."""
+    found = torch.zeros(vocab_size, dtype=torch.long)
+    for sample in samples:
+        written = torch.tensor(sample.token)[torch.tensor(sample.mask) > 0]
+        found += torch.bincount(written, minlength=vocab_size)
+    return found
+
+
 def fingerprint(samples: Sequence[Sample]) -> str:
     """Return the SHA-256 over the samples' lengths, tokens and masks, in their order."""
     digest = hashlib.sha256()

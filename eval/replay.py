@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heads.vocab import spread
 from inference.decode import Settings, autoregress
 from inference.drafters import Commit, Context
 from inference.drafters.head import HeadDrafter
@@ -95,7 +96,8 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
     depth = min(depth, head.max_depth)
     drafts = head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
     begin = text.start - 1  # the row whose root is the first token of the answer
-    rank = torch.stack([ranks(draft.logits[0, begin:], token[begin:], d + 1) for d, draft in enumerate(drafts)], 1)
+    logits = (spread(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
+    rank = torch.stack([ranks(each, token[begin:], d) for d, each in enumerate(logits, 1)], 1)
     source = HeadDrafter(head, largest[0], "head")
     grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
     done = 0

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from heads.vocab import DraftVocabulary
+
 
 class Features(NamedTuple):
     """What a head may know of the target: one batch of packed token rows with the target's hidden states.
@@ -44,10 +46,15 @@ class Level(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """One depth of `unroll`: the draft logits of every row and, where the head predicts features, those too."""
+    """One depth of `unroll`, for every row: what `score` makes logits of, a few rows at a time, never all at once.
 
-    logits: Float[Tensor, "B T V"]
-    feature: Float[Tensor, "B T D"] | None
+    `feature` is the target's feature as the head predicts it, `confidence` the logit of a draft's acceptance; None from
+    heads that predict none.
+    """
+
+    state: Float[Tensor, "B T X"]
+    feature: Float[Tensor, "B T D"] | None = None
+    confidence: Float[Tensor, "B T"] | None = None
 
 
 class LayerShape(NamedTuple):
@@ -65,14 +72,15 @@ class Ends(Protocol):
 
     hidden_size: int
     vocab_size: int
+    num_layers: int
     layer: LayerShape
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         """Return the target's input embeddings of `token`."""
         ...
 
-    def logits(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
-        """Return the target's logits of final-normed hidden states."""
+    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
+        """Return the target's logits of final-normed hidden states, of the tokens `ids` alone if given."""
         ...
 
     def head_weight(self) -> Float[Tensor, "V D"]:
@@ -82,14 +90,34 @@ class Ends(Protocol):
 
 @runtime_checkable
 class DraftHead(Protocol):
-    """The three methods every head has. A head is an nn.Module besides; `config` is its typed configuration."""
+    """The methods every head has. A head is an nn.Module besides; `config` is its typed configuration.
+
+    `vocab` is the pruned vocabulary that `score` gives logits of, None for the target's own. A level's logits are of
+    the target's vocabulary always: minus infinity for what the head cannot draft.
+    """
 
     config: Any
     feature_layers: tuple[int, ...]
     max_depth: int
+    vocab: DraftVocabulary | None
 
-    def unroll(self, features: Features, depths: int) -> list[Draft]:
-        """Training: score depths 1 … `depths` for all rows at once, as `extend` and `expand` would one by one."""
+    @property
+    def ends(self) -> Ends:
+        """The target's embedding and lm_head."""
+        ...
+
+    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+        """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would one by one.
+
+        Args:
+            features: the batch.
+            depths: how many.
+            anchors: the rows that are to be drafted from; what a head gives for the others means nothing. None for all.
+        """
+        ...
+
+    def score(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
+        """Return the logits of a depth's states, over the head's own vocabulary."""
         ...
 
     def extend(self, state: Any, features: Features, token: Int[Tensor, "T"]) -> tuple[Any, Level]:
@@ -119,6 +147,21 @@ class DraftHead(Protocol):
                 its drafted ancestors and itself. The root is a committed row and always seen.
         """
         ...
+
+
+def layer_shape(config: Any, ends: Ends) -> LayerShape:
+    """Return the shape that a head's configuration asks for, the target's own where it asks for nothing."""
+    return LayerShape(*(getattr(config, name) or getattr(ends.layer, name) for name in LayerShape._fields))
+
+
+def check_depths(depths: int, heads: int) -> None:
+    """Check that a head with one part a depth is unrolled to all of them: a part without a gradient stops a run.
+
+    Raises:
+        ValueError: the depths are others.
+    """
+    if depths != heads:
+        raise ValueError(f"objective.depths is {depths} but the head drafts {heads} depths: make them equal")
 
 
 def parameter_count(head: nn.Module) -> int:

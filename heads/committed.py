@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-KeyValue = tuple[Tensor, Tensor]
+from heads.attention import KeyValue
 
 
 class Committed(NamedTuple):
@@ -39,14 +39,10 @@ def near(query: Int[Tensor, "*n T"], key: Int[Tensor, "*n S"], length: int | Non
     return torch.ones_like(distance, dtype=torch.bool) if length is None else distance < length
 
 
-def committing(
-    state: Committed | None, new: int, length: int | None, device: torch.device
-) -> tuple[Int[Tensor, "T"], Bool[Tensor, "T S"]]:
-    """Return the positions of T new rows, and which of the S kept and new rows each looks at."""
-    past = state.length if state else 0
-    position = torch.arange(past, past + new, device=device)
-    every = torch.cat([state.position(), position]) if state else position
-    return position, (every <= position[:, None]) & near(position, every, length)
+def committing(state: Committed, position: Int[Tensor, "T"], length: int | None) -> Bool[Tensor, "T S"]:
+    """Return which of the S kept and new rows each new row looks at, the new ones being at `position`."""
+    every = torch.cat([state.position(), position])
+    return (every <= position[:, None]) & near(position, every, length)
 
 
 def check_length(length: int | None) -> None:

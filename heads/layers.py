@@ -1,7 +1,7 @@
 """The decoder layer that all heads share: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Attention takes its pattern from the caller: a Block projects and rotates, then hands queries, keys and values to an
-`attend` function. Training, committing rows and expanding a tree differ in that function alone.
+`attend` function. Training, committing rows and expanding a tree differ in that function alone (heads/recurrent.py).
 Shape letters: B batch, T queries, S keys, H query heads, G key-value heads, E head width (F the values', where that
 differs), X input width, D model width.
 """
@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from heads.base import LayerShape
 
@@ -70,74 +71,103 @@ def masked_attention(
     )
 
 
-def drafted_attention(
-    query: Float[Tensor, "B H T E"],
-    true: tuple[Tensor, Tensor],
-    own: list[tuple[Tensor, Tensor]],
-    mask: Bool[Tensor, "B T T"],
-) -> Float[Tensor, "B H T F"]:
-    """Attend from rows drafted after row t: to the true rows that row t sees, and to row t's own drafted rows.
-
-    This is the pattern of a chain drafted from the prefix that ends at row t, for all t at once: the training-time test
-    of EAGLE-3 (arXiv 2503.01840). `true` and each entry of `own` are keys and values "B G T E"; an own key is seen by
-    the query of the same t alone, so the scores grow by one column a step.
-    """
-    heads = query.shape[1]
-    keys, values = (repeat_groups(x, heads) for x in true)
-    scale = query.shape[-1] ** -0.5
-    scores = [((query @ keys.mT) * scale).masked_fill(~mask[:, None], float("-inf"))]
-    scores += [(query * repeat_groups(k, heads)).sum(-1, keepdim=True) * scale for k, _ in own]
-    weight = torch.cat(scores, -1).softmax(-1)
-    length = keys.shape[2]
-    out = weight[..., :length] @ values
-    for i, (_, v) in enumerate(own):
-        out = out + weight[..., length + i, None] * repeat_groups(v, heads)
-    return out
-
-
 class Attention(nn.Module):
-    """Grouped-query self-attention whose input may be wider than the model (EAGLE-3 feeds two states)."""
+    """Grouped-query self-attention whose input may be wider than the model (EAGLE-3 feeds two states).
 
-    def __init__(self, input_width: int, width: int, shape: LayerShape, theta: float) -> None:
+    `norm_eps` adds Qwen3's norms of queries and keys. `inject_width` adds projections that make keys and values of
+    other states than the input (`injected`).
+    """
+
+    def __init__(
+        self,
+        input_width: int,
+        width: int,
+        shape: LayerShape,
+        theta: float,
+        *,
+        norm_eps: float | None = None,
+        inject_width: int | None = None,
+    ) -> None:
         super().__init__()
         self.shape, self.rotary = shape, Rotary(shape.head_dim, theta)
         self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, width, bias=False)
+        self.q_norm = nn.Identity() if norm_eps is None else RMSNorm(shape.head_dim, norm_eps)
+        self.k_norm = nn.Identity() if norm_eps is None else RMSNorm(shape.head_dim, norm_eps)
+        if inject_width is not None:
+            self.k_inject = nn.Linear(inject_width, shape.num_kv_heads * shape.head_dim, bias=False)
+            self.v_inject = nn.Linear(inject_width, shape.num_kv_heads * shape.head_dim, bias=False)
 
     def forward(
         self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, attend: Attend
     ) -> Float[Tensor, "B T D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
-        split = (*x.shape[:2], -1, self.shape.head_dim)
-        query, key, value = (proj(x).view(split).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (self.split(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = self.q_norm(query), self.k_norm(key)
         both = self.rotary(torch.cat([query, key], 1), position, last)
         out = attend(both[:, : query.shape[1]], both[:, query.shape[1] :], value)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
+    def key_value(
+        self, c: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int
+    ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
+        """Return keys and values of other states than the input, by the input's projections."""
+        return self.rotary(self.k_norm(self.split(self.k_proj(c))), position, last), self.split(self.v_proj(c))
+
+    def injected(
+        self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], last: int
+    ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
+        """Return keys and values of states of the target, by projections of their own."""
+        key = self.rotary(self.k_norm(self.split(self.k_inject(c))), position, last)
+        return key, self.split(self.v_inject(c))
+
+    def split(self, x: Float[Tensor, "B T X"]) -> Float[Tensor, "B H T E"]:
+        """Return a projection's result by heads."""
+        return x.view(*x.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
+
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward layer (Shazeer, 2020)."""
+    """Gated feed-forward layer (Shazeer, 2020); with `recompute` the backward pass makes its activations again."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
+        self.recompute = False
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Apply the layer."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.apply_to, x, use_reentrant=False)
+        return self.apply_to(x)
+
+    def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Apply the layer, keeping its activations."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
     """A Llama decoder layer; `input_norm=False` leaves out the norm before attention, as EAGLE's first layer does."""
 
-    def __init__(self, width: int, shape: LayerShape, *, theta: float, eps: float, input_norm: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        shape: LayerShape,
+        *,
+        theta: float,
+        eps: float,
+        input_norm: bool = True,
+        qk_norm: bool = False,
+        inject_width: int | None = None,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(width, eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(width, width, shape, theta)
+        self.self_attn = Attention(
+            width, width, shape, theta, norm_eps=eps if qk_norm else None, inject_width=inject_width
+        )
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, shape.intermediate_size)
 

@@ -1,7 +1,7 @@
 """Medusa (Cai et al., arXiv 2401.10774): K residual heads, head d predicting depth d from the target's last feature.
 
 Head d is `layers` blocks z + SiLU(Wz + b) with W zero at the start, so that training begins at the target's own
-next-token law. Its lm_head is the target's, shared and frozen, or a copy that is trained.
+next-token law. Its lm_head is the target's, shared and frozen, or one of its own that starts as a copy and is trained.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Ends, Features, Level
+from heads.base import Draft, Ends, Features, Level, check_depths
+from heads.vocab import Readout, draft_vocabulary, spread
 
 
 class ResidualBlock(nn.Module):
@@ -31,32 +32,29 @@ class Medusa(nn.Module):
 
     @dataclass(frozen=True)
     class Config:
-        """Numbers of the head; `lm_head` is "shared" or "copied"."""
+        """Numbers of the head; `lm_head` is one of `Readout.KINDS`, of rank `lm_head_rank` where that is given."""
 
         name: str
         heads: int
         layers: int
         lm_head: str
+        lm_head_rank: int | None
+        draft_vocab: int | None
 
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
         if config.heads < 1 or config.layers < 1:
-            raise ValueError(
-                f"head.heads={config.heads}, head.layers={config.layers}: Medusa needs at least one of each"
-            )
-        if config.lm_head not in ("shared", "copied"):
-            raise ValueError(f"head.lm_head is {config.lm_head!r}: choose shared or copied")
-        self.config = config
-        self.max_depth = config.heads
+            raise ValueError(f"head.heads is {config.heads} and head.layers {config.layers}: give at least one of each")
+        self.config, self.max_depth = config, config.heads
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(ends.hidden_size) for _ in range(config.layers))) for _ in range(config.heads)
         )
-        self.lm_heads = nn.ParameterList(
-            nn.Parameter(ends.head_weight().detach().float().clone())
-            for _ in range(config.heads if config.lm_head == "copied" else 0)
+        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
+        self.lm_heads = nn.ModuleList(
+            Readout(ends, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
         )
 
     @property
@@ -64,24 +62,21 @@ class Medusa(nn.Module):
         """The target's embedding and lm_head."""
         return self._ends[0]
 
-    def score(self, last: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n V"]:
-        """Return head `depth`'s logits, counted from 1."""
-        z = self.blocks[depth - 1](last)
-        if self.config.lm_head == "copied":
-            return functional.linear(z, self.lm_heads[depth - 1])
-        return self.ends.logits(z)
+    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+        """Return head `depth`'s logits of its own states, counted from 1."""
+        return self.lm_heads[depth - 1](state)
 
-    def unroll(self, features: Features, depths: int) -> list[Draft]:
-        """Score all rows at every depth."""
-        if depths != self.max_depth:
-            raise ValueError(f"objective.depths is {depths} but the head has {self.max_depth} heads: make them equal")
-        return [Draft(self.score(features.last, depth), None) for depth in range(1, depths + 1)]
+    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+        """Draft from all rows at every depth."""
+        del anchors
+        check_depths(depths, self.max_depth)
+        return [Draft(block(features.last)) for block in self.blocks]
 
     def extend(self, state: None, features: Features, token: Int[Tensor, "T"]) -> tuple[None, Level]:
         """Score depth 1 from the last row; Medusa keeps no state."""
         del state, token
         root = features.last[0, -1:]
-        return None, Level(self.score(root, 1), root, ())
+        return None, Level(self._law(root, 1), root, ())
 
     def expand(
         self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
@@ -90,5 +85,7 @@ class Medusa(nn.Module):
         del state, token
         depth = int(mask[0].sum()) + 1
         hidden = level.hidden[parent]
-        logits = self.score(hidden[:1], depth)
-        return Level(logits.expand(len(hidden), -1), hidden, ())
+        return Level(self._law(hidden[:1], depth).expand(len(hidden), -1), hidden, ())
+
+    def _law(self, last: Float[Tensor, "1 D"], depth: int) -> Float[Tensor, "1 V"]:
+        return spread(self.vocab, self.score(self.blocks[depth - 1](last), depth))

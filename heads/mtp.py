@@ -12,10 +12,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads import rows
-from heads.base import Draft, Ends, Features, LayerShape, Level
-from heads.committed import Committed, KeyValue, check_length, committing, joined, near
-from heads.layers import Attend, Block, RMSNorm, drafted_attention, masked_attention
+from heads import recurrent
+from heads.attention import KeyValue
+from heads.base import Draft, Ends, Features, Level, layer_shape
+from heads.committed import Committed, check_length
+from heads.layers import Attend, Block, RMSNorm
+from heads.vocab import Readout, draft_vocabulary
 
 
 class Mtp(nn.Module):
@@ -27,7 +29,7 @@ class Mtp(nn.Module):
 
     @dataclass(frozen=True)
     class Config:
-        """Numbers of the module; null takes the target's own, and as `length`, looks at all rows."""
+        """Numbers of the module; null takes the target's own, as `length` looks at all rows."""
 
         name: str
         length: int | None
@@ -37,32 +39,40 @@ class Mtp(nn.Module):
         intermediate_size: int | None
         rope_theta: float
         norm_eps: float
+        qk_norm: bool
+        lm_head: str
+        draft_vocab: int | None
 
     feature_layers: tuple[int, ...] = ()
     max_depth = 64
+    attentions = 1
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
         check_length(config.length)
         self.config = config
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
-        width, own, eps = ends.hidden_size, ends.layer, config.norm_eps
-        shape = LayerShape(
-            config.num_heads or own.num_heads,
-            config.num_kv_heads or own.num_kv_heads,
-            config.head_dim or own.head_dim,
-            config.intermediate_size or own.intermediate_size,
-        )
+        width, shape, eps = ends.hidden_size, layer_shape(config, ends), config.norm_eps
         self.enorm: nn.Module = RMSNorm(width, eps)
         self.hnorm: nn.Module = RMSNorm(width, eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block: nn.Module = Block(width, shape, theta=config.rope_theta, eps=eps, input_norm=True)
+        self.block: nn.Module = Block(width, shape, theta=config.rope_theta, eps=eps, qk_norm=config.qk_norm)
         self.norm: nn.Module = RMSNorm(width, eps)
+        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
+        self.lm_head = Readout(ends, config.lm_head, self.vocab)
 
     @property
     def ends(self) -> Ends:
         """The target's embedding and lm_head."""
         return self._ends[0]
+
+    def begin(self, features: Features) -> Float[Tensor, "B T D"]:
+        """Return the target's own states."""
+        return features.last
+
+    def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
+        """Return nothing: the true rows are those of depth 1."""
+        return ()
 
     def advance(
         self,
@@ -70,47 +80,27 @@ class Mtp(nn.Module):
         state: Float[Tensor, "B T D"],
         position: Int[Tensor, "B T"],
         last: int,
-        attend: Attend,
-    ) -> Float[Tensor, "B T D"]:
-        """Return the states that follow `state` once `token` is chosen; `last` bounds the positions."""
+        attend: list[Attend],
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+        """Return the normed states, which are fed back and which the lm_head reads."""
         embedding = self.ends.embed(token).to(state.dtype)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
-        return self.norm(self.block(x, position, last, attend))
+        x = self.norm(self.block(x, position, last, attend[0]))
+        return x, x
 
-    def unroll(self, features: Features, depths: int) -> list[Draft]:
-        """Score all rows at every depth; depths beyond the first feed the module's own states back, undetached."""
-        seen, position = rows.visible(features.document), rows.positions(features.document)
-        true: list[KeyValue] = []
-        own: list[KeyValue] = []
+    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+        """Return the logits of normed states."""
+        del depth
+        return self.lm_head(state)
 
-        state, drafts = features.last, []
-        for depth in range(1, depths + 1):
-            sees = seen & near(position + depth - 1, position, self.config.length)
-
-            def attend(query: Tensor, key: Tensor, value: Tensor, sees: Tensor = sees) -> Tensor:
-                if not true:
-                    true.append((key, value))
-                    return masked_attention(query, key, value, sees)
-                own.append((key, value))
-                return drafted_attention(query, true[0], own, sees)
-
-            token = rows.drafted_token(features.token, depth)
-            state = self.advance(token, state, position + depth - 1, position.shape[1] + depth, attend)
-            drafts.append(Draft(self.ends.logits(state), state))
-        return drafts
+    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+        """Draft from all rows; depths beyond the first feed the module's own states back, undetached."""
+        del anchors
+        return recurrent.unroll(self, features, depths, predicts=True)
 
     def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
         """Commit verified rows with their true states and score under the root."""
-        end = (state.length if state else 0) + len(token)
-        position, sees = committing(state, len(token), self.config.length, token.device)
-        grown: list[KeyValue] = []
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            grown.append(joined(state.layers[0] if state else None, (key, value)))
-            return masked_attention(query, *grown[0], sees[None])
-
-        hidden = self.advance(token[None], features.last, position[None], end, attend)[0, -1:]
-        return Committed(end, tuple(grown)).kept(self.config.length), Level(self.ends.logits(hidden), hidden, ())
+        return recurrent.extend(self, state, features, token)
 
     def expand(
         self,
@@ -121,14 +111,4 @@ class Mtp(nn.Module):
         mask: Bool[Tensor, "N M"],
     ) -> Level:
         """Score the next tree level: every node enters with its parent's state."""
-        position = state.length - 1 + mask.sum(-1)
-        sees = torch.cat([near(position, state.position(), self.config.length), mask], 1)
-        drafted: list[Tensor] = []
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            drafted.extend(joined((level.drafted[0], level.drafted[1]) if level.drafted else None, (key, value)))
-            return masked_attention(query, *joined(state.layers[0], (drafted[0], drafted[1])), sees[None])
-
-        above = level.hidden[parent][None]
-        hidden = self.advance(token[None], above, position[None], state.length + mask.shape[1], attend)[0]
-        return Level(self.ends.logits(hidden), hidden, tuple(drafted))
+        return recurrent.expand(self, state, level, token, parent, mask)

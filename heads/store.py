@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-EARLIER = {"length": None}  # what a key says of a head that was saved before there was one
+# What a key says of a head that was saved before there was one.
+EARLIER = {"length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False}
 
 
 @dataclass(frozen=True)

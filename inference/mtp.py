@@ -126,7 +126,9 @@ def _build(target: Target) -> Mtp:
     norm = next(child for child in block.layer.children() if [p.ndim for p in child.parameters()] == [1])
     eps = float(getattr(target.config, "rms_norm_eps", 0.0))  # the copies know their own
     with torch.device("meta"):
-        head = Mtp(Mtp.Config("mtp", None, None, None, None, None, 10000.0, eps), target.ends).to(target.dtype)
+        head = Mtp(
+            Mtp.Config("mtp", None, None, None, None, None, 10000.0, eps, False, "shared", None), target.ends
+        ).to(target.dtype)
     head.block = block
     head.enorm, head.hnorm, head.norm = (copy.deepcopy(norm) for _ in range(3))
     return head

@@ -26,6 +26,7 @@ from inference.rng import Rng
 from inference.sample import Sampling, distribution, penalize
 from inference.tree import DraftTree, seen_tokens
 from inference.verify import decide
+from tests.heads.stub import TinyEnds
 
 VOCAB, HORIZON = 3, 3
 PROMPT = [2, 0]  # the last one is the root
@@ -143,7 +144,8 @@ FAMILIES: dict[str, Callable[[torch.Generator], tuple[Tensor, Tensor]]] = {
 class Tables:
     """A target and a draft head that are tables: random logits for every sequence of tokens after the root."""
 
-    config = None
+    config = vocab = None
+    ends = TinyEnds()
     max_depth = 8
     feature_layers: tuple[int, ...] = ()
 
@@ -153,8 +155,11 @@ class Tables:
         self.rows: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.known: list[tuple[int, ...]] = []
 
-    def unroll(self, features: Features, depths: int) -> list[NamedTuple]:
+    def unroll(self, features: Features, depths: int, anchors: Tensor | None = None) -> list[NamedTuple]:
         raise AssertionError("a table is not trained")
+
+    def score(self, state: Tensor, depth: int) -> Tensor:
+        raise AssertionError("a table has no states")
 
     def extend(self, state: None, features: Features, token: Tensor) -> tuple[None, Level]:
         raise AssertionError("a table has no features")

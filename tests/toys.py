@@ -4,6 +4,7 @@ A random model easily falls into one repeating token, which makes every parity t
 """
 
 import functools
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from heads import HEADS
+from heads.vocab import prune
 from inference.policy import TreeConfig
 from inference.target import Target
 
@@ -40,17 +42,43 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
         eos_token_id=None, bos_token_id=None,
     ),
 }  # fmt: skip
-HEAD_CONFIGS = {
-    "eagle": {
-        "name": "eagle", "layers": 2, "length": 12, "num_heads": None, "num_kv_heads": None, "head_dim": None,
-        "intermediate_size": None, "rope_theta": 10000.0, "bias": True, "norm_eps": 1e-5,
+LAYER = {
+    "length": 12, "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
+    "rope_theta": 10000.0, "norm_eps": 1e-5,
+}  # fmt: skip
+HEAD_CONFIGS: dict[str, dict[str, Any]] = {
+    "eagle": {"layers": 2, "bias": True, "lm_head": "shared", "draft_vocab": None, **LAYER},
+    "hass": {"layers": 1, "bias": False, "lm_head": "shared", "draft_vocab": 30, **LAYER},
+    "eagle3": {
+        "layers": 1, "feature_layers": [0, 1, 2], "feature_norm": False, "norm_output": False,
+        "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 30,
+        **LAYER,
     },
-    "medusa": {"name": "medusa", "heads": 4, "layers": 1, "lm_head": "copied"},
-    "mtp": {
-        "name": "mtp", "length": None, "num_heads": None, "num_kv_heads": None, "head_dim": None,
-        "intermediate_size": None, "rope_theta": 10000.0, "norm_eps": 1e-5,
+    "medusa": {"heads": 4, "layers": 1, "lm_head": "own", "lm_head_rank": None, "draft_vocab": None},
+    "hydra": {
+        "heads": 4, "layers": 2, "tied": False, "prefix": True, "lm_head": "own", "lm_head_bias": False,
+        "lm_head_rank": None, "draft_vocab": None, **LAYER,
+    },
+    "mlp": {"heads": 4, "inner": 24, "tied": False, "scale_input": True, "draft_vocab": None},
+    "mtp": {"qk_norm": False, "lm_head": "shared", "draft_vocab": None, **LAYER, "length": None},
+    "block": {
+        "depths": 4, "layers": 2, "feature_layers": [0, 2], "causal": True, "markov_rank": None, "confidence": False,
+        "qk_norm": True, "lm_head": "shared", "draft_vocab": None, **LAYER,
     },
 }  # fmt: skip
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle pruned": ("eagle", {"lm_head": "own", "draft_vocab": 25}),
+    "eagle3.1": ("eagle3", {"feature_norm": True, "norm_output": True}),
+    "eagle3 injected": ("eagle3", {"layers": 2, "kv_injection": True, "qk_norm": True, "norm_before_residual": True}),
+    "eagle3 deep": ("eagle3", {"layers": 2, "feature_layers": [2], "lm_head": "shared", "draft_vocab": None}),
+    "medusa of low rank": ("medusa", {"lm_head_rank": 8, "draft_vocab": 30}),
+    "medusa shared": ("medusa", {"lm_head": "shared", "layers": 2}),
+    "hydra plain": ("hydra", {"prefix": False, "tied": True, "layers": 3, "lm_head_bias": True, "draft_vocab": 30}),
+    "mlp tied": ("mlp", {"tied": True, "scale_input": False, "inner": None, "draft_vocab": 30}),
+    "mtp of Qwen3": ("mtp", {"qk_norm": True, "length": 5, "lm_head": "own", "draft_vocab": 30}),
+    "block both ways": ("block", {"causal": False, "length": None, "qk_norm": False}),
+    "block of DSpark": ("block", {"markov_rank": 6, "confidence": True, "draft_vocab": 30}),
+}
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
 TREES = {
     "chain": TreeConfig("chain", 4, 0, 0, [], []),
@@ -77,9 +105,11 @@ def target(name: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
 
 
 def head(name: str, of: Target) -> torch.nn.Module:
-    """Return a toy head whose weights are large enough that it drafts varied tokens."""
+    """Return a toy head, or one of `OPTIONS`, whose weights are large enough that it drafts varied tokens."""
     torch.manual_seed(2)
-    made = HEADS[name](HEADS[name].Config(**HEAD_CONFIGS[name]), of.ends)
+    kind, options = OPTIONS.get(name, (name, {}))
+    made = HEADS[kind](HEADS[kind].Config(name=kind, **HEAD_CONFIGS[kind] | options), of.ends)
+    prune(made, torch.randint(100, (VOCAB,), generator=torch.Generator().manual_seed(3)))
     for parameter in made.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.3)

@@ -14,7 +14,7 @@ from heads.typed import typed
 from inference.loading import AS_IT_IS, METHODS
 from inference.policy import TreeConfig
 from inference.target import DTYPES
-from train.objective import ObjectiveConfig
+from train.losses import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,18 @@ class TrainerConfig:
     steps: int
     batch_tokens: int
     micro_tokens: int
+    optimizer: str
     lr: float
     lr_width: int
     min_lr: float
     warmup: float
     betas: tuple[float, float]
+    momentum: float
     weight_decay: float
     clip: float
     precision: str
+    recompute: bool
+    compile: bool
     seed: int
     eval_every: int
     eval_prompts: int
@@ -67,8 +71,9 @@ class TrainerConfig:
         )
         _at_least("trainer", self, 1, "eval_every", "eval_prompts", "eval_tokens", "patience")
         _at_least("trainer", self, 0, "lr", "clip", "weight_decay", "seed")
-        _fraction("trainer", self, "min_lr", "warmup", "ema")
-        _one_of("trainer", self, precision=("auto", "bf16", "fp32"), wandb=("off", "offline", "online"))
+        _fraction("trainer", self, "min_lr", "warmup", "ema", "momentum")
+        _one_of("trainer", self, optimizer=("adamw", "muon"), precision=("auto", "bf16", "fp32"))
+        _one_of("trainer", self, wandb=("off", "offline", "online"))
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,8 @@ def run_config(cfg: DictConfig) -> RunConfig:
         data=typed(DataConfig, cfg.data),
         tree=typed(TreeConfig, cfg.tree),
     )
+    if run.trainer.optimizer == "muon" and run.launcher.deepspeed_stage is not None:
+        raise ValueError("trainer.optimizer=muon does not run under DeepSpeed, which cuts matrices up: choose adamw")
     for key in ("batch_tokens", "micro_tokens"):
         tokens = getattr(run.trainer, key)
         if tokens < run.data.length:

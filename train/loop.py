@@ -10,9 +10,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.batches import Batches
+from data.batches import Batch, Batches
 from data.features import batch_features
-from heads.base import Draft, Features
+from heads.base import Features
 from heads.store import save_head
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
@@ -21,23 +21,26 @@ from inference.target import Target
 from train import checkpoint
 from train.checkpoint import Checkpoint
 from train.config import RunConfig
-from train.objective import counts, noisy, objective
-from train.optim import Average, adamw, learning_rate
+from train.losses import ObjectiveConfig
+from train.objective import objective
+from train.optim import Average, learning_rate, optimizer
 from train.track import Tracker
+from train.weights import Weights, draw_anchors, noisy, weights
 
 
-class Unroll(nn.Module):
-    """`unroll` as a forward pass, since data-parallel wrappers synchronise gradients in `forward` alone."""
+class Loss(nn.Module):
+    """The loss as a forward pass, since data-parallel wrappers synchronise gradients in `forward` alone."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.config = head, config
+        unroll: Any = head.unroll
+        self.unroll = torch.compile(unroll) if compiled else unroll
 
-    def forward(self, features: Features, depths: int) -> list[Draft]:
-        """Score all rows at every depth."""
-        unroll: Any = self.head.unroll
-        drafts: list[Draft] = unroll(features, depths)
-        return drafts
+    def forward(self, features: Features, weight: Tensor, anchors: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Draft from the rows and weigh what comes of it."""
+        head: Any = self.head
+        return objective(head, self.unroll(features, self.config.depths, anchors), features, weight, self.config)
 
 
 class Loop:
@@ -51,7 +54,9 @@ class Loop:
         self.prompts, self.out = prompts, Path(run.out)
         self.average = Average(head, run.trainer.ema)
         self.optimizer: Any
-        self.module, self.optimizer = accelerator.prepare(Unroll(head), adamw(head, run.trainer))
+        self.module, self.optimizer = accelerator.prepare(
+            Loss(head, run.objective, compiled=run.trainer.compile), optimizer(head, run.trainer)
+        )
         self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0}
         if run.resume:
             self.load()
@@ -102,18 +107,19 @@ class Loop:
     def step(self, step: int) -> bool:
         """Take one optimiser step on the global batch; return whether any process was told to stop."""
         begin = time.perf_counter()
-        config, trainer, device = self.run.objective, self.run.trainer, self.accelerator.device
-        micro = self.batches(step)
-        trained = sum(counts(Features(b.token, b.token, b.token, b.document), b.mask, config.depths) for b in micro)
-        assert isinstance(trained, Tensor)
+        trainer, device = self.run.trainer, self.accelerator.device
+        micro = [self.drawn(batch, step) for batch in self.batches(step)]
+        mine = sum(torch.stack([each.amount, each.trained.sum((1, 2))]) for _, _, each in micro)
+        assert isinstance(mine, Tensor)
         flag = torch.tensor([float(self.stopping)])
-        # One reduction tells every process the global count of trained rows and whether one of them must stop.
-        shared: Any = self.accelerator.reduce(torch.cat([trained, flag]).to(device), "sum")
-        trained, stopped = shared[:-1].clamp_min(1), bool(shared[-1] > 0)
+        # One reduction tells every process the global batch's numbers and whether one of them must stop.
+        shared: Any = self.accelerator.reduce(torch.cat([mine.flatten(), flag]).to(device), "sum")
+        (amount, trained), stopped = shared[:-1].view(2, -1).clamp_min(1), bool(shared[-1] > 0)
         totals: dict[str, Tensor] = {}
-        for i, batch in enumerate(micro):
-            losses, sums = self.backward(batch, step, trained, last=i + 1 == len(micro))
-            for name, value in {"loss": losses.detach(), **sums}.items():
+        for i, (batch, anchors, weight) in enumerate(micro):
+            scaled = weight.row.to(device) / amount[:, None, None]
+            loss, sums = self.backward(batch, step, anchors, scaled, last=i + 1 == len(micro))
+            for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip)
         for group in self.optimizer.param_groups:
@@ -123,7 +129,9 @@ class Loop:
         self.average.update(self.head)
         if (step + 1) % trainer.log_every == 0:
             packed: Any = self.accelerator.reduce(torch.stack(list(totals.values())), "sum")
-            means = dict(zip(totals, packed / trained, strict=True))
+            means = {
+                name: each if name == "loss" else each / trained for name, each in zip(totals, packed, strict=True)
+            }
             self.report(step, means, float(norm), int(trained[0]), time.perf_counter() - begin)
         return stopped
 
@@ -131,22 +139,29 @@ class Loop:
         """Return the step's learning rate at this target's width."""
         return learning_rate(step, self.run.trainer) * self.run.trainer.lr_width / self.target.ends.hidden_size
 
-    def backward(self, batch: Any, step: int, trained: Tensor, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add one micro-batch's gradient, divided by the global count; processes average theirs, hence the factor."""
+    def drawn(self, batch: Batch, step: int) -> tuple[Batch, Tensor | None, Weights]:
+        """Return a micro-batch with the rows that are drafted from in this step, and what each counts."""
         config = self.run.objective
+        anchors = draw_anchors(batch.document, config.anchors, self.run.trainer.seed, number(batch, step))
+        return batch, anchors, weights(batch.document, batch.mask, anchors, config)
+
+    def backward(
+        self, batch: Batch, step: int, anchors: Tensor | None, weight: Tensor, *, last: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add one micro-batch's gradient; processes average theirs, hence the factor."""
+        config, device = self.run.objective, self.accelerator.device
         features = batch_features(self.target, batch)
         if self.accelerator.mixed_precision == "no":
-            weights = next(self.head.parameters()).dtype
-            features = features._replace(hidden=features.hidden.to(weights), last=features.last.to(weights))
-        features = noisy(features, config.noise, self.run.trainer.seed, batch.index + step * 10_000_019)
-        mask = batch.mask.to(self.accelerator.device)
+            dtype = next(self.head.parameters()).dtype
+            features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
+        features = noisy(features, config.noise, self.run.trainer.seed, number(batch, step))
+        anchors = None if anchors is None else anchors.to(device)
 
         def go() -> tuple[Tensor, dict[str, Tensor]]:
             with self.accelerator.autocast():
-                drafts = self.module(features, config.depths)
-            losses, sums = objective(drafts, features, self.target.ends, mask, config)
-            self.accelerator.backward((losses / trained).sum() * self.accelerator.num_processes)
-            return losses, sums
+                loss, sums = self.module(features, weight, anchors)
+            self.accelerator.backward(loss * self.accelerator.num_processes)
+            return loss, sums
 
         if last:
             return go()
@@ -154,12 +169,12 @@ class Loop:
             return go()
 
     def report(self, step: int, means: dict[str, Tensor], norm: float, rows: int, seconds: float) -> None:
-        """Log one step: the losses summed over depths, accuracy per depth, and the rates."""
-        weighted = means.pop("loss")
+        """Log one step: the loss, its parts and the accuracy per depth, and the rates."""
+        loss = float(means.pop("loss")[0])
         accuracy = means.pop("accuracy").tolist()
         record = {
             "step": step + 1,
-            "loss": float(weighted.sum()),
+            "loss": loss,
             "accuracy": accuracy,
             **{name: value.tolist() for name, value in means.items()},
             "lr": self.rate(step),
@@ -190,6 +205,11 @@ class Loop:
         stale = torch.tensor([float(self.progress["stale"])], device=self.accelerator.device)
         shared: Any = self.accelerator.reduce(stale, "sum")
         return patience is not None and bool(shared.item() >= patience)
+
+
+def number(batch: Batch, step: int) -> Tensor:
+    """Return the rows' numbers in the run, from which what is drawn for them follows."""
+    return batch.index + step * 10_000_019
 
 
 def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | None) -> Any:

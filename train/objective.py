@@ -1,130 +1,209 @@
-"""What training minimises: a pure function of draft logits, the target's law, labels, mask and depth.
+"""What training minimises: losses of drafted rows against the target's law, each row with its weight.
 
-Each loss gives one number per trained row; rows are summed here and divided by the global batch's count in the loop, so
-that neither padding nor accumulation nor the number of processes changes the gradient.
+Neither the drafts' logits nor the target's ever exist for a whole batch: with a vocabulary of 128k those of 4,096 rows
+fill 2 GiB, several times over for a loss and its gradient. Rows go through in chunks, each of which gives its part of
+the loss and of the gradient at once, so nothing is computed twice. The larger the vocabulary, the fewer rows are a
+chunk.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional
 
 from heads import rows
-from heads.base import Draft, Ends, Features
+from heads.base import Draft, DraftHead, Features
+from train.losses import LOSSES, ObjectiveConfig, Rows
 
-
-@dataclass(frozen=True)
-class ObjectiveConfig:
-    """Losses by name with their weights, the weight decay per depth, how many depths, and the feature noise."""
-
-    losses: dict[str, float]
-    depth_decay: float
-    depths: int
-    noise: float
-
-    def __post_init__(self) -> None:
-        """Check names and ranges."""
-        for name in self.losses:
-            if name not in LOSSES:
-                raise ValueError(f"objective.losses.{name}: unknown, choose from {', '.join(LOSSES)}")
-        if not any(self.losses.values()):
-            raise ValueError("objective.losses: no loss has a weight; give at least one")
-        if self.depths < 1:
-            raise ValueError(f"objective.depths is {self.depths}: give at least 1")
-
-
-class Rows(NamedTuple):
-    """The R trained rows of one depth: draft logits, target logits, labels, predicted and true features."""
-
-    draft: Float[Tensor, "R V"]
-    target: Float[Tensor, "R V"]
-    label: Int[Tensor, "R"]
-    feature: Float[Tensor, "R D"] | None
-    true_feature: Float[Tensor, "R D"]
-
-
-def ce(x: Rows) -> Float[Tensor, "R"]:
-    """Cross-entropy with the text's own next token (Medusa-1)."""
-    return functional.cross_entropy(x.draft, x.label, reduction="none")
-
-
-def soft_ce(x: Rows) -> Float[Tensor, "R"]:
-    """Cross-entropy with the target's law, its forward KL up to a constant (EAGLE)."""
-    return -(x.target.softmax(-1) * x.draft.log_softmax(-1)).sum(-1)
-
-
-def smooth_l1(x: Rows) -> Float[Tensor, "R"]:
-    """Smooth L1 between predicted and true feature, averaged over the width (EAGLE)."""
-    if x.feature is None:
-        raise ValueError("objective.losses.smooth_l1: this head predicts no features; leave the loss out")
-    return functional.smooth_l1_loss(x.feature, x.true_feature, reduction="none").mean(-1)
-
-
-LOSSES: dict[str, Callable[[Rows], Tensor]] = {"ce": ce, "soft_ce": soft_ce, "smooth_l1": smooth_l1}
-
-
-def counts(features: Features, mask: Int[Tensor, "B T"], depths: int) -> Float[Tensor, "depths"]:
-    """Number of trained rows at each depth."""
-    return torch.stack([rows.valid(features.document, mask, d).sum() for d in range(1, depths + 1)]).float()
+CHUNK = 2**24  # logits of a chunk's rows, of one depth
 
 
 def objective(
+    head: DraftHead,
     drafts: list[Draft],
     features: Features,
-    ends: Ends,
-    mask: Int[Tensor, "B T"],
+    weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
-) -> tuple[Float[Tensor, "depths"], dict[str, Float[Tensor, "depths"]]]:
-    """Return the weighted loss summed over rows at each depth, and unweighted sums of each loss and of accuracy.
+    chunk: int | None = CHUNK,
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
+    """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
     Args:
-        drafts: what the head unrolled, one entry a depth.
+        head: whose `score` makes logits of the drafts' states.
+        drafts: what it unrolled, one entry a depth.
         features: the batch; `last` gives the teacher through the target's lm_head.
-        ends: the target's embedding and lm_head.
-        mask: 1 where the target would write the token.
-        config: weights.
+        weight: what each row counts at each depth; rows of weight 0 are left out.
+        config: the losses.
+        chunk: logits of a chunk; None takes all rows at once by plain autograd: the reference.
     """
-    with torch.no_grad():
-        law = ends.logits(features.last).float()
-    losses: list[Tensor] = []
-    sums: dict[str, list[Tensor]] = {name: [] for name in [*config.losses, "accuracy"]}
-    for depth, draft in enumerate(drafts, 1):
-        chosen = rows.valid(features.document, mask, depth)
-        x = Rows(
-            draft.logits[chosen].float(),
-            rows.teacher(law, depth)[chosen],
-            rows.label(features.token, depth)[chosen],
-            None if draft.feature is None else draft.feature[chosen].float(),
-            rows.teacher(features.last, depth)[chosen].float(),
+    flat = [tuple(None if part is None else part.flatten(0, 1) for part in draft) for draft in drafts]
+    work = Work(head, features, weight.flatten(1), config, chunk)
+    if config.depth_weights == "dpace":
+        each = dpace(work, [state for state, *_ in flat if state is not None])
+    else:
+        each = config.depth_decay ** torch.arange(len(drafts), device=weight.device)[:, None]
+    work = work._replace(weight=work.weight * each)
+    if chunk is None:
+        loss, sums = work.run(flat)
+    else:
+        module: Any = head
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        chunked: Any = _Chunked.apply
+        loss, sums = chunked(work, len(drafts), *(part for draft in flat for part in draft), *trained)
+    return loss, dict(zip([*config.losses, "accuracy"], sums, strict=True))
+
+
+@torch.no_grad()
+def dpace(work: "Work", states: list[Tensor]) -> Float[Tensor, "d N"]:
+    """Return D-PACE's weights (arXiv 2605.18810, equations 7 and 8): what a depth adds to the expected draft.
+
+    A draft's confidence is the probability c that it gives the text's token. With (1 - a)c + a in its place, a depth
+    weighs as much as the products of confidences up to it and up to each later depth, summed. A depth that is not
+    trained, since its token stands in the prompt, neither counts nor makes the others count less.
+    """
+    sure, config = torch.zeros_like(work.weight), work.config
+    for teacher in work.used().split(work.size()):
+        law = work.law(teacher)
+        for d, state in enumerate(states):
+            pick = work.pick(d, teacher)
+            x = work.rows(d, [state[pick.source], None, None], pick, law)
+            sure[d, pick.source] = (-LOSSES["ce"](x, config)).exp().to(sure.dtype)
+    trained = work.weight > 0
+    share = torch.where(trained, (1 - config.dpace_alpha) * sure + config.dpace_alpha, 1.0)
+    reach = share.cumprod(0) * trained
+    return reach.flip(0).cumsum(0).flip(0)
+
+
+class Law(NamedTuple):
+    """The target's law at some rows over the head's vocabulary, and its likeliest token's place there, -1 for none."""
+
+    log_p: Float[Tensor, "n W"]
+    best: Int[Tensor, "n"]
+
+
+class Pick(NamedTuple):
+    """The rows of one depth whose teachers are among a chunk's: which of the chunk, and their own numbers."""
+
+    teacher: Int[Tensor, "R"]
+    place: Int[Tensor, "R"]
+    source: Int[Tensor, "R"]
+
+
+class Work(NamedTuple):
+    """One batch's rows to score, numbered through the flattened batch, and what a chunk of them gives."""
+
+    head: DraftHead
+    features: Features
+    weight: Float[Tensor, "d N"]
+    config: ObjectiveConfig
+    chunk: int | None
+
+    def size(self) -> int:
+        """Return how many teacher rows make a chunk."""
+        return self.weight.shape[1] if self.chunk is None else max(1, self.chunk // self.head.ends.vocab_size)
+
+    def used(self) -> Int[Tensor, "n"]:
+        """Return the rows that are teachers of a trained row."""
+        found = torch.zeros(self.weight.shape[1], dtype=torch.bool, device=self.weight.device)
+        for depth, weight in enumerate(self.weight, 1):
+            found[depth:] |= weight[:-depth] > 0
+        return found.nonzero()[:, 0]
+
+    def pick(self, d: int, teacher: Int[Tensor, "n"]) -> Pick:
+        """Return the trained rows of depth `d` + 1 whose teachers are among these."""
+        source = teacher - d - 1
+        place = ((source >= 0) & (self.weight[d][source.clamp_min(0)] > 0)).nonzero()[:, 0]
+        return Pick(teacher[place], place, source[place])
+
+    @torch.no_grad()
+    def law(self, teacher: Int[Tensor, "n"]) -> Law:
+        """Return the target's law at these rows."""
+        logits = self.head.ends.logits(self.features.last.flatten(0, 1)[teacher])
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        best, vocab = log_p.argmax(-1), self.head.vocab
+        return Law(log_p, best) if vocab is None else Law(log_p[:, vocab.ids], vocab.place(best))
+
+    def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, law: Law) -> Rows:
+        """Return what the losses read of these rows of depth `d` + 1, of whose draft `fields` are the parts."""
+        state, feature, confidence = fields
+        assert state is not None
+        log_p, vocab = law.log_p[pick.place], self.head.vocab
+        logits = self.head.score(state, d + 1)
+        token = rows.label(self.features.token, d + 1).flatten()[pick.source]
+        return Rows(
+            log_p,
+            logits.to(log_p.dtype).log_softmax(-1),
+            token if vocab is None else vocab.place(token),
+            law.best[pick.place] >= 0,
+            None if feature is None else feature.to(log_p.dtype),
+            self.features.last.flatten(0, 1)[pick.teacher].to(log_p.dtype),
+            None if confidence is None else confidence.to(log_p.dtype),
         )
-        total = x.draft.new_zeros(())
-        for name, weight in config.losses.items():
-            value = LOSSES[name](x).sum()
-            total = total + weight * value
-            sums[name].append(value.detach())
-        sums["accuracy"].append((x.draft.argmax(-1) == x.target.argmax(-1)).sum().float())
-        losses.append(total * config.depth_decay ** (depth - 1))
-    return torch.stack(losses), {name: torch.stack(values) for name, values in sums.items()}
+
+    def depth(self, d: int, fields: Sequence[Tensor | None], pick: Pick, law: Law) -> tuple[Tensor, Tensor]:
+        """Return the weighted loss of these rows, and the sums of each loss and of right guesses."""
+        x, total, sums = self.rows(d, fields, pick, law), self.weight.new_zeros(()), []
+        for name, factor in self.config.losses.items():
+            value = LOSSES[name](x, self.config)
+            total = total + factor * (value * self.weight[d][pick.source]).sum()
+            sums.append(value.detach().sum())
+        sums.append((x.log_q.argmax(-1) == law.best[pick.place]).sum())
+        return total, torch.stack([each.to(total.dtype) for each in sums])
+
+    def run(self, drafts: Sequence[Sequence[Tensor | None]]) -> tuple[Tensor, Tensor]:
+        """Return the loss and the sums of all rows at once, by plain autograd."""
+        teacher = self.used()
+        law = self.law(teacher)
+        found = []
+        for d, fields in enumerate(drafts):
+            pick = self.pick(d, teacher)
+            found.append(self.depth(d, [x if x is None else x[pick.source] for x in fields], pick, law))
+        return torch.stack([loss for loss, _ in found]).sum(), torch.stack([sums for _, sums in found], 1)
 
 
-def noisy(features: Features, noise: float, seed: int, index: Int[Tensor, "B"]) -> Features:
-    """Add EAGLE's uniform feature noise, scaled by the training length it was tuned at over this one.
+FIELDS = len(Draft._fields)
 
-    The noise of a row depends on the seed and the row's number in the run alone, so that a resumed run and any number
-    of processes see the same.
-    """
-    if noise == 0:
-        return features
-    length = features.last.shape[1]
-    scale = noise * 512 / length
-    added = []
-    for row in index.tolist():
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63)
-        shape = (1 + features.hidden.shape[2], *features.last.shape[1:])
-        added.append((torch.rand(shape, generator=generator) - 0.5) * scale)
-    jitter = torch.stack(added).to(features.last)
-    return features._replace(last=features.last + jitter[:, 0], hidden=features.hidden + jitter[:, 1:].transpose(1, 2))
+
+class _Chunked(torch.autograd.Function):
+    """The loss chunk by chunk and depth by depth; the gradient is ready when the loss is."""
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, depths: int, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the loss and the sums, and keep the gradient of the drafts' tensors and of the head's parameters."""
+        count = depths * FIELDS
+        wanted = ctx.needs_input_grad[2:]
+        trained = [x for x in inputs[count:] if x is not None]
+        grads: list[Any] = [
+            torch.zeros_like(x) if x is not None and want and i < count else None
+            for i, (x, want) in enumerate(zip(inputs, wanted, strict=True))
+        ]
+        losses = work.weight.new_zeros(())
+        sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
+        for teacher in work.used().split(work.size()):
+            law = work.law(teacher)
+            for d in range(depths):
+                pick, first = work.pick(d, teacher), d * FIELDS
+                with torch.enable_grad():
+                    fields = [None if x is None else x.detach()[pick.source] for x in inputs[first : first + FIELDS]]
+                    asked = [(first + i, x) for i, x in enumerate(fields) if x is not None and wanted[first + i]]
+                    asked = [(i, x.requires_grad_()) for i, x in asked]
+                    loss, each = work.depth(d, fields, pick, law)
+                losses, sums[:, d] = losses + loss.detach(), sums[:, d] + each
+                leaves = [x for _, x in asked] + trained
+                found: Any = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+                where = [i for i, _ in asked] + list(range(count, len(inputs)))
+                for i, grad in zip(where, found, strict=bool(found)):
+                    if grad is not None and i < count:
+                        grads[i][pick.source] = grad  # a row has one teacher at a depth, so it comes once
+                    elif grad is not None:
+                        grads[i] = grad if grads[i] is None else grads[i].add_(grad)
+        ctx.grads = grads
+        ctx.mark_non_differentiable(sums)
+        return losses, sums
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the kept gradient, scaled."""
+        return None, None, *(None if grad is None else grad * upstream[0] for grad in ctx.grads)

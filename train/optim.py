@@ -1,22 +1,76 @@
-"""AdamW, its schedule, and the running average of the weights."""
+"""The optimisers, their schedule, and the running average of the weights."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from heads.vocab import Readout
 from train.config import TrainerConfig
 
 
 def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices alone (Loshchilov and Hutter, 2019)."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    groups = [
+    beta1, beta2 = config.betas
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return torch.optim.AdamW(decayed(trained, config), lr=config.lr, betas=(beta1, beta2))
+
+
+def decayed(parameters: list[nn.Parameter], config: TrainerConfig) -> list[dict[str, Any]]:
+    """Return the parameters in groups, matrices with weight decay."""
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    beta1, beta2 = config.betas
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2))
+    return [group for group in groups if group["params"]]
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon (Jordan et al., 2024) for the matrices between hidden states, AdamW for all else, as one optimiser.
+
+    Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982), so one learning rate and schedule serve both.
+    Embeddings and lm_heads, whose rows are tokens, are AdamW's.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainerConfig) -> None:
+        tokens = {
+            id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, Readout)) and m.weight is not None
+        }
+        trained = [p for p in module.parameters() if p.requires_grad]
+        inner = [p for p in trained if p.ndim == 2 and id(p) not in tokens]
+        beta1, beta2 = config.betas
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                inner, config.lr, config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(
+                decayed([p for p in trained if p.ndim != 2 or id(p) in tokens], config), config.lr, (beta1, beta2)
+            ),
+        ]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]  # the very same dicts
+
+    def step(self, closure: Any = None) -> Any:
+        """Take both steps."""
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both states."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take both states."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def optimizer(module: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
+    """Return the optimiser that the trainer asks for."""
+    return MuonAndAdamW(module, config) if config.optimizer == "muon" else adamw(module, config)
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:

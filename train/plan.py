@@ -19,16 +19,16 @@ ADAMW_BYTES = 16  # fp32 weight, gradient and two moments
 class ShapesOnly:
     """The ends of a target that is not there: shapes for building a head, on the meta device."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, layer: LayerShape) -> None:
-        self.hidden_size, self.vocab_size, self.layer = hidden_size, vocab_size, layer
+    def __init__(self, hidden_size: int, vocab_size: int, num_layers: int, layer: LayerShape) -> None:
+        self.hidden_size, self.vocab_size, self.num_layers, self.layer = hidden_size, vocab_size, num_layers, layer
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         """Return shapes without values."""
         return torch.empty(*token.shape, self.hidden_size, device="meta")
 
-    def logits(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
+    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         """Return shapes without values."""
-        return torch.empty(*hidden.shape[:-1], self.vocab_size, device="meta")
+        return torch.empty(*hidden.shape[:-1], self.vocab_size if ids is None else len(ids), device="meta")
 
     def head_weight(self) -> Float[Tensor, "V D"]:
         """Return shapes without values."""
@@ -49,7 +49,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config, trust_remote_code=run.model.trust_remote_code)
         text = config.get_text_config()
-        ends = ShapesOnly(text.hidden_size, text.vocab_size, layer_shape(text))
+        ends = ShapesOnly(text.hidden_size, text.vocab_size, text.num_hidden_layers, layer_shape(text))
         head = HEADS[run.head.name](run.head, ends)
     place = torch.device(run.model.device or default_device())
     kind = fast_dtype(place) if run.model.dtype == "auto" else DTYPES[run.model.dtype]

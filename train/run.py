@@ -27,14 +27,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from data.batches import Batches, fingerprint, pack
+from data.batches import Batches, fingerprint, pack, token_counts
 from data.prompts import held_out_prompts, load_samples, save_prompts
 from eval.config import eval_config
 from eval.run import evaluate
 from heads import HEADS
 from heads.base import parameter_count
 from heads.errors import user_errors
+from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
+from heads.vocab import prune
 from inference.target import Target, default_device, fast_dtype
 from train import launch
 from train.config import RunConfig, run_config
@@ -112,7 +114,11 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     target = Target.load(model.path, model.dtype, str(accelerator.device), model.trust_remote_code, model.quantize)
     head = HEADS[run.head.name](run.head, target.ends).to(accelerator.device)
     target.feature_layers = head.feature_layers
+    for module in head.modules():
+        if isinstance(module, SwiGLU):
+            module.recompute = run.trainer.recompute
     samples = load_samples(run.data, target.tokenizer)
+    prune(head, token_counts(samples, target.ends.vocab_size))
     prompts = held_out_prompts(run.data, target.tokenizer, max(run.eval.prompts, run.trainer.eval_prompts))
     packed = pack(samples, run.data.length)
     if main:

@@ -15,13 +15,14 @@ class TinyEnds:
 
     hidden_size = 4
     vocab_size = 11
+    num_layers = 9
     layer = LayerShape(2, 1, 2, 8)
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         return torch.zeros(*token.shape, 4)
 
-    def logits(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
-        return torch.zeros(*hidden.shape[:-1], 11)
+    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
+        return torch.zeros(*hidden.shape[:-1], 11 if ids is None else len(ids))
 
     def head_weight(self) -> Float[Tensor, "V D"]:
         return torch.zeros(11, 4)

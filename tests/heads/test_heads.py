@@ -8,23 +8,25 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.layers import Block, masked_attention
+from heads.vocab import spread
 from tests import toys
 
 
-def features(length: int = 14) -> Features:
+def features(length: int = 14, layers: tuple[int, ...] = ()) -> Features:
     """Return two packed rows of a toy target in fp64: two documents in the first, padding in the second."""
     target = toys.target("llama", torch.float64)
     document = torch.zeros(2, length, dtype=torch.long)
     document[0, 6:] = 1
     document[1, -3:] = -1
     token = torch.tensor([toys.prompt(1, length), toys.prompt(2, length)])
+    target.feature_layers = layers
     return target.features(token, document)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_unroll_equals_literal_drafting(name: str) -> None:
     head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
-    depths, packed, compared = 4, features(), 0
+    depths, packed, compared = 4, features(layers=head.feature_layers), 0
     drafts = head.unroll(packed, depths)
     assert len(drafts) == depths
     for b in range(2):
@@ -36,7 +38,7 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
                 upto = Features(*(part[:, : t + 1] for part in alone))
                 state, level = head.extend(None, upto, following[: t + 1])
                 for depth in range(1, min(depths, len(where) - 1 - t) + 1):
-                    found = drafts[depth - 1].logits[b, where[t]]
+                    found = spread(head.vocab, head.score(drafts[depth - 1].state[b, where[t]], depth))
                     torch.testing.assert_close(found, level.logits[0], rtol=1e-9, atol=1e-9)
                     compared += 1
                     if t + 1 + depth < len(where) and depth < depths:
@@ -46,10 +48,10 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
     assert compared > 60
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_extending_piece_by_piece_equals_at_once(name: str) -> None:
     head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
-    packed = Features(*(part[:1, :6] for part in features()))
+    packed = Features(*(part[:1, :6] for part in features(layers=head.feature_layers)))
     following = rows.next_token(packed.token)[0]
     _, whole = head.extend(None, packed, following)
     state, level = None, None
@@ -60,10 +62,11 @@ def test_extending_piece_by_piece_equals_at_once(name: str) -> None:
     torch.testing.assert_close(level.logits, whole.logits, rtol=1e-9, atol=1e-9)
 
 
-def test_tree_nodes_see_their_ancestors_alone() -> None:
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
+def test_tree_nodes_see_their_ancestors_alone(name: str) -> None:
     """A node's law in a tree equals its law in the chain of its path."""
-    head: DraftHead = toys.head("eagle", toys.target("llama", torch.float64))
-    packed = Features(*(part[:1, :6] for part in features()))
+    head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
+    packed = Features(*(part[:1, :6] for part in features(layers=head.feature_layers)))
     state, root = head.extend(None, packed, rows.next_token(packed.token)[0])
     eye = torch.eye(2, dtype=torch.bool)
     first = head.expand(state, root, torch.tensor([3, 5]), torch.tensor([0, 0]), eye)
@@ -100,9 +103,10 @@ def test_block_is_the_llama_layer() -> None:
 def test_medusa_starts_as_the_targets_own_next_token() -> None:
     """Zero-initialised blocks add SiLU(b) alone; with b = 0 every head's law is the target's."""
     target = toys.target()
-    head = HEADS["medusa"](HEADS["medusa"].Config(name="medusa", heads=2, layers=1, lm_head="shared"), target.ends)
+    config = {**toys.HEAD_CONFIGS["medusa"], "name": "medusa", "heads": 2, "lm_head": "shared"}
+    head = HEADS["medusa"](HEADS["medusa"].Config(**config), target.ends)
     for block in head.blocks:
         torch.nn.init.zeros_(block[0].linear.bias)
     last = torch.randn(3, 32)
-    torch.testing.assert_close(head.score(last, 2), target.ends.logits(last))
+    torch.testing.assert_close(head.score(head.blocks[1](last), 2), target.ends.logits(last))
     assert sum(p.numel() for p in head.parameters()) == 2 * (32 * 32 + 32)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from heads import HEADS, store
 from heads.store import TargetSpec, load_head, read_config, read_tensors, save_head
+from tests import toys
 from tests.heads.stub import Stub, TinyEnds, head, same
 
 TREE = {"kind": "chain", "depth": 2, "paths": [[0], [0, 0]]}
@@ -54,18 +55,15 @@ def test_round_trip_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     assert all(p.requires_grad for p in loaded.parameters())
 
 
-@pytest.mark.parametrize("name", ["eagle", "medusa"])
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_real_heads_round_trip_and_hold_nothing_of_the_target(tmp_path: Path, name: str) -> None:
-    configs: dict[str, dict[str, Any]] = {
-        "eagle": {"layers": 1, "length": 9, "num_heads": None, "num_kv_heads": None, "head_dim": None,
-                  "intermediate_size": None, "rope_theta": 1e4, "bias": True, "norm_eps": 1e-5},
-        "medusa": {"heads": 2, "layers": 1, "lm_head": "shared"},
-    }  # fmt: skip
-    kind: Any = HEADS[name]
-    original = kind(kind.Config(name=name, **configs[name]), TinyEnds())
+    original: Any = toys.head(name, toys.target())
     save_head(tmp_path / "h", original, SPEC, TREE)
-    assert same(original, load_head(tmp_path / "h", TinyEnds(), SPEC))
-    assert all(11 not in tensor.shape for tensor in read_tensors(tmp_path / "h").values())
+    loaded = load_head(tmp_path / "h", toys.target().ends, SPEC)
+    assert same(original, loaded)
+    assert loaded.config == original.config
+    if getattr(original.config, "lm_head", "own") == "shared" and original.vocab is None:
+        assert all(toys.VOCAB not in tensor.shape for tensor in read_tensors(tmp_path / "h").values())
 
 
 def test_config_is_exactly_this(saved: Path) -> None:
@@ -107,7 +105,7 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda c: c["head"].update(name="hydra"), ["'hydra'", "eagle", "medusa"]),
+        (lambda c: c["head"].update(name="nonesuch"), ["'nonesuch'", "eagle", "medusa"]),
         (lambda c: c["head"].update(wdth=3), ["head.wdth", "width, rate, layers"]),
         (lambda c: c["head"].update(width="wide"), ["head.width", "'wide'"]),
         (lambda c: c["head"].pop("rate"), ["head.rate is missing"]),

@@ -1,16 +1,27 @@
-"""Losses against their formulas, and sums that neither padding nor batching changes."""
+"""The loss and its gradient: chunk by chunk as all at once, against formulas, and by weights that say what counts."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from heads import rows
+from heads import HEADS, rows
 from heads.base import Draft, Features
 from tests import toys
-from train.objective import LOSSES, ObjectiveConfig, Rows, counts, noisy, objective
+from train.losses import LOSSES, ObjectiveConfig
+from train.objective import objective
+from train.weights import draw_anchors, noisy, weights
+
+CONFIG = ObjectiveConfig(
+    losses={"soft_ce": 1.0}, depth_weights="decay", depth_decay=0.5, dpace_alpha=0.5, depths=2, normalize="token",
+    anchors=None, noise=0.0, eta=3.0, top_k=4,
+)  # fmt: skip
 
 
-def batch() -> tuple[Features, torch.Tensor]:
-    target = toys.target()
+def batch(layers: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> tuple[Features, torch.Tensor]:
+    target = toys.target("llama", dtype)
+    target.feature_layers = layers
     token = torch.tensor([toys.prompt(1, 16), toys.prompt(2, 16)])
     document = torch.zeros(2, 16, dtype=torch.long)
     document[0, 9:], document[1, 12:] = 1, -1
@@ -19,54 +30,162 @@ def batch() -> tuple[Features, torch.Tensor]:
 
 
 def config(**losses: float) -> ObjectiveConfig:
-    return ObjectiveConfig(losses, depth_decay=0.5, depths=2, noise=0.0)
+    return replace(CONFIG, losses=losses)
 
 
-def test_losses_by_their_formulas() -> None:
-    torch.manual_seed(0)
-    x = Rows(torch.randn(5, 7), torch.randn(5, 7), torch.randint(7, (5,)), torch.randn(5, 3), torch.randn(5, 3))
-    p, log_q = x.target.softmax(-1), x.draft.log_softmax(-1)
-    for r in range(5):
-        assert LOSSES["ce"](x)[r].item() == pytest.approx(-log_q[r, x.label[r]].item(), rel=1e-5)
-        assert LOSSES["soft_ce"](x)[r].item() == pytest.approx(-(p[r] * log_q[r]).sum().item(), rel=1e-5)
-        gap = (x.feature[r] - x.true_feature[r]).abs()
-        expected = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean().item()
-        assert LOSSES["smooth_l1"](x)[r].item() == pytest.approx(expected, rel=1e-5)
+def loss_of(
+    head: Any, drafts: list[Draft], features: Features, mask: torch.Tensor, of: ObjectiveConfig, chunk: int | None = 160
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return objective(head, drafts, features, weights(features.document, mask, None, of).row, of, chunk)
+
+
+@pytest.mark.parametrize("chunk", [40, 130, 2**24])
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
+def test_chunks_give_the_loss_and_gradient_of_all_rows_at_once(name: str, chunk: int) -> None:
+    """40 logits are one row a chunk."""
+    head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_()
+    features, mask = batch(head.feature_layers, torch.float64)
+    kinds = {kind: 0.3 + 0.1 * i for i, kind in enumerate(LOSSES)}
+    depths = min(4, head.max_depth)
+    first = head.unroll(features, depths)[0]
+    if first.feature is None:
+        kinds.pop("smooth_l1")
+    if first.confidence is None:
+        kinds.pop("confidence")
+    for depth_weights in ("decay", "dpace"):
+        of = replace(CONFIG, losses=kinds, depth_weights=depth_weights, depths=depths)
+        found = []
+        for size in (None, chunk):
+            head.zero_grad()
+            loss, sums = loss_of(head, head.unroll(features, depths), features, mask, of, size)
+            (2 * loss).backward()
+            grads = {key: p.grad.clone() for key, p in head.named_parameters() if p.grad is not None}
+            found.append((loss.detach(), sums, grads))
+        (loss, sums, grads), (again, sums_again, grads_again) = found
+        assert loss > 0
+        assert grads
+        torch.testing.assert_close(again, loss, rtol=1e-9, atol=1e-9)
+        assert grads.keys() == grads_again.keys()
+        for key, grad in grads.items():
+            torch.testing.assert_close(grads_again[key], grad, rtol=1e-7, atol=1e-9)
+        for key, value in sums.items():
+            torch.testing.assert_close(sums_again[key].double(), value.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_every_parameter_is_trained() -> None:
+    """A parameter without a gradient stops a data-parallel run."""
+    for name in [*HEADS, *toys.OPTIONS]:
+        head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_()
+        features, mask = batch(head.feature_layers, torch.float64)
+        confident = head.unroll(features, 4)[0].confidence is not None
+        of = config(soft_ce=1.0, **({"confidence": 1.0} if confident else {}))
+        loss, _ = loss_of(head, head.unroll(features, 4), features, mask, replace(of, depths=4))
+        loss.backward()
+        assert [key for key, p in head.named_parameters() if p.grad is None] == []
 
 
 def test_the_teacher_is_the_target_itself() -> None:
-    """A head that copies the target's next features has the entropy as soft_ce, no feature loss, full accuracy."""
+    """A head that copies the target's next features has no divergence, no feature loss and full accuracy."""
     features, mask = batch()
-    ends = toys.target().ends
-    drafts = [
-        Draft(ends.logits(rows.teacher(features.last, depth)), rows.teacher(features.last, depth)) for depth in (1, 2)
-    ]
-    _, sums = objective(drafts, features, ends, mask, config(smooth_l1=1.0, soft_ce=1.0))
-    assert sums["smooth_l1"].abs().max() == 0
-    assert sums["accuracy"].tolist() == counts(features, mask, 2).tolist()
+    head: Any = toys.head("eagle", toys.target())
+    drafts = [Draft(rows.teacher(features.last, d), rows.teacher(features.last, d)) for d in (1, 2)]
+    _, sums = loss_of(head, drafts, features, mask, config(smooth_l1=1.0, kl=1.0, tv=1.0, reverse_kl=1.0, jsd=1.0))
+    for name in ("smooth_l1", "kl", "tv", "reverse_kl", "jsd"):
+        assert sums[name].abs().max() < 1e-4
+    counted = weights(features.document, mask, None, CONFIG)
+    assert sums["accuracy"].tolist() == counted.amount.tolist() == counted.trained.sum((1, 2)).tolist()
+
+
+def test_the_first_draft_after_the_prompt_is_trained() -> None:
+    """Row 2 drafts token 4, the first that the mask says the target wrote (SpecForge#885)."""
+    features, mask = batch()
+    trained = weights(features.document, mask, None, CONFIG).trained
+    assert trained[0, 0].nonzero()[0].item() == 2
+    assert trained[1, 0].nonzero()[0].item() == 1
 
 
 def test_micro_batches_sum_to_the_whole() -> None:
     features, mask = batch()
-    ends, head = toys.target().ends, toys.head("eagle", toys.target())
+    head: Any = toys.head("eagle", toys.target())
     chosen = config(smooth_l1=1.0, soft_ce=0.1)
-    whole, _ = objective(head.unroll(features, 2), features, ends, mask, chosen)
-    parts = torch.zeros(2)
+    whole, _ = loss_of(head, head.unroll(features, 2), features, mask, chosen)
+    parts = torch.zeros(())
     for b in range(2):
         piece = Features(*(part[b : b + 1] for part in features))
-        parts += objective(head.unroll(piece, 2), piece, ends, mask[b : b + 1], chosen)[0]
+        parts = parts + loss_of(head, head.unroll(piece, 2), piece, mask[b : b + 1], chosen)[0]
     torch.testing.assert_close(parts, whole)
 
 
-def test_depth_decay_and_unknown_losses() -> None:
+def test_depths_decay_and_features_must_be_predicted() -> None:
     features, mask = batch()
-    drafts = toys.head("eagle", toys.target()).unroll(features, 2)
-    losses, sums = objective(drafts, features, toys.target().ends, mask, config(soft_ce=2.0))
-    torch.testing.assert_close(losses, sums["soft_ce"] * torch.tensor([2.0, 1.0]))
-    with pytest.raises(ValueError, match="choose from ce, soft_ce"):
-        config(mse=1.0)
+    head: Any = toys.head("eagle", toys.target())
+    drafts = head.unroll(features, 2)
+    loss, sums = loss_of(head, drafts, features, mask, config(soft_ce=2.0))
+    torch.testing.assert_close(loss, (sums["soft_ce"] * torch.tensor([2.0, 1.0])).sum())
     with pytest.raises(ValueError, match="predicts no features"):
-        objective([d._replace(feature=None) for d in drafts], features, toys.target().ends, mask, config(smooth_l1=1.0))
+        loss_of(head, [d._replace(feature=None) for d in drafts], features, mask, config(smooth_l1=1.0))
+    with pytest.raises(ValueError, match="predicts no acceptance"):
+        loss_of(head, drafts, features, mask, config(confidence=1.0))
+
+
+def test_dpace_weighs_a_depth_by_what_it_adds_to_the_expected_draft() -> None:
+    features, mask = batch()
+    head: Any = toys.head("eagle", toys.target())
+    drafts = head.unroll(features, 3)
+    of = replace(config(ce=1.0), depth_weights="dpace", depths=3, dpace_alpha=0.3)
+    weight = weights(features.document, mask, None, of).row
+    loss, _ = objective(head, drafts, features, weight, of, 160)
+    expected = 0.0
+    for b, t in [(b, t) for b in range(2) for t in range(16)]:
+        sure, losses = [], []
+        for d in range(1, 4):
+            if weight[d - 1, b, t] == 0:
+                continue
+            log_q = head.score(drafts[d - 1].state[b, t], d).log_softmax(-1)
+            losses.append(-log_q[features.token[b, t + 1 + d]].item())
+            sure.append(0.7 * torch.tensor(-losses[-1]).exp().item() + 0.3)
+        for j, value in enumerate(losses):
+            share = sum(float(torch.tensor(sure[: m + 1]).prod()) for m in range(j, len(sure)))
+            expected += share * value
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_documents_count_alike_when_normalised_by_sequence() -> None:
+    features, mask = batch()
+    by = weights(features.document, mask, None, replace(CONFIG, normalize="sequence"))
+    documents = [(0, slice(0, 9)), (0, slice(9, 16)), (1, slice(0, 12))]
+    assert by.amount.tolist() == [3.0, 3.0]
+    for b, where in documents:
+        torch.testing.assert_close(by.row[:, b, where].sum(-1), torch.ones(2))
+    assert by.row[:, 1, 12:].abs().max() == 0
+
+
+def test_anchors_are_drawn_by_seed_and_row_and_nothing_else_is_trained() -> None:
+    features, mask = batch()
+    index = torch.tensor([3, 8])
+    chosen = draw_anchors(features.document, 5, 0, index)
+    assert chosen is not None
+    assert chosen.sum(1).tolist() == [5, 5]
+    again = draw_anchors(features.document[1:], 5, 0, index[1:])
+    assert again is not None
+    assert again.equal(chosen[1:])
+    other = draw_anchors(features.document, 5, 1, index)
+    assert other is not None
+    assert not other.equal(chosen)
+    assert draw_anchors(features.document, 16, 0, index) is None
+    kept = weights(features.document, mask, chosen, CONFIG)
+    assert kept.trained.any()
+    assert not (kept.trained & ~chosen).any()
+
+
+def test_anchors_change_no_draft() -> None:
+    head: Any = toys.head("block", toys.target("llama", torch.float64))
+    features, _ = batch(head.feature_layers, torch.float64)
+    chosen = draw_anchors(features.document, 5, 0, torch.tensor([1, 2]))
+    assert chosen is not None
+    for some, every in zip(head.unroll(features, 4, chosen), head.unroll(features, 4), strict=True):
+        torch.testing.assert_close(some.state[chosen], every.state[chosen])
+        assert not some.state[~chosen].any()
 
 
 def test_noise_depends_on_seed_and_row_alone() -> None:

@@ -38,7 +38,7 @@ EVERYTHING = {
 def medusa(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     kind: Any = HEADS["medusa"]
-    head: nn.Module = kind(kind.Config("medusa", 2, 1, "shared"), TinyEnds()).to(torch.bfloat16)
+    head: nn.Module = kind(kind.Config("medusa", 2, 1, "shared", None, None), TinyEnds()).to(torch.bfloat16)
     for parameter in head.parameters():
         nn.init.normal_(parameter)
     return head

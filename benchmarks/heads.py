@@ -1,0 +1,155 @@
+"""Heads and training options side by side: the same target, data, tokens and verifier, features extracted once.
+
+    python benchmarks/heads.py --out table.jsonl [--seeds 0 1 2] [--prompts 24] NAME OVERRIDES… [+ NAME OVERRIDES…]
+
+Each row is a name and overrides of conf/train.yaml, rows are parted by `+`. All rows read the same packed tokens for as
+many steps. A finished row and seed is a line of `table.jsonl`; what stands there already is not run again.
+Without a row the file's table is printed alone. τ is that of the real verifier on held-out prompts, greedy, with the
+bootstrap's interval over prompts; cost is the head's own: parameters, seconds of training without the target.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from data.batches import pack, token_counts
+from data.prompts import Sample, held_out_prompts, load_samples
+from eval import metrics
+from heads import HEADS
+from heads.base import Features, parameter_count
+from heads.resolvers import register_resolvers
+from heads.vocab import prune
+from inference.decode import Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.sample import GREEDY, Sampling
+from inference.target import Target
+from train.config import RunConfig, run_config
+from train.loop import Loop, decoding_copy
+from train.run import batches_for
+
+register_resolvers()
+
+
+class Extracted:
+    """A target whose features of every packed row are kept, in bfloat16, for all layers that any head asks for."""
+
+    def __init__(self, target: Target, layers: tuple[int, ...]) -> None:
+        self.target, self.layers = target, layers
+        self.kept: dict[bytes, tuple[Tensor, Tensor]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def features(self, token: Tensor, document: Tensor) -> Features:
+        """Return the features of packed rows, from the target at first and then from memory."""
+        keys = [row.numpy().tobytes() for row in token]
+        new = [i for i, key in enumerate(keys) if key not in self.kept]
+        wanted = self.target.feature_layers
+        if new:
+            self.target.feature_layers = self.layers
+            made = self.target.features(token[new], document[new])
+            self.target.feature_layers = wanted
+            for j, i in enumerate(new):
+                self.kept[keys[i]] = (made.hidden[j].bfloat16(), made.last[j].bfloat16())
+        hidden = torch.stack([self.kept[key][0][:, [self.layers.index(i) for i in wanted]] for key in keys])
+        last = torch.stack([self.kept[key][1] for key in keys])
+        return Features(token, hidden.float(), last.float(), document)
+
+
+def train(run: RunConfig, target: Any, samples: list[Sample], held_out: list[list[int]]) -> dict[str, Any]:
+    """Train one head and measure it."""
+    set_seed(run.trainer.seed)
+    head = HEADS[run.head.name](run.head, target.ends)
+    target.target.feature_layers = head.feature_layers
+    prune(head, token_counts(samples, target.ends.vocab_size))
+    accelerator = Accelerator(cpu=True)
+    batches = batches_for(run, pack(samples, run.data.length), accelerator)
+    loop = Loop(run, accelerator, target, head, batches, [], {})
+    begin = time.process_time()
+    for step in range(run.trainer.steps):
+        loop.step(step)
+    seconds = time.process_time() - begin
+    loop.tracker.close()
+    made = decoding_copy(head, loop.average.state(head), target.target)
+    found: dict[str, Any] = {"parameters": parameter_count(head), "train_seconds": round(seconds, 1)}
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature, 0, 1.0) if temperature else GREEDY
+        source = HeadDrafter(made, run.tree, run.head.name)
+        runs = [
+            speculate(target.target, source, prompt, Settings(run.trainer.eval_tokens, sampling, seed=i))
+            for i, prompt in enumerate(held_out)
+        ]
+        got, at = metrics.acceptance(runs), f"T{temperature:.0f}"
+        found[f"tau_{at}"], found[f"interval_{at}"] = got.tau, metrics.tau_interval(runs, 0)
+        found[f"accepted_{at}"] = [round(each, 3) for each in got.accepted_by_depth]
+    return found
+
+
+def main() -> None:
+    """Run what is missing, print the table."""
+    parser = argparse.ArgumentParser(description="Heads and training options side by side.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--prompts", type=int, default=24)
+    asked, words = parser.parse_known_args()
+    rows: list[list[str]] = [[]]
+    for word in words:
+        rows = [*rows, []] if word == "+" else [*rows[:-1], [*rows[-1], word]]
+    lines = asked.out.read_text().splitlines() if asked.out.exists() else []
+    done = {(row["name"], row["seed"]): row for row in map(json.loads, lines)}
+    todo = [(row, seed) for seed in asked.seeds for row in rows if row and (row[0], seed) not in done]
+    if todo:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            runs = [(row, seed, run_config(compose("train", [*row[1:], f"trainer.seed={seed}"]))) for row, seed in todo]
+            first = runs[0][2]
+            target = Target.load(first.model.path, "float32", "cpu")
+            layers = sorted(
+                {i for _, _, run in runs for i in HEADS[run.head.name](run.head, target.ends).feature_layers}
+            )
+            extracted = Extracted(target, tuple(layers))
+            samples = load_samples(first.data, target.tokenizer)
+            held_out = [p.token for p in held_out_prompts(first.data, target.tokenizer, asked.prompts)]
+            for row, seed, run in runs:
+                out = asked.out.parent / "runs" / f"{row[0]}-{seed}"
+                out.mkdir(parents=True, exist_ok=True)
+                begin = time.time()
+                measured = train(replace(run, out=str(out)), extracted, samples, held_out)
+                found = {"name": row[0], "seed": seed, "overrides": row[1:], **measured}
+                found["seconds"] = round(time.time() - begin)
+                with asked.out.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+                done[row[0], seed] = found
+                print(found, flush=True)
+    table(list(done.values()))
+
+
+def table(done: list[dict[str, Any]]) -> None:
+    """Print a line a name: means over seeds and their spread."""
+    for name in dict.fromkeys(row["name"] for row in done):
+        mine = [row for row in done if row["name"] == name]
+        taus = [row["tau_T0"] for row in mine]
+        spread = statistics.stdev(taus) if len(taus) > 1 else 0.0
+        hot = statistics.mean(row["tau_T1"] for row in mine)
+        print(
+            f"{name:28s} tau {statistics.mean(taus):.3f} ± {spread:.3f} ({len(mine)})  T=1 {hot:.3f}  "
+            f"{mine[0]['parameters']:>10,}  {statistics.mean(r['train_seconds'] for r in mine):6.0f} s  "
+            f"{mine[0]['accepted_T0']}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""A block-parallel head: one pass drafts all depths, from the target's features as keys and values of every layer.
+
+DFlash (arXiv 2602.06036): the block is the chosen token t+1 and one mask slot a depth, slot d at the position of token
+t+1+d, which it predicts. In every layer keys and values are those of the fused target features up to row t and those of
+the block, by the same projections; features enter nowhere else. The embedding and lm_head are the target's.
+
+`causal`: a slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the depths' laws are coherent along
+a path; else all slots see each other, as in DFlash. `markov_rank` adds to a depth's logits a term of low rank that
+depends on the token drafted before it, and `confidence` a guess of each draft's acceptance (DSpark, arXiv 2607.05147).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from heads import rows
+from heads.attention import KeyValue, Pattern, attend_rows
+from heads.base import Draft, Ends, Features, Level, check_depths, layer_shape
+from heads.committed import Committed, check_length, joined, near
+from heads.fusion import Fusion, chosen_layers
+from heads.layers import Block as Layer
+from heads.layers import RMSNorm, masked_attention
+from heads.vocab import Readout, draft_vocabulary, spread
+
+FUSED = 5  # how many layers DFlash reads
+
+
+class Drafted(NamedTuple):
+    """What is kept of a sequence: the true rows' keys and values, and the slots' states of the newest block."""
+
+    true: Committed
+    slots: Float[Tensor, "K D"]
+
+
+class Block(nn.Module):
+    """The block head. `depths` is the number of mask slots, so of drafted tokens."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Numbers of the head; null takes the target's own, as `length` all rows, as `feature_layers` five of them."""
+
+        name: str
+        depths: int
+        layers: int
+        feature_layers: list[int] | None
+        causal: bool
+        markov_rank: int | None
+        confidence: bool
+        qk_norm: bool
+        length: int | None
+        num_heads: int | None
+        num_kv_heads: int | None
+        head_dim: int | None
+        intermediate_size: int | None
+        rope_theta: float
+        norm_eps: float
+        lm_head: str
+        draft_vocab: int | None
+
+    def __init__(self, config: Config, ends: Ends) -> None:
+        super().__init__()
+        if config.depths < 1 or config.layers < 1:
+            raise ValueError(
+                f"head.depths is {config.depths} and head.layers {config.layers}: give at least one of each"
+            )
+        check_length(config.length)
+        self.config, self.max_depth = config, config.depths
+        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width, shape, eps = ends.hidden_size, layer_shape(config, ends), config.norm_eps
+        self.feature_layers = chosen_layers(config.feature_layers, FUSED, ends.num_layers)
+        self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.mask = nn.Parameter(torch.randn(width) * 0.02)
+        self.layers = nn.ModuleList(
+            Layer(width, shape, theta=config.rope_theta, eps=eps, qk_norm=config.qk_norm) for _ in range(config.layers)
+        )
+        self.norm = RMSNorm(width, eps)
+        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
+        self.lm_head = Readout(ends, config.lm_head, self.vocab)
+        size, rank = ends.vocab_size if self.vocab is None else len(self.vocab.ids), config.markov_rank
+        self.before = None if rank is None else nn.Embedding(ends.vocab_size, rank)
+        self.bias = None if rank is None else nn.Linear(rank, size, bias=False)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias.weight)
+        self.confidence = nn.Linear(width + (rank or 0), 1) if config.confidence else None
+
+    @property
+    def ends(self) -> Ends:
+        """The target's embedding and lm_head."""
+        return self._ends[0]
+
+    def context(
+        self, hidden: Float[Tensor, "B T L D"], position: Int[Tensor, "B T"], last: int
+    ) -> tuple[KeyValue, ...]:
+        """Return every layer's keys and values of the target's features."""
+        fused = self.hidden_norm(self.fusion(hidden))
+        layers: Any = self.layers
+        return tuple(layer.self_attn.key_value(fused, position, last) for layer in layers)
+
+    def slots(self, root: Int[Tensor, "*n"]) -> Float[Tensor, "*n S D"]:
+        """Return what the blocks behind these chosen tokens enter with."""
+        embedding = self.ends.embed(root).to(self.mask.dtype)[..., None, :]
+        return torch.cat([embedding, self.mask.expand(*root.shape, self.max_depth, -1)], -2)
+
+    def conditioned(self, state: Float[Tensor, "*n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"]:
+        """Return what `score` reads of a slot once the token before it is known."""
+        return state if self.before is None else torch.cat([state, self.before(token).to(state.dtype)], -1)
+
+    def score(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
+        """Return the logits of slots."""
+        del depth
+        width = self.ends.hidden_size
+        logits = self.lm_head(state[..., :width])
+        return logits if self.bias is None else logits + self.bias(state[..., width:])
+
+    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+        """Draft a block from every anchor; all of them go through the layers side by side."""
+        check_depths(depths, self.max_depth)
+        if anchors is None:
+            anchors = torch.ones_like(features.document, dtype=torch.bool)
+        chosen = rows.anchor_rows(anchors)
+        position, slots = rows.positions(features.document), self.max_depth + 1
+        last = position.shape[1] + slots
+        true = self.context(features.hidden, position, last)
+        x = self.slots(rows.next_token(features.token).gather(1, chosen)).flatten(1, 2)
+        at = position.gather(1, chosen)[..., None] + 1 + torch.arange(slots, device=chosen.device)
+        seen = self._pattern(chosen, position.gather(1, chosen), at)
+
+        def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend_rows(query, pair, list(zip(*map(self._shared, (key, value)), strict=True)), seen)
+
+        for layer, pair in zip(self.layers, true, strict=True):
+            x = layer(x, at.flatten(1), last, lambda *qkv, pair=pair: attend(pair, *qkv))
+        found = self.norm(x).unflatten(1, (-1, slots))
+        return [self._draft(features, found[:, :, depth], chosen, depth) for depth in range(1, depths + 1)]
+
+    def _shared(self, x: Float[Tensor, "B G N E"]) -> list[Float[Tensor, "B G N E"]]:
+        """Return each slot's rows for all queries of its block."""
+        blocks = x.unflatten(2, (-1, self.max_depth + 1))
+        return [
+            blocks[:, :, :, i, None].expand(-1, -1, -1, self.max_depth + 1, -1).flatten(2, 3)
+            for i in range(self.max_depth + 1)
+        ]
+
+    def _pattern(self, chosen: Int[Tensor, "B n"], position: Int[Tensor, "B n"], at: Int[Tensor, "B n S"]) -> Pattern:
+        """Return what the slots see: the features up to the anchor's row, within `length`, and their block."""
+        row, slots = chosen[..., None].expand_as(at), at.shape[-1]
+        first = row - position[..., None]
+        if self.config.length is not None:
+            first = torch.maximum(first, row + (at - position[..., None]) - self.config.length + 1)
+        own = torch.ones(slots, slots, dtype=torch.bool, device=at.device)
+        own = own.tril() if self.config.causal else own
+        return Pattern(first.flatten(1), row.flatten(1), own=own.repeat(at.shape[1], 1))
+
+    def _draft(self, features: Features, state: Tensor, chosen: Int[Tensor, "B n"], depth: int) -> Draft:
+        """Return one depth's states at the rows that they were drafted from."""
+        token = rows.drafted_token(features.token, depth).gather(1, chosen)
+        state = self.conditioned(state, token)
+        full = state.new_zeros(*features.token.shape, state.shape[-1])
+        full = full.scatter(1, chosen[..., None].expand_as(state), state)
+        return Draft(full, None, None if self.confidence is None else self.confidence(full)[..., 0])
+
+    def extend(self, state: Drafted | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Drafted, Level]:
+        """Commit verified rows, and draft the block behind the last one."""
+        before = state.true if state else None
+        end = (before.length if before else 0) + len(token)
+        position = torch.arange(end - len(token), end, device=token.device)
+        new = self.context(features.hidden, position[None], end)
+        true = Committed(end, tuple(joined(before.layers[i] if before else None, pair) for i, pair in enumerate(new)))
+        at = torch.arange(end, end + self.max_depth + 1, device=token.device)
+        own = torch.ones(len(at), len(at), dtype=torch.bool, device=token.device)
+        own = own.tril() if self.config.causal else own
+        sees = torch.cat([near(at, true.position(), self.config.length), own], 1)[None]
+        x = self.slots(token[-1:])
+
+        def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return masked_attention(query, *joined(pair, (key, value)), sees)
+
+        for layer, pair in zip(self.layers, true.layers, strict=True):
+            x = layer(x, at[None], end + len(at), lambda *qkv, pair=pair: attend(pair, *qkv))
+        drafted = Drafted(true.kept(self.config.length), self.norm(x)[0, 1:])
+        return drafted, self._level(drafted, token[-1:], 1)
+
+    def expand(
+        self, state: Drafted, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Score the next depth from its slot; of the path only the last token matters, and only to `markov_rank`."""
+        del level, parent
+        return self._level(state, token, int(mask[0].sum()) + 1)
+
+    def _level(self, drafted: Drafted, token: Int[Tensor, "N"], depth: int) -> Level:
+        slot = drafted.slots[depth - 1 : depth]
+        if self.before is None:
+            logits = self.score(slot, depth).expand(len(token), -1)
+        else:
+            logits = self.score(self.conditioned(slot.expand(len(token), -1), token), depth)
+        return Level(spread(self.vocab, logits), slot.expand(len(token), -1), ())

@@ -1,0 +1,174 @@
+"""EAGLE-3 (Li et al., arXiv 2503.01840): features of several layers, fused; no feature is predicted, only tokens.
+
+Row t enters a wide first layer as (norm of the embedding of token t+1, norm of the state before it). That state is
+fc(features of the chosen layers at t) at depth 1 and the layer's own output from then on, in training too: `unroll` is
+the training-time test. The lm_head reads the normed output and is the head's own, over a vocabulary that may be pruned.
+
+EAGLE-3.1 (arXiv 2605.09992) norms each layer's features before they are fused (`feature_norm`) and feeds the normed
+output back (`norm_output`), which keeps deep drafts and long texts from drifting. Further options: Qwen3's norms of
+queries and keys (`qk_norm`), more layers, and `kv_injection`, as in DFlash (arXiv 2602.06036): the keys and values that
+every layer has of the true rows are made of the fused features, not of the layer's own input.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from heads import recurrent
+from heads.attention import KeyValue
+from heads.base import Draft, Ends, Features, Level, layer_shape
+from heads.committed import Committed, check_length
+from heads.fusion import Fusion, chosen_layers
+from heads.layers import Attend, Attention, Block, RMSNorm, SwiGLU
+from heads.vocab import Readout, draft_vocabulary
+
+FUSED = 3  # how many layers the paper reads
+
+
+class WideBlock(nn.Module):
+    """The first layer: a decoder layer whose attention reads an embedding beside the state.
+
+    Its residual is the state as it comes, or as it is normed (`norm_before_residual`): trainers differ in this.
+    """
+
+    def __init__(self, width: int, attention: Attention, inner: int, eps: float, *, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = SwiGLU(width, inner)
+
+    def forward(
+        self,
+        embedding: Float[Tensor, "B T D"],
+        state: Float[Tensor, "B T D"],
+        position: Int[Tensor, "B T"],
+        last: int,
+        attend: Attend,
+    ) -> Float[Tensor, "B T D"]:
+        """Apply the layer with the caller's attention pattern."""
+        normed = self.hidden_norm(state)
+        both = torch.cat([self.input_layernorm(embedding), normed], -1)
+        x = (normed if self.norm_before_residual else state) + self.self_attn(both, position, last, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3(nn.Module):
+    """The EAGLE-3 head; the embedding stays the target's and frozen."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Numbers of the head; null takes the target's own, as `length` all rows, as `feature_layers` three of them."""
+
+        name: str
+        layers: int
+        feature_layers: list[int] | None
+        feature_norm: bool
+        norm_output: bool
+        norm_before_residual: bool
+        qk_norm: bool
+        kv_injection: bool
+        length: int | None
+        num_heads: int | None
+        num_kv_heads: int | None
+        head_dim: int | None
+        intermediate_size: int | None
+        rope_theta: float
+        norm_eps: float
+        lm_head: str
+        draft_vocab: int | None
+
+    max_depth = 64
+
+    def __init__(self, config: Config, ends: Ends) -> None:
+        super().__init__()
+        if config.layers < 1:
+            raise ValueError(f"head.layers is {config.layers}: an EAGLE-3 head has at least one layer")
+        check_length(config.length)
+        self.config, self.attentions = config, config.layers
+        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width, shape, eps = ends.hidden_size, layer_shape(config, ends), config.norm_eps
+        self.feature_layers = chosen_layers(config.feature_layers, FUSED, ends.num_layers)
+        self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm)
+        inject = width if config.kv_injection else None
+        wide = Attention(
+            2 * width,
+            width,
+            shape,
+            config.rope_theta,
+            norm_eps=eps if config.qk_norm else None,
+            inject_width=inject,
+        )
+        self.first = WideBlock(
+            width, wide, shape.intermediate_size, eps, norm_before_residual=config.norm_before_residual
+        )
+        self.layers = nn.ModuleList(
+            Block(width, shape, theta=config.rope_theta, eps=eps, qk_norm=config.qk_norm, inject_width=inject)
+            for _ in range(config.layers - 1)
+        )
+        self.inject_norm = RMSNorm(width, eps) if config.kv_injection else None
+        self.norm = RMSNorm(width, eps)
+        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
+        self.lm_head = Readout(ends, config.lm_head, self.vocab)
+
+    @property
+    def ends(self) -> Ends:
+        """The target's embedding and lm_head."""
+        return self._ends[0]
+
+    def begin(self, features: Features) -> Float[Tensor, "B T D"]:
+        """Return the fused features."""
+        return self.fusion(features.hidden)
+
+    def inject(self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int) -> tuple[KeyValue, ...]:
+        """Return every layer's keys and values of the fused features, nothing without `kv_injection`."""
+        if self.inject_norm is None:
+            return ()
+        fused = self.inject_norm(start)
+        layers: Any = [self.first, *self.layers]
+        return tuple(layer.self_attn.injected(fused, position, last) for layer in layers)
+
+    def advance(
+        self,
+        token: Int[Tensor, "B T"],
+        state: Float[Tensor, "B T D"],
+        position: Int[Tensor, "B T"],
+        last: int,
+        attend: list[Attend],
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+        """Return the states that are fed back, and the normed ones that the lm_head reads."""
+        x = self.first(self.ends.embed(token).to(state.dtype), state, position, last, attend[0])
+        for layer, pattern in zip(self.layers, attend[1:], strict=True):
+            x = layer(x, position, last, pattern)
+        read = self.norm(x)
+        return (read if self.config.norm_output else x), read
+
+    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+        """Return the logits of normed states."""
+        del depth
+        return self.lm_head(state)
+
+    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+        """Draft from all rows; depths beyond the first feed the head's own states back, undetached."""
+        del anchors
+        return recurrent.unroll(self, features, depths, predicts=False)
+
+    def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
+        """Commit verified rows with their true features and score under the root."""
+        return recurrent.extend(self, state, features, token)
+
+    def expand(
+        self,
+        state: Committed,
+        level: Level,
+        token: Int[Tensor, "N"],
+        parent: Int[Tensor, "N"],
+        mask: Bool[Tensor, "N M"],
+    ) -> Level:
+        """Score the next tree level: every node enters with its parent's state."""
+        return recurrent.expand(self, state, level, token, parent, mask)

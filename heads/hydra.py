@@ -1,0 +1,185 @@
+"""Hydra (Ankner et al., arXiv 2402.05109): Medusa's heads, each reading the tokens that were drafted before it.
+
+Head d reads a summary of row t beside the embeddings of tokens t+1 … t+d, so a node's children depend on its path. Its
+first block maps that to the target's width, the others are Medusa's residual ones. The summary is the target's last
+feature; Hydra++ (`prefix`) makes it by a decoder layer over all rows' features. `tied` lets a head's later blocks be
+one module, as they are in the authors' checkpoints.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heads import recurrent
+from heads.attention import KeyValue
+from heads.base import Draft, Ends, Features, LayerShape, Level, check_depths, layer_shape
+from heads.committed import Committed, check_length
+from heads.layers import Attend, Block, RMSNorm
+from heads.medusa import ResidualBlock
+from heads.rows import drafted_token
+from heads.vocab import DraftVocabulary, Readout, draft_vocabulary, spread
+
+
+class EntryBlock(nn.Module):
+    """Rx + SiLU(Wx + b): the residual block of an input that is wider than the output."""
+
+    def __init__(self, input_width: int, width: int) -> None:
+        super().__init__()
+        self.res_connection = nn.Linear(input_width, width)
+        self.linear = nn.Linear(input_width, width)
+
+    def forward(self, x: Float[Tensor, "*n X"]) -> Float[Tensor, "*n D"]:
+        """Apply the block."""
+        return self.res_connection(x) + functional.silu(self.linear(x))
+
+
+class Branch(nn.Module):
+    """One head: the entry block, and residual blocks, `count` in all."""
+
+    def __init__(self, input_width: int, width: int, count: int, *, tied: bool) -> None:
+        super().__init__()
+        self.entry = EntryBlock(input_width, width)
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(min(count - 1, 1) if tied else count - 1))
+        self.repeat = count - 1 if tied else 1
+        with torch.no_grad():  # begin, as Medusa does, near the summary itself
+            self.entry.res_connection.weight[:, :width] = torch.eye(width)
+
+    def forward(self, x: Float[Tensor, "*n X"]) -> Float[Tensor, "*n D"]:
+        """Apply the blocks."""
+        z = self.entry(x)
+        for block in self.blocks:
+            for _ in range(self.repeat):
+                z = block(z)
+        return z
+
+
+class Prefix(nn.Module):
+    """A decoder layer over the features of all rows so far, and a norm."""
+
+    attentions = 1
+    vocab: DraftVocabulary | None = None
+
+    def __init__(self, config: Any, width: int, shape: LayerShape) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = Block(width, shape, theta=config.rope_theta, eps=config.norm_eps)
+        self.norm = RMSNorm(width, config.norm_eps)
+
+    def begin(self, features: Features) -> Float[Tensor, "B T D"]:
+        """Return the target's own features."""
+        return features.last
+
+    def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
+        """Return nothing: the rows are the layer's own."""
+        return ()
+
+    def advance(
+        self, _token: Tensor, state: Float[Tensor, "B T D"], position: Tensor, last: int, attend: list[Attend]
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+        """Return the summaries."""
+        summary = self.norm(self.layer(state, position, last, attend[0]))
+        return summary, summary
+
+    def score(self, state: Float[Tensor, "*n D"], _depth: int) -> Float[Tensor, "*n D"]:
+        """Return the summaries: the heads score, not this layer."""
+        return state
+
+
+class Hydra(nn.Module):
+    """The Hydra heads; the embedding stays the target's and frozen."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Numbers of the head; null takes the target's own, as `length` looks at all rows."""
+
+        name: str
+        heads: int
+        layers: int
+        tied: bool
+        prefix: bool
+        length: int | None
+        num_heads: int | None
+        num_kv_heads: int | None
+        head_dim: int | None
+        intermediate_size: int | None
+        rope_theta: float
+        norm_eps: float
+        lm_head: str
+        lm_head_bias: bool
+        lm_head_rank: int | None
+        draft_vocab: int | None
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, ends: Ends) -> None:
+        super().__init__()
+        if config.heads < 1 or config.layers < 1:
+            raise ValueError(f"head.heads is {config.heads} and head.layers {config.layers}: give at least one of each")
+        check_length(config.length)
+        self.config, self.max_depth = config, config.heads
+        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width = ends.hidden_size
+        self.prefix = Prefix(config, width, layer_shape(config, ends)) if config.prefix else None
+        self.branches = nn.ModuleList(
+            Branch((d + 1) * width, width, config.layers, tied=config.tied) for d in range(1, config.heads + 1)
+        )
+        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
+        self.lm_heads = nn.ModuleList(
+            Readout(ends, config.lm_head, self.vocab, config.lm_head_rank, config.lm_head_bias)
+            for _ in range(config.heads)
+        )
+
+    @property
+    def ends(self) -> Ends:
+        """The target's embedding and lm_head."""
+        return self._ends[0]
+
+    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+        """Return head `depth`'s logits of its own states, counted from 1."""
+        return self.lm_heads[depth - 1](state)
+
+    def joined(self, before: Float[Tensor, "*n X"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n Y"]:
+        """Return a head's input with one more token."""
+        return torch.cat([before, self.ends.embed(token).to(before.dtype)], -1)
+
+    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+        """Draft from all rows at every depth."""
+        del anchors
+        check_depths(depths, self.max_depth)
+        x = features.last
+        if self.prefix is not None:
+            x = recurrent.unroll(self.prefix, features, 1, predicts=False)[0].state
+        drafts = []
+        for depth, branch in enumerate(self.branches, 1):
+            x = self.joined(x, drafted_token(features.token, depth))
+            drafts.append(Draft(branch(x)))
+        return drafts
+
+    def extend(
+        self, state: Committed | None, features: Features, token: Int[Tensor, "T"]
+    ) -> tuple[Committed | None, Level]:
+        """Commit verified rows and score depth 1 from the last one."""
+        summary = features.last
+        if self.prefix is not None:
+            state, summary, _ = recurrent.commit(self.prefix, state, features.last, token)
+        return state, self._level(self.joined(summary[0, -1:], token[-1:]))
+
+    def expand(
+        self,
+        state: Committed | None,
+        level: Level,
+        token: Int[Tensor, "N"],
+        parent: Int[Tensor, "N"],
+        mask: Bool[Tensor, "N M"],
+    ) -> Level:
+        """Score the next depth from what the parents' head read and the nodes' tokens."""
+        del state, mask
+        return self._level(self.joined(level.hidden[parent], token))
+
+    def _level(self, x: Float[Tensor, "N X"]) -> Level:
+        depth = x.shape[-1] // self.ends.hidden_size - 1
+        return Level(spread(self.vocab, self.score(self.branches[depth - 1](x), depth)), x, ())

@@ -1,0 +1,121 @@
+"""The recurrent MLP speculator (Wertheimer et al., arXiv 2404.19124): a state that each drafted token is mixed into.
+
+Row t starts from the target's last feature. Step d projects the state, adds the embedding of token t+d from a table of
+its own, norms and applies GELU; that is the next state, which step d's own lm_head reads. State and embedding are
+weighted so that the state's variance stays the same over the steps. `tied` lets all steps share table, norm and
+lm_head, and all but the first the projection.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heads.base import Draft, Ends, Features, Level, check_depths
+from heads.rows import drafted_token
+from heads.vocab import draft_vocabulary, spread
+
+EPS = 1e-6
+
+
+class ShiftedNorm(nn.Module):
+    """RMSNorm with a shift, as in the authors' checkpoints."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Normalise the last dimension."""
+        return functional.rms_norm(x, x.shape[-1:], self.weight, EPS) + self.bias
+
+
+class Mlp(nn.Module):
+    """The speculator. It reads `Features.last`; table and lm_heads are its own."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Numbers of the head; `inner` is the state's width, null for the target's."""
+
+        name: str
+        heads: int
+        inner: int | None
+        tied: bool
+        scale_input: bool
+        draft_vocab: int | None
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, ends: Ends) -> None:
+        super().__init__()
+        if config.heads < 1:
+            raise ValueError(f"head.heads is {config.heads}: give at least one")
+        self.config, self.max_depth = config, config.heads
+        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width = ends.hidden_size
+        inner = config.inner or width
+        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
+        size = ends.vocab_size if self.vocab is None else len(self.vocab.ids)
+        count = 1 if config.tied else config.heads
+        self.emb = nn.ModuleList(nn.Embedding(ends.vocab_size, inner) for _ in range(count))
+        self.proj = nn.ModuleList(
+            nn.Linear(inner if i else width, inner, bias=False)
+            for i in range(min(config.heads, 2) if config.tied else config.heads)
+        )
+        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(count))
+        self.head = nn.ModuleList(nn.Linear(inner, size, bias=False) for _ in range(count))
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=inner**-0.5)
+        weight = 0.5 ** (0.5 / config.heads)
+        self.mix = math.sqrt((1 - weight**2) * inner / 2) / weight
+
+    @property
+    def ends(self) -> Ends:
+        """The target's embedding and lm_head; neither is used but for their sizes."""
+        return self._ends[0]
+
+    def begin(self, last: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Return the state that step 1 starts from."""
+        if not self.config.scale_input:
+            return last
+        return functional.rms_norm(last, last.shape[-1:], eps=EPS) / math.sqrt(2)
+
+    def step(self, state: Float[Tensor, "*n X"], token: Int[Tensor, "*n"], depth: int) -> Float[Tensor, "*n D"]:
+        """Return the state of a depth, counted from 1."""
+        i = 0 if self.config.tied else depth - 1
+        mixed = self.proj[min(depth, len(self.proj)) - 1](state) + self.mix * self.emb[i](token).to(state.dtype)
+        return functional.gelu(self.ln[i](mixed))
+
+    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+        """Return the logits of a depth's states."""
+        return self.head[0 if self.config.tied else depth - 1](state)
+
+    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+        """Draft from all rows at every depth."""
+        del anchors
+        check_depths(depths, self.max_depth)
+        state, drafts = self.begin(features.last), []
+        for depth in range(1, depths + 1):
+            state = self.step(state, drafted_token(features.token, depth), depth)
+            drafts.append(Draft(state))
+        return drafts
+
+    def extend(self, state: None, features: Features, token: Int[Tensor, "T"]) -> tuple[None, Level]:
+        """Score depth 1 from the last row; the speculator keeps nothing of a sequence."""
+        del state
+        return None, self._level(self.begin(features.last[0, -1:]), token[-1:], 1)
+
+    def expand(
+        self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Score the next depth: every node's token is mixed into its parent's state."""
+        del state
+        return self._level(level.hidden[parent], token, int(mask[0].sum()) + 1)
+
+    def _level(self, before: Tensor, token: Tensor, depth: int) -> Level:
+        hidden = self.step(before, token, depth)
+        return Level(spread(self.vocab, self.score(hidden, depth)), hidden, ())

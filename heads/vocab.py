@@ -1,0 +1,117 @@
+"""The pruned draft vocabulary and its two maps, and the lm_head that a head reads out through.
+
+With a vocabulary of 128k the lm_head is most of a small head's work. A head that drafts the W most frequent tokens
+alone (FR-Spec, arXiv 2502.14856; EAGLE-3) loses the rare ones to the target and is cheaper at every step. The maps go
+between a token's number in the target's vocabulary, its id, and its place among the W, which are sorted by id.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from heads.base import Ends
+
+
+class DraftVocabulary(nn.Module):
+    """The `size` tokens of a vocabulary of `full_size` that a head drafts; the first ones until `choose` is called."""
+
+    ids: Int[Tensor, "W"]
+
+    def __init__(self, size: int, full_size: int) -> None:
+        super().__init__()
+        self.full_size = full_size
+        self.register_buffer("ids", torch.arange(size))
+
+    def choose(self, counts: Int[Tensor, "V"]) -> None:
+        """Take the most frequent tokens; of equally frequent ones those with the lower ids."""
+        order = counts.argsort(descending=True, stable=True)
+        self.ids.copy_(order[: len(self.ids)].sort().values)
+
+    def place(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        """Return the tokens' places among the drafted ones, -1 for those that are not."""
+        at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
+        return torch.where(self.ids[at] == token, at, -1)
+
+    def spread(self, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
+        """Return logits of the whole vocabulary: minus infinity for what is never drafted."""
+        full = logits.new_full((*logits.shape[:-1], self.full_size), float("-inf"))
+        full[..., self.ids] = logits
+        return full
+
+
+def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None:
+    """Return the vocabulary that a head's configuration asks for: None where that is all of it.
+
+    Raises:
+        ValueError: the size is not positive.
+    """
+    if size is not None and size < 1:
+        raise ValueError(f"head.draft_vocab is {size}: give 1 or more, or null for the target's whole vocabulary")
+    return None if size is None or size >= full_size else DraftVocabulary(size, full_size)
+
+
+def spread(vocab: DraftVocabulary | None, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
+    """Return logits of the target's vocabulary."""
+    return logits if vocab is None else vocab.spread(logits)
+
+
+class Readout(nn.Module):
+    """From final-normed states to logits over the draft vocabulary.
+
+    By the target's lm_head, shared and frozen, or by one of its own that starts as a copy of the target's and is
+    trained: whole, or as the product of two matrices of rank `rank`, which starts at the best approximation.
+    """
+
+    KINDS = ("shared", "own")
+
+    def __init__(
+        self, ends: "Ends", kind: str, vocab: DraftVocabulary | None, rank: int | None = None, bias: bool = False
+    ) -> None:
+        super().__init__()
+        if kind not in self.KINDS:
+            raise ValueError(f"head.lm_head is {kind!r}: choose {' or '.join(self.KINDS)}")
+        if rank is not None and (kind == "shared" or rank < 1):
+            raise ValueError(f"head.lm_head_rank is {rank}: give 1 or more with lm_head=own, null with lm_head=shared")
+        self._ends, self._vocab = (ends,), (vocab,)  # in tuples, so that neither becomes a part of this module
+        width, size = ends.hidden_size, ends.vocab_size if vocab is None else len(vocab.ids)
+        inner = width if rank is None else min(rank, width)
+        self.down = None if rank is None else nn.Linear(width, inner, bias=False)
+        own = kind == "own"
+        self.weight = nn.Parameter(torch.empty(size, inner)) if own else None
+        self.bias = nn.Parameter(torch.zeros(size)) if own and bias else None
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin at the target's own lm_head, of the tokens that the vocabulary holds now."""
+        if self.weight is None:
+            return
+        weight, vocab = self._ends[0].head_weight().detach(), self._vocab[0]
+        weight = (weight if vocab is None else weight[vocab.ids.to(weight.device)]).float()
+        if self.down is None:
+            self.weight.copy_(weight)
+        elif not weight.is_meta:  # a plan has shapes alone, and those have no eigenvectors
+            main = torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -len(self.down.weight) :]
+            self.weight.copy_(weight @ main)
+            self.down.weight.copy_(main.T)
+
+    def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
+        """Return the logits."""
+        if self.weight is None:
+            vocab = self._vocab[0]
+            return self._ends[0].logits(hidden, None if vocab is None else vocab.ids)
+        return functional.linear(hidden if self.down is None else self.down(hidden), self.weight, self.bias)
+
+
+def prune(head: nn.Module, counts: Int[Tensor, "V"]) -> None:
+    """Let a head with a pruned vocabulary choose its tokens by how often each occurs in the training text."""
+    vocab = getattr(head, "vocab", None)
+    if vocab is not None:
+        vocab.choose(counts)
+        for module in head.modules():
+            if isinstance(module, Readout):
+                module.start()

@@ -1,0 +1,78 @@
+"""Losses against their formulas, over the whole vocabulary and over a pruned one."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.train.test_objective import CONFIG
+from train.losses import LOSSES, Rows
+
+
+def rows(width: int) -> Rows:
+    """Five rows of seven tokens, of which the head drafts `width`; row 4's own token is not among them."""
+    torch.manual_seed(0)
+    log_p = torch.randn(5, 7).log_softmax(-1)
+    label = torch.tensor([1, 0, 2, 3, -1 if width < 7 else 6])
+    return Rows(
+        log_p[:, :width], torch.randn(5, width).log_softmax(-1), label, log_p.argmax(-1) < width, torch.randn(5, 3),
+        torch.randn(5, 3), torch.randn(5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [7, 4])
+def test_losses_by_their_formulas(width: int) -> None:
+    x = rows(width)
+    assert x.known.all() == (width == 7)
+    for r in range(5):
+        p, q = x.log_p[r].exp().tolist(), x.log_q[r].exp().tolist()
+        law = [each / sum(p) for each in p]
+        overlap = sum(map(min, zip(p, q, strict=True)))
+        known = float(x.known[r])
+        forward = known * sum(a * math.log(a / b) for a, b in zip(law, q, strict=True))
+        middle = [(a + b) / 2 for a, b in zip(law, q, strict=True)]
+        share = math.exp(-3 * overlap)
+        best = sorted(range(width), key=lambda i: -p[i])[:4]
+        gap = [abs(a - b) for a, b in zip(x.feature[r].tolist(), x.true_feature[r].tolist(), strict=True)]
+        sure = 1 / (1 + math.exp(-float(x.confidence[r])))
+        expected = {
+            "ce": -math.log(q[int(x.label[r])]) if x.label[r] >= 0 else 0.0,
+            "soft_ce": known * -sum(a * math.log(b) for a, b in zip(law, q, strict=True)),
+            "kl": forward,
+            "reverse_kl": known * sum(b * math.log(b / a) for a, b in zip(law, q, strict=True)),
+            "jsd": known
+            * sum(a * math.log(a / m) + b * math.log(b / m) for a, b, m in zip(law, q, middle, strict=True))
+            / 2,
+            "tv": 1 - overlap,
+            "nla": -math.log(overlap),
+            "lk": share * forward + (1 - share) * (1 - overlap),
+            "top_k": -sum(p[i] * math.log(q[i]) for i in best),
+            "smooth_l1": sum(0.5 * g * g if g < 1 else g - 0.5 for g in gap) / 3,
+            "confidence": -overlap * math.log(sure) - (1 - overlap) * math.log(1 - sure),
+        }
+        assert expected.keys() == LOSSES.keys()
+        for name, value in expected.items():
+            assert LOSSES[name](x, CONFIG)[r].item() == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_total_variation_is_half_the_distance_of_the_laws() -> None:
+    x = rows(7)
+    expected = (x.log_p.exp() - x.log_q.exp()).abs().sum(-1) / 2
+    torch.testing.assert_close(LOSSES["tv"](x, CONFIG), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"losses": {"mse": 1.0}}, "losses.mse: unknown, choose from ce, soft_ce"),
+        ({"losses": {"ce": 0.0}}, "no loss has a weight"),
+        ({"depths": 0}, "objective.depths is 0"),
+        ({"anchors": 0}, "objective.anchors is 0"),
+        ({"depth_weights": "linear"}, "choose decay or dpace"),
+        ({"normalize": "batch"}, "choose token or sequence"),
+    ],
+)
+def test_bad_numbers_are_named(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(CONFIG, **change)

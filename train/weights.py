@@ -1,0 +1,81 @@
+"""Which rows of a batch are trained and how much each counts, and what a step draws at random for them.
+
+What is drawn for a row depends on the seed and the row's number in the run alone, so that a resumed run and any number
+of processes see the same.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from heads import rows
+from heads.base import Features
+from train.losses import ObjectiveConfig
+
+
+class Weights(NamedTuple):
+    """Which rows are trained at each depth, how much each counts, and what the sum over the global batch is divided by.
+
+    `amount` is the number of rows or of documents, by `ObjectiveConfig.normalize`.
+    """
+
+    trained: Bool[Tensor, "d B T"]
+    row: Float[Tensor, "d B T"]
+    amount: Float[Tensor, "d"]
+
+
+def weights(
+    document: Int[Tensor, "B T"],
+    mask: Int[Tensor, "B T"],
+    anchors: Bool[Tensor, "B T"] | None,
+    config: ObjectiveConfig,
+) -> Weights:
+    """Return the weights of a batch's rows before depths are weighed.
+
+    Args:
+        document: the rows' documents.
+        mask: 1 where the target would write the token.
+        anchors: the rows that are drafted from, None for all.
+        config: how many depths, and the normaliser.
+    """
+    trained = torch.stack([rows.valid(document, mask, d) for d in range(1, config.depths + 1)])
+    if anchors is not None:
+        trained = trained & anchors
+    if config.normalize == "token":
+        return Weights(trained, trained.float(), trained.sum((1, 2)).float())
+    number = (document != document.roll(1, 1)).long()
+    number[:, 0] = 0
+    number = number.cumsum(1).expand_as(trained)  # 0, 1, 2, … along a row, so documents of a row differ
+    held = torch.zeros(trained.shape, device=trained.device).scatter_add(2, number, trained.float())
+    return Weights(trained, trained / held.gather(2, number).clamp_min(1), (held > 0).sum((1, 2)).float())
+
+
+def draw_anchors(
+    document: Int[Tensor, "B T"], count: int | None, seed: int, index: Int[Tensor, "B"]
+) -> Bool[Tensor, "B T"] | None:
+    """Return the rows of each packed row that are drafted from, anew each step."""
+    length = document.shape[1]
+    if count is None or count >= length:
+        return None
+    chosen = torch.zeros(document.shape, dtype=torch.bool)
+    for b, row in enumerate(index.tolist()):
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + row + 1) % 2**63)
+        chosen[b, torch.randperm(length, generator=generator)[:count]] = True
+    return chosen.to(document.device)
+
+
+def noisy(features: Features, noise: float, seed: int, index: Int[Tensor, "B"]) -> Features:
+    """Add EAGLE's uniform feature noise, scaled by the training length it was tuned at over this one."""
+    if noise == 0:
+        return features
+    length = features.last.shape[1]
+    scale = noise * 512 / length
+    added = []
+    for row in index.tolist():
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + row) % 2**63)
+        shape = (1 + features.hidden.shape[2], *features.last.shape[1:])
+        added.append((torch.rand(shape, generator=generator) - 0.5) * scale)
+    jitter = torch.stack(added).to(features.last)
+    return features._replace(last=features.last + jitter[:, 0], hidden=features.hidden + jitter[:, 1:].transpose(1, 2))
