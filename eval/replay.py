@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heads.base import Draft, Features
 from heads.vocab import spread
 from inference.decode import Settings, autoregress
 from inference.drafters import Commit, Context
@@ -94,7 +95,7 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None])
     depth = min(depth, head.max_depth)
-    drafts = head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
+    drafts = unrolled(head, features, depth)
     begin = text.start - 1  # the row whose root is the first token of the answer
     logits = (spread(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
     rank = torch.stack([ranks(each, token[begin:], d) for d, each in enumerate(logits, 1)], 1)
@@ -112,6 +113,11 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
             tree_and_score = candidates(head, source.state, source.level, tree, context)
             grown[growth(tree)].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
     return Record(text, rank[: text.made - 1].tolist(), grown)
+
+
+def unrolled(head: Any, features: Features, depth: int) -> list[Draft]:
+    """Return what a head drafts from all rows down to a depth."""
+    return head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
 
 
 def growth(tree: TreeConfig) -> str:

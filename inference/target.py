@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heads import rows
-from heads.base import Features, LayerShape
+from heads.base import Features
 from heads.store import TargetSpec
 from inference import loading, probe, tree
 from inference.cache import BatchCache, BatchPass, TargetCache
 from inference.checkpoint import fingerprint
 from inference.compiled import Compiled
+from inference.ends import TargetEnds
 from inference.parts import LayerOutputs, Parts
 from inference.tree import DraftTree, Riders
 
@@ -32,47 +33,6 @@ class Pass(NamedTuple):
     hidden: Float[Tensor, "B T L D"]
     last: Float[Tensor, "B T D"]
     logits: Float[Tensor, "B R V"] | None
-
-
-class TargetEnds(nn.Module):
-    """The target's embedding and lm_head, frozen; what a head needs of the target besides its features."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        config = model.config.get_text_config()
-        self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self.hidden_size: int = config.hidden_size
-        self.vocab_size: int = self.lm_head.weight.shape[0]
-        self.num_layers: int = config.num_hidden_layers
-        self.layer = layer_shape(config)
-        self._some: tuple[Tensor, nn.Linear] | None = None
-
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
-        """Return the input embeddings."""
-        return self.embedding(token)
-
-    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
-        """Return the logits of final-normed hidden states in the lm_head's own dtype, of the tokens `ids` if given."""
-        logits = (self.lm_head if ids is None else self._rows(ids))(hidden.to(self.lm_head.weight.dtype))
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-    def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
-        """Return the lm_head's rows of these tokens; the last ones asked for are kept, since a head asks each step."""
-        if self._some is None or not torch.equal(self._some[0], ids):
-            weight: Tensor = self.lm_head.weight
-            rows = nn.Linear(weight.shape[1], len(ids), bias=self.lm_head.bias is not None, device="meta")
-            rows.weight = nn.Parameter(weight[ids], requires_grad=False)
-            if self.lm_head.bias is not None:
-                rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
-            object.__setattr__(self, "_some", (ids.clone(), rows))
-        assert self._some is not None
-        return self._some[1]
-
-    def head_weight(self) -> Float[Tensor, "V D"]:
-        """Return the lm_head's weight."""
-        weight: Tensor = self.lm_head.weight
-        return weight
 
 
 class Target:
@@ -157,7 +117,8 @@ class Target:
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
         """Return the features of packed rows; documents do not see each other and each starts at position 0."""
         token, document = token.to(self.device), document.to(self.device)
-        out = self.run(token, rows.positions(document), rows.visible(document), None)
+        whole = bool((document == document[:, :1]).all())  # a document a row: the causal pattern, which needs no mask
+        out = self.run(token, rows.positions(document), None if whole else rows.visible(document), None)
         return Features(token, out.hidden, out.last, document)
 
     @torch.inference_mode()
@@ -264,17 +225,6 @@ class Target:
     def _additive(self, seen: Tensor) -> Tensor:
         shut = torch.finfo(self.dtype).min
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
-
-
-def layer_shape(config: PreTrainedConfig) -> LayerShape:
-    """Return the shape of a decoder layer from the model's (text) configuration."""
-    heads = config.num_attention_heads
-    return LayerShape(
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
-    )
 
 
 def default_device() -> str:

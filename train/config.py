@@ -58,6 +58,7 @@ class TrainerConfig:
     eval_every: int
     eval_prompts: int
     eval_tokens: int
+    estimate_every: int | None
     save_every: int
     keep: int
     ema: float
@@ -69,7 +70,7 @@ class TrainerConfig:
         _at_least(
             "trainer", self, 1, "steps", "batch_tokens", "micro_tokens", "save_every", "keep", "log_every", "lr_width"
         )
-        _at_least("trainer", self, 1, "eval_every", "eval_prompts", "eval_tokens", "patience")
+        _at_least("trainer", self, 1, "eval_every", "eval_prompts", "eval_tokens", "estimate_every", "patience")
         _at_least("trainer", self, 0, "lr", "clip", "weight_decay", "seed")
         _fraction("trainer", self, "min_lr", "warmup", "ema", "momentum")
         _one_of("trainer", self, optimizer=("adamw", "muon"), precision=("auto", "bf16", "fp32"))

@@ -1,5 +1,6 @@
 """The training loop: optimiser steps, the acceptance length measured on the way, the best head kept."""
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -12,15 +13,14 @@ from torch import Tensor, nn
 
 from data.batches import Batch, Batches
 from data.features import batch_features
-from heads.base import Features
+from heads.base import Features, parameter_count
 from heads.store import save_head
-from inference.decode import Settings, speculate
-from inference.drafters.head import HeadDrafter
-from inference.sample import GREEDY
 from inference.target import Target
 from train import checkpoint
+from train.acceptance import Judge
 from train.checkpoint import Checkpoint
 from train.config import RunConfig
+from train.flops import Flops
 from train.losses import ObjectiveConfig
 from train.objective import objective
 from train.optim import Average, learning_rate, optimizer
@@ -51,16 +51,16 @@ class Loop:
         prompts: list[list[int]], resolved: dict[str, Any],
     ) -> None:  # fmt: skip
         self.run, self.accelerator, self.target, self.head, self.batches = run, accelerator, target, head, batches
-        self.prompts, self.out = prompts, Path(run.out)
+        self.judge, self.out = Judge(target, prompts, run), Path(run.out)
         self.average = Average(head, run.trainer.ema)
         self.optimizer: Any
         self.module, self.optimizer = accelerator.prepare(
             Loss(head, run.objective, compiled=run.trainer.compile), optimizer(head, run.trainer)
         )
-        self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0}
+        self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0, "seconds": 0.0}
         if run.resume:
             self.load()
-        self.stopping = False
+        self.stopping, self.flops = False, None if run.trainer.compile else 0
         self.tracker = Tracker(
             self.out, active=accelerator.is_main_process, steps=run.trainer.steps, start=self.start,
             wandb_mode=run.trainer.wandb, config=resolved,
@@ -74,7 +74,7 @@ class Loop:
         self.head.load_state_dict(found.weights)
         self.average.weights = {k: v.to(self.accelerator.device) for k, v in found.average.items()}
         self.optimizer.load_state_dict(found.optimizer)
-        self.start, self.progress = found.step, found.progress
+        self.start, self.progress = found.step, self.progress | found.progress
 
     def save(self, step: int) -> None:
         """Write a checkpoint on the main process."""
@@ -89,17 +89,24 @@ class Loop:
         previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
         try:
             for step in range(self.start, trainer.steps):
-                stopped = self.step(step)
+                begin = time.perf_counter()
+                stopped = self.counted(step) if step == self.start else self.step(step)
                 done = step + 1
+                self.progress["seconds"] += time.perf_counter() - begin
                 if done % trainer.eval_every == 0 or done == trainer.steps:
                     stopped = self.measure(done) or stopped
+                elif trainer.estimate_every is not None and done % trainer.estimate_every == 0:
+                    self.estimate(done)
                 if done % trainer.save_every == 0 or done == trainer.steps or stopped:
                     self.save(done)
                 if stopped and self.stopping:
                     raise SystemExit(143)
                 if stopped:
+                    self.write_cost(done)
                     self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
                     break
+            else:
+                self.write_cost(trainer.steps)
         finally:
             self.tracker.close()
             signal.signal(signal.SIGTERM, previous)
@@ -134,6 +141,28 @@ class Loop:
             }
             self.report(step, means, float(norm), int(trained[0]), time.perf_counter() - begin)
         return stopped
+
+    def counted(self, step: int) -> bool:
+        """Take a step and count its floating-point operations, the target's and the backward pass's included."""
+        if self.run.trainer.compile:
+            return self.step(step)
+        counter: Any = Flops
+        with counter() as count:
+            stopped = self.step(step)
+        self.flops = count.total * self.accelerator.num_processes
+        return stopped
+
+    def write_cost(self, steps: int) -> None:
+        """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
+        cost = {
+            "parameters": parameter_count(self.head),
+            "steps": steps,
+            "tokens": steps * self.run.trainer.batch_tokens,
+            "flops": None if self.flops is None else self.flops * steps,
+            "seconds": self.progress["seconds"],
+        }
+        if self.accelerator.is_main_process:
+            (self.out / "training.json").write_text(json.dumps(cost, indent=2) + "\n")
 
     def rate(self, step: int) -> float:
         """Return the step's learning rate at this target's width."""
@@ -190,21 +219,27 @@ class Loop:
         if self.accelerator.is_main_process:
             weights = self.average.state(self.head)
             head = decoding_copy(self.head, weights, self.target)
-            tau = acceptance_length(
-                self.target, HeadDrafter(head, self.run.tree, self.run.name), self.prompts, self.run
-            )
+            found = self.judge.tau(head)
+            tau = found["tau"]
             better = tau > self.progress["best_tau"]
             self.progress["stale"] = 0 if better else self.progress["stale"] + 1
             if better:
                 self.progress |= {"best_tau": tau, "best_step": step}
                 kept = self.run.out + "/head"
                 save_head(Path(kept), decoding_copy(self.head, weights, None), self.target.spec, vars(self.run.tree))
-            self.tracker.log({"step": step, "tau": tau, "best": better})
-            self.tracker.say(f"step {step}: τ {tau:.3f}{'  (best, kept)' if better else ''}")
+            self.tracker.log({"step": step, **found, "best": better})
+            low, high = found["tau_ci"] or (tau, tau)
+            self.tracker.say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
         self.accelerator.wait_for_everyone()
         stale = torch.tensor([float(self.progress["stale"])], device=self.accelerator.device)
         shared: Any = self.accelerator.reduce(stale, "sum")
         return patience is not None and bool(shared.item() >= patience)
+
+    def estimate(self, step: int) -> None:
+        """Log what one pass over recorded text says of the head."""
+        if self.accelerator.is_main_process:
+            head = decoding_copy(self.head, self.average.state(self.head), self.target)
+            self.tracker.log({"step": step, "estimate": self.judge.estimate(head)})
 
 
 def number(batch: Batch, step: int) -> Tensor:
@@ -219,13 +254,3 @@ def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | 
     copy.load_state_dict(weights)
     copy.eval().requires_grad_(False)
     return copy.to(target.device, target.dtype) if target else copy
-
-
-def acceptance_length(target: Target, drafter: HeadDrafter, prompts: list[list[int]], run: RunConfig) -> float:
-    """Return τ pooled over the prompts, decoding greedily."""
-    tokens, steps = 0, 0
-    for prompt in prompts[: run.trainer.eval_prompts]:
-        made = speculate(target, drafter, prompt, Settings(run.trainer.eval_tokens, GREEDY))
-        tokens, steps = tokens + len(made.tokens) - 1, steps + len(made.steps)
-    target.feature_layers = drafter.feature_layers
-    return tokens / max(steps, 1)

@@ -65,6 +65,7 @@ class Rows(NamedTuple):
         known: whether the target's likeliest token is among the W.
         feature, true_feature: the target's feature as predicted and as it is; the prediction is None if there is none.
         confidence: the logit of the draft's acceptance as predicted, None if it is not.
+        whole: whether the head drafts the whole vocabulary.
     """
 
     log_p: Float[Tensor, "R W"]
@@ -74,10 +75,11 @@ class Rows(NamedTuple):
     feature: Float[Tensor, "R D"] | None
     true_feature: Float[Tensor, "R D"]
     confidence: Float[Tensor, "R"] | None
+    whole: bool
 
     def log_law(self) -> Float[Tensor, "R W"]:
         """Return the target's law renormalised over the drafted tokens."""
-        return self.log_p - self.log_p.logsumexp(-1, keepdim=True)
+        return self.log_p if self.whole else self.log_p - self.log_p.logsumexp(-1, keepdim=True)
 
     def overlap(self) -> Float[Tensor, "R"]:
         """Return the probability that a drawn draft is accepted: the sum of min(p, q)."""

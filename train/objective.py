@@ -140,6 +140,7 @@ class Work(NamedTuple):
             None if feature is None else feature.to(log_p.dtype),
             self.features.last.flatten(0, 1)[pick.teacher].to(log_p.dtype),
             None if confidence is None else confidence.to(log_p.dtype),
+            vocab is None,
         )
 
     def depth(self, d: int, fields: Sequence[Tensor | None], pick: Pick, law: Law) -> tuple[Tensor, Tensor]:

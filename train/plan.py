@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads import HEADS
 from heads.base import LayerShape, parameter_count
-from inference.target import DTYPES, default_device, fast_dtype, layer_shape
+from inference.ends import layer_shape
+from inference.target import DTYPES, default_device, fast_dtype
 from train.config import RunConfig
 
 ADAMW_BYTES = 16  # fp32 weight, gradient and two moments

@@ -38,7 +38,7 @@ from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
 from inference.target import Target, default_device, fast_dtype
-from train import launch
+from train import launch, sweep
 from train.config import RunConfig, run_config
 from train.loop import Loop
 from train.plan import plan, table
@@ -60,7 +60,7 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any]) -> None:
     if run.overwrite and not run.resume:
         for part in ("checkpoints", "head", ".head.old"):
             shutil.rmtree(out / part, ignore_errors=True)
-        for part in ("metrics.jsonl", "report.json", "report.md", "prompts.jsonl"):
+        for part in ("metrics.jsonl", "report.json", "report.md", "training.json", "prompts.jsonl"):
             (out / part).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
@@ -147,6 +147,7 @@ def report(run: RunConfig) -> None:
     found = evaluate(
         eval_config(run=run.out, compare=run.compare, workload=run.workload, model=trust, **asdict(run.eval))
     )
+    sweep.note(run.name, run.head.name, Path(run.out))
     if not found.passed:
         raise SystemExit(1)
 

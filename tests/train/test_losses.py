@@ -17,7 +17,7 @@ def rows(width: int) -> Rows:
     label = torch.tensor([1, 0, 2, 3, -1 if width < 7 else 6])
     return Rows(
         log_p[:, :width], torch.randn(5, width).log_softmax(-1), label, log_p.argmax(-1) < width, torch.randn(5, 3),
-        torch.randn(5, 3), torch.randn(5),
+        torch.randn(5, 3), torch.randn(5), width == 7,
     )  # fmt: skip
 
 

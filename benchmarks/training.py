@@ -1,0 +1,181 @@
+"""What training a head costs beside what it must: memory of the loss, time of a head's step, time of the features.
+
+    python benchmarks/training.py [--vocabulary 128256] [--rows 1024] [--model PATH] [--heads eagle eagle3 …]
+
+1. The loss in chunks against all rows at once: peak memory of the process above what the tensors that both need take.
+2. A head's step (unroll, loss, gradient) over the time that its own matrix products take, done again by themselves.
+3. Features for training over a forward pass of the bare model on the same tokens.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.engine import random_target
+from eval.machine import device_facts
+from heads import HEADS
+from heads.base import Draft, Features
+from heads.resolvers import register_resolvers
+from inference.target import Target
+from train.config import RunConfig, run_config
+from train.losses import ObjectiveConfig
+from train.objective import CHUNK, objective
+from train.weights import draw_anchors, weights
+
+WIDTH, LENGTH = 256, 512
+register_resolvers()
+
+
+def composed(*overrides: str) -> RunConfig:
+    """Return a training configuration."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return run_config(compose("train", list(overrides)))
+
+
+class Reader(nn.Module):
+    """The least that the loss asks of a head: an lm_head of its own, and the target's."""
+
+    vocab = None
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.ends: Any = self
+        self.vocab_size = vocabulary
+
+    def score(self, state: Tensor, _depth: int) -> Tensor:
+        """Return the draft's logits."""
+        return self.lm_head(state)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Return the target's logits."""
+        return self.lm_head(last)
+
+
+def peak(config: ObjectiveConfig, vocabulary: int, rows: int, chunk: int | None) -> int:
+    """Return the bytes that loss and gradient take above the inputs, in this process, which must be fresh."""
+    torch.manual_seed(0)
+    head: Any = Reader(vocabulary)
+    token = torch.randint(vocabulary, (rows // LENGTH, LENGTH))
+    document = torch.zeros_like(token)
+    features = Features(token, torch.zeros(*token.shape, 0, WIDTH), torch.randn(*token.shape, WIDTH), document)
+    drafts = [Draft(torch.randn(*token.shape, WIDTH, requires_grad=True)) for _ in range(config.depths)]
+    head.lm_head.weight.grad = torch.zeros_like(head.lm_head.weight)
+    weight = weights(document, torch.ones_like(token), None, config).row / rows
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    loss, _ = objective(head, drafts, features, weight, config, chunk)
+    loss.backward()
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of all matrix products that run."""
+
+    def __init__(self, found: list[tuple[Any, list[Tensor]]]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note it if it is a product."""
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.found.append((func, [each.detach().clone() for each in args]))
+        return func(*args, **(kwargs or {}))
+
+
+def fastest(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the least seconds of a few runs."""
+    spent = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        spent.append(time.perf_counter() - begin)
+    return min(spent)
+
+
+def step_over_products(target: Target, name: str) -> tuple[float, float]:
+    """Return the seconds of a head's training step, and of its matrix products alone."""
+    run = composed(f"head={name}")
+    torch.manual_seed(0)
+    head = HEADS[name](run.head, target.ends)
+    target.feature_layers = head.feature_layers
+    token = torch.randint(target.ends.vocab_size, (4, LENGTH))
+    document, config = torch.zeros_like(token), run.objective
+    features = target.features(token, document)
+    anchors = draw_anchors(document, config.anchors, 0, torch.arange(len(token)))
+    weight = weights(document, torch.ones_like(token), anchors, config).row / token.numel()
+
+    def step() -> None:
+        head.zero_grad()
+        loss, _ = objective(head, head.unroll(features, config.depths, anchors), features, weight, config)
+        loss.backward()
+
+    products: list[tuple[Any, list[Tensor]]] = []
+    with Products(products):
+        step()
+
+    def alone() -> None:
+        with torch.no_grad():
+            for func, args in products:
+                func(*args)
+
+    return fastest(step), fastest(alone)
+
+
+def features_over_forward(target: Target) -> float:
+    """Return the throughput of feature extraction over that of the bare model."""
+    token = torch.randint(target.ends.vocab_size, (4, LENGTH))
+    target.feature_layers = (1, 2)
+    with torch.inference_mode():
+        bare = fastest(lambda: target.base(input_ids=token, use_cache=False))
+        ours = fastest(lambda: target.features(token, torch.zeros_like(token)))
+    return bare / ours
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="What training a head costs.")
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--model", default="", help="a target's folder; a random one of 110M parameters without it")
+    parser.add_argument("--heads", nargs="+", default=list(HEADS))
+    parser.add_argument("--peak", choices=("chunked", "whole"))
+    asked = parser.parse_args()
+    config = replace(composed().objective, losses={"soft_ce": 1.0}, depths=2)
+    if asked.peak:
+        chunk = CHUNK if asked.peak == "chunked" else None
+        print(json.dumps(peak(config, asked.vocabulary, asked.rows, chunk)))
+        return
+    print(device_facts(torch.device("cpu"), torch.float32))
+    words = [sys.executable, __file__, "--vocabulary", str(asked.vocabulary), "--rows", str(asked.rows), "--peak"]
+    found = {
+        how: int(subprocess.run([*words, how], check=True, capture_output=True, text=True).stdout)
+        for how in ("whole", "chunked")
+    }
+    print(f"loss of {asked.rows} rows, 2 depths, vocabulary {asked.vocabulary}: peak memory above its inputs")
+    whole, chunked = found["whole"] / 2**20, found["chunked"] / 2**20
+    print(f"all rows at once {whole:.0f} MiB, in chunks {chunked:.0f} MiB: {whole / chunked:.1f} times less")
+    target = Target.load(asked.model, "float32", "cpu") if asked.model else random_target("float32")
+    print("\na head's step over its matrix products alone")
+    for name in asked.heads:
+        step, products = step_over_products(target, name)
+        print(f"{name:10s} {1e3 * step:7.0f} ms, {1e3 * products:7.0f} ms, {step / products:.2f}")
+    print(f"\nfeatures over the bare forward pass: {features_over_forward(target):.3f}")
+
+
+if __name__ == "__main__":
+    main()

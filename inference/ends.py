@@ -1,0 +1,60 @@
+"""The two ends of a target: what a head needs of it besides its features."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from heads.base import LayerShape
+
+
+class TargetEnds(nn.Module):
+    """The target's embedding and lm_head, frozen; what a head needs of the target besides its features."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config = model.config.get_text_config()
+        self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.num_layers: int = config.num_hidden_layers
+        self.layer = layer_shape(config)
+        self._some: tuple[Tensor, nn.Linear] | None = None
+
+    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+        """Return the input embeddings."""
+        return self.embedding(token)
+
+    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
+        """Return the logits of final-normed hidden states in the lm_head's own dtype, of the tokens `ids` if given."""
+        logits = (self.lm_head if ids is None else self._rows(ids))(hidden.to(self.lm_head.weight.dtype))
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
+        """Return the lm_head's rows of these tokens; the last ones asked for are kept, since a head asks each step."""
+        if self._some is None or not torch.equal(self._some[0], ids):
+            weight: Tensor = self.lm_head.weight
+            rows = nn.Linear(weight.shape[1], len(ids), bias=self.lm_head.bias is not None, device="meta")
+            rows.weight = nn.Parameter(weight[ids], requires_grad=False)
+            if self.lm_head.bias is not None:
+                rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
+            object.__setattr__(self, "_some", (ids.clone(), rows))
+        assert self._some is not None
+        return self._some[1]
+
+    def head_weight(self) -> Float[Tensor, "V D"]:
+        """Return the lm_head's weight."""
+        weight: Tensor = self.lm_head.weight
+        return weight
+
+
+def layer_shape(config: PreTrainedConfig) -> LayerShape:
+    """Return the shape of a decoder layer from the model's (text) configuration."""
+    heads = config.num_attention_heads
+    return LayerShape(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
+    )

@@ -1,0 +1,65 @@
+"""What a head is worth while it trains: τ by the real verifier, and between, what one pass over recorded text says."""
+
+import random
+from typing import Any
+
+import torch
+
+from eval import metrics
+from eval.replay import ranks, unrolled, write
+from heads.base import Features
+from heads.vocab import spread
+from inference.decode import Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.sample import GREEDY
+from inference.target import Target
+from train.config import RunConfig
+
+
+class Judge:
+    """Measures heads on the same prompts: `trainer.eval_prompts` of the held-out ones, drawn by the seed."""
+
+    def __init__(self, target: Target, prompts: list[list[int]], run: RunConfig) -> None:
+        trainer = run.trainer
+        drawn = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))
+        self.target, self.run, self.prompts = target, run, [prompts[i] for i in sorted(drawn)]
+        self.settings = Settings(trainer.eval_tokens, GREEDY)
+        self.texts: list[tuple[Features, int]] | None = None
+
+    def tau(self, head: Any) -> dict[str, Any]:
+        """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d)."""
+        drafter = HeadDrafter(head, self.run.tree, self.run.name)
+        made = [speculate(self.target, drafter, prompt, self.settings) for prompt in self.prompts]
+        self.target.feature_layers = drafter.feature_layers
+        found = metrics.acceptance(made)
+        return {
+            "tau": found.tau or 1.0,  # answers of one token take no step
+            "tau_ci": metrics.tau_interval(made, self.run.trainer.seed),
+            "accepted_by_depth": found.accepted_by_depth,
+        }
+
+    @torch.inference_mode()
+    def estimate(self, head: Any) -> list[float]:
+        """Return P(a >= k) of a greedy chain for k = 1 … the tree's depth, over every row of the target's own answers.
+
+        No verifier runs: the answers are written once, their features kept, and a head drafts from all rows at once.
+        """
+        if self.texts is None:
+            written = write(self.target, self.prompts, self.settings)
+            self.target.feature_layers = head.feature_layers
+            tokens = [torch.tensor(text.token, device=self.target.device)[None] for text in written]
+            self.texts = [
+                (self.target.features(each, torch.zeros_like(each)), text.start)
+                for each, text in zip(tokens, written, strict=True)
+            ]
+        depths = min(self.run.tree.deepest, head.max_depth)
+        hits, rows = torch.zeros(depths), torch.zeros(depths)
+        for features, start in self.texts:
+            drafts = unrolled(head, features, depths)
+            token, right = features.token[0, start - 1 :], None
+            for d in range(depths):
+                logits = spread(head.vocab, head.score(drafts[d].state[0, start - 1 :], d + 1))
+                rank = ranks(logits, token, d + 1).cpu()
+                right = (rank == 0) if right is None else right & (rank == 0)
+                hits[d], rows[d] = hits[d] + right.sum(), rows[d] + (rank >= 0).sum()
+        return (hits / rows.clamp_min(1)).tolist()

@@ -1,0 +1,63 @@
+"""One table for all runs of a Hydra multirun: what each head cost to train and what it is worth."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from rich.console import Console
+from rich.table import Table
+
+TABLE, WIDTH = "table.json", 140
+COLUMNS = ("head", "parameters", "tokens", "GFLOP", "seconds", "T", "τ [95%]", "P(a≥1) P(a≥2) …", "speedup", "lossless")
+
+
+def note(name: str, drafter: str, out: Path) -> None:
+    """Add a finished run to its multirun's table and print it; outside a multirun, do nothing.
+
+    The last run's table is whole, and one that fails takes nothing from the others.
+
+    Args:
+        name: the run's.
+        drafter: what its report calls the head.
+        out: the run's folder.
+    """
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return
+    path = Path(hydra.sweep.dir, TABLE)
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in rows if row["out"] != str(out)] + rows_of(name, drafter, out)
+    path.write_text(json.dumps(rows, indent=2) + "\n")
+    Console(width=max(WIDTH, Console().width)).print(table(rows))
+
+
+def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
+    """Return what a finished run cost and each of its own rows of the report."""
+    cost = json.loads((out / "training.json").read_text())
+    report = json.loads((out / "report.json").read_text())
+    mine = [row for row in report["rows"] if row["drafter"] == drafter]
+    return [{"name": name, "out": str(out), "cost": cost, **row} for row in mine]
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return the table for the terminal."""
+    shown = Table(*COLUMNS, title="the runs of this multirun")
+    for row in rows:
+        cost, gate = row["cost"], row["lossless"]
+        interval = "" if row["tau_ci"] is None else " [{:.2f}, {:.2f}]".format(*row["tau_ci"])
+        shown.add_row(
+            row["name"],
+            f"{cost['parameters']:,}",
+            f"{cost['tokens']:,}",
+            "-" if cost["flops"] is None else f"{cost['flops'] / 1e9:,.0f}",
+            f"{cost['seconds']:,.0f}",
+            f"{row['temperature']:g}",
+            "-" if row["tau"] is None else f"{row['tau']:.2f}{interval}",
+            " ".join(f"{share:.2f}" for share in row["accepted_by_depth"]),
+            "-" if row["speedup"] is None else f"{row['speedup']:.2f}",
+            "failed" if gate["failed"] else f"{gate['identical']}/{gate['checked']}",
+        )
+    return shown
