@@ -20,7 +20,7 @@ def chosen_layers(wanted: list[int] | None, count: int, num_layers: int) -> tupl
         if count == FUSED:
             found = [1, num_layers // 2 - 1, num_layers - 4]
         else:
-            found = torch.linspace(1, num_layers - 3, count).round().long().tolist()
+            found = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
         if found[0] < 0 or sorted(set(found)) != found or found[-1] >= num_layers:
             raise ValueError(
                 f"head.feature_layers: the default choice, {found}, falls together on a target of {num_layers} layers; "

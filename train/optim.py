@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.vocab import Readout
 from train.config import TrainerConfig
 
 
@@ -33,20 +32,17 @@ class MuonAndAdamW(torch.optim.Optimizer):
     Embeddings and lm_heads, whose rows are tokens, are AdamW's.
     """
 
-    def __init__(self, module: nn.Module, config: TrainerConfig) -> None:
-        tokens = {
-            id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, Readout)) and m.weight is not None
-        }
-        trained = [p for p in module.parameters() if p.requires_grad]
-        inner = [p for p in trained if p.ndim == 2 and id(p) not in tokens]
+    def __init__(self, head: Any, config: TrainerConfig) -> None:
+        sizes = {head.ends.vocab_size} if head.vocab is None else {head.ends.vocab_size, len(head.vocab.ids)}
+        trained = [p for p in head.parameters() if p.requires_grad]
+        inner = [p for p in trained if p.ndim == 2 and p.shape[0] not in sizes]
+        others = [p for p in trained if p.ndim != 2 or p.shape[0] in sizes]
         beta1, beta2 = config.betas
         self.parts: list[torch.optim.Optimizer] = [
             torch.optim.Muon(
                 inner, config.lr, config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
             ),
-            torch.optim.AdamW(
-                decayed([p for p in trained if p.ndim != 2 or id(p) in tokens], config), config.lr, (beta1, beta2)
-            ),
+            torch.optim.AdamW(decayed(others, config), config.lr, (beta1, beta2)),
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.param_groups = [group for part in self.parts for group in part.param_groups]  # the very same dicts
@@ -68,9 +64,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def optimizer(module: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
+def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
     """Return the optimiser that the trainer asks for."""
-    return MuonAndAdamW(module, config) if config.optimizer == "muon" else adamw(module, config)
+    return MuonAndAdamW(head, config) if config.optimizer == "muon" else adamw(head, config)
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:

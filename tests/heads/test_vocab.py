@@ -1,0 +1,102 @@
+"""The pruned vocabulary's maps, and lm_heads of a head's own."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from heads.fusion import chosen_layers
+from heads.vocab import DraftVocabulary, Readout, draft_vocabulary, prune
+from tests import toys
+
+
+def test_the_most_frequent_tokens_are_chosen_and_found_again() -> None:
+    vocab = DraftVocabulary(4, 8)
+    vocab.choose(torch.tensor([0, 7, 3, 7, 0, 9, 3, 1]))
+    assert vocab.ids.tolist() == [1, 2, 3, 5]  # of tokens 2 and 6, equally frequent, the lower
+    assert vocab.place(torch.tensor([[1, 2], [3, 5], [0, 7]])).tolist() == [[0, 1], [2, 3], [-1, -1]]
+    full = vocab.spread(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    assert full[0, vocab.ids].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert full.isinf().sum() == 4
+
+
+def test_a_vocabulary_as_large_as_the_targets_is_none() -> None:
+    assert draft_vocabulary(None, 8) is None
+    assert draft_vocabulary(32000, 8) is None
+    with pytest.raises(ValueError, match=r"head\.draft_vocab is 0: give 1 or more"):
+        draft_vocabulary(0, 8)
+
+
+@pytest.mark.parametrize("kind", Readout.KINDS)
+def test_a_pruned_lm_head_starts_as_the_targets_rows(kind: str) -> None:
+    ends, hidden = toys.target().ends, torch.randn(3, 32)
+    vocab = DraftVocabulary(9, toys.VOCAB)
+    readout = Readout(ends, kind, vocab)
+    for seed in (1, 2):  # the target's kept rows follow the choice
+        vocab.choose(torch.randint(50, (toys.VOCAB,), generator=torch.Generator().manual_seed(seed)))
+        readout.start()
+        torch.testing.assert_close(readout(hidden), ends.logits(hidden)[:, vocab.ids])
+
+
+def test_a_low_rank_lm_head_starts_as_near_as_can_be() -> None:
+    ends, hidden = toys.target().ends, torch.randn(5, 32)
+    weight = ends.head_weight()
+    full = Readout(ends, "own", None, rank=32)
+    torch.testing.assert_close(full(hidden), ends.logits(hidden), rtol=1e-4, atol=1e-4)
+    low = Readout(ends, "own", None, rank=7)
+    assert sum(p.numel() for p in low.parameters()) == 7 * (32 + toys.VOCAB)
+    gap = torch.linalg.matrix_norm(weight - low.weight @ low.down.weight)
+    best = torch.linalg.svdvals(weight)[7:].square().sum().sqrt()
+    torch.testing.assert_close(gap, best, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "said"),
+    [("copied", None, "choose shared or own"), ("shared", 3, "null with lm_head=shared"), ("own", 0, "give 1 or more")],
+)
+def test_bad_lm_heads_are_named(kind: str, rank: int | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Readout(toys.target().ends, kind, None, rank)
+
+
+def test_pruning_leaves_heads_without_a_vocabulary_alone() -> None:
+    head: Any = toys.head("medusa", toys.target())
+    before = {key: value.clone() for key, value in head.state_dict().items()}
+    prune(head, torch.arange(toys.VOCAB))
+    assert all(torch.equal(value, before[key]) for key, value in head.state_dict().items())
+
+
+def test_what_is_not_drafted_is_never_drafted() -> None:
+    target = toys.target()
+    head: Any = toys.head("hass", target)
+    packed = target.features(torch.tensor([toys.prompt(1, 8)]), torch.zeros(1, 8, dtype=torch.long))
+    _, level = head.extend(None, packed, torch.tensor(toys.prompt(2, 8)))
+    assert level.logits.shape == (1, toys.VOCAB)
+    assert level.logits.isfinite().sum() == 30
+    assert set(level.logits[0].topk(30).indices.tolist()) == set(head.vocab.ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count", "layers", "found"),
+    [
+        (None, 3, 32, (1, 15, 28)), (None, 3, 80, (1, 39, 76)), (None, 5, 36, (1, 9, 17, 25, 33)),
+        ([0, 4, 2], 3, 5, (0, 4, 2)),
+    ],
+)  # fmt: skip
+def test_feature_layers(wanted: list[int] | None, count: int, layers: int, found: tuple[int, ...]) -> None:
+    assert chosen_layers(wanted, count, layers) == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count", "layers", "said"),
+    [
+        (None, 3, 5, r"falls together on a target of 5 layers.*head\.feature_layers=\[0,2,4\]"),
+        (None, 5, 4, "falls together on a target of 4 layers"),
+        ([0, 5], 3, 5, "different layers from 0 to 4"),
+        ([1, 1], 3, 5, "different layers from 0 to 4"),
+        ([], 3, 5, "different layers from 0 to 4"),
+    ],
+)
+def test_layers_that_fall_together_are_refused(wanted: list[int] | None, count: int, layers: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        chosen_layers(wanted, count, layers)

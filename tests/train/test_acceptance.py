@@ -1,0 +1,177 @@
+"""What is measured while training: τ is the verifier's, the estimate is what drafting at every row would give."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from heads import HEADS
+from heads.base import Features
+from heads.layers import SwiGLU
+from heads.resolvers import ROOT, register_resolvers
+from inference.decode import Settings, autoregress, speculate
+from inference.drafters.head import HeadDrafter
+from inference.sample import GREEDY
+from tests import toys
+from train import sweep
+from train.acceptance import Judge
+from train.config import RunConfig, run_config
+from train.flops import Flops
+from train.loop import Loss
+from train.optim import optimizer
+from train.weights import weights
+
+PROMPTS = [toys.prompt(seed) for seed in range(5)]
+
+
+def run(*overrides: str) -> RunConfig:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        chosen = ("trainer.eval_prompts=3", "trainer.eval_tokens=20", "tree=chain", *overrides)
+        return run_config(compose("train", list(chosen)))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "block", "hass"])
+def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
+    target, head = toys.target(), toys.head(name, toys.target())
+    made: Any = head
+    judge = Judge(target, PROMPTS, run())
+    hits, rows = torch.zeros(4), torch.zeros(4)
+    for prompt in judge.prompts:
+        token = prompt + autoregress(target, prompt, Settings(20, GREEDY)).tokens
+        target.feature_layers = made.feature_layers
+        every = target.features(torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long))
+        for root in range(len(prompt), len(token) - 1):
+            upto = Features(*(part[:, :root] for part in every))
+            state, level = made.extend(None, upto, torch.tensor(token[1 : root + 1]))
+            right = True
+            for depth in range(1, min(4, len(token) - 1 - root) + 1):
+                right &= int(level.logits[0].argmax()) == token[root + depth]
+                hits[depth - 1], rows[depth - 1] = hits[depth - 1] + right, rows[depth - 1] + 1
+                if depth < 4:
+                    path = torch.ones(1, depth, dtype=torch.bool)
+                    following = torch.tensor(token[root + depth : root + depth + 1])
+                    level = made.expand(state, level, following, torch.zeros(1, dtype=torch.long), path)
+    torch.testing.assert_close(torch.tensor(judge.estimate(head)), hits / rows)
+    assert judge.estimate(head) == judge.estimate(head)
+
+
+def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
+    target, head = toys.target(), toys.head("eagle", toys.target())
+    judge = Judge(target, PROMPTS, run())
+    found = judge.tau(head)
+    made = [
+        speculate(target, HeadDrafter(head, run().tree, "eagle"), prompt, Settings(20, GREEDY))
+        for prompt in judge.prompts
+    ]
+    assert found["tau"] == sum(len(each.tokens) - 1 for each in made) / sum(len(each.steps) for each in made)
+    low, high = found["tau_ci"]
+    assert low <= found["tau"] <= high
+    assert len(judge.prompts) == 3
+    assert [Judge(target, PROMPTS, run(f"trainer.seed={seed}")).prompts for seed in range(6)] != [judge.prompts] * 6
+
+
+def test_operations_are_counted_with_the_backward_pass() -> None:
+    x, weight = torch.randn(3, 5), torch.randn(7, 5, requires_grad=True)
+    counter: Any = Flops
+    with counter() as count:
+        (x @ weight.T).sum().backward()
+    assert count.total == 2 * (2 * 3 * 5 * 7)
+
+
+def test_a_multiruns_table_has_a_row_a_temperature(tmp_path: Path) -> None:
+    cost = {"parameters": 1234, "steps": 2, "tokens": 64, "flops": 5e12, "seconds": 3.2}
+    gate = {"checked": 4, "identical": 4, "near_tie": 0, "failed": 0}
+    row = {"temperature": 0.0, "tau": 2.5, "tau_ci": [2.1, 2.9], "accepted_by_depth": [0.9, 0.6], "speedup": 1.4}
+    rows = [{"drafter": "plain", **row, "lossless": gate}, {"drafter": "eagle", **row, "lossless": gate}]
+    rows.append({**rows[1], "temperature": 1.0, "tau_ci": None, "speedup": None, "lossless": {**gate, "failed": 1}})
+    (tmp_path / "training.json").write_text(json.dumps(cost))
+    (tmp_path / "report.json").write_text(json.dumps({"rows": rows}))
+    found = sweep.rows_of("mine", "eagle", tmp_path)
+    assert [(each["name"], each["temperature"]) for each in found] == [("mine", 0.0), ("mine", 1.0)]
+    cells = [list(column.cells) for column in sweep.table(found).columns]
+    assert cells[1] == ["1,234"] * 2
+    assert cells[6] == ["2.50 [2.10, 2.90]", "2.50"]
+    assert cells[9] == ["4/4", "failed"]
+
+
+def step(head: Any, compiled: bool = False, recompute: bool = False) -> dict[str, torch.Tensor]:
+    """Return the gradient of one step."""
+    target = toys.target("llama", torch.float64)
+    target.feature_layers = head.feature_layers
+    token = torch.tensor([toys.prompt(1, 20), toys.prompt(2, 20)])
+    document = torch.zeros_like(token)
+    document[0, 9:] = 1
+    features = target.features(token, document)
+    for module in head.modules():
+        if isinstance(module, SwiGLU):
+            module.recompute = recompute
+    head.requires_grad_().zero_grad()
+    depths = min(4, head.max_depth)
+    config = type(run().objective)(**{**vars(run().objective), "depths": depths, "losses": {"soft_ce": 1.0}})
+    loss, _ = Loss(head, config, compiled=compiled)(features, weights(document, token * 0 + 1, None, config).row, None)
+    loss.backward()
+    return {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", [*HEADS, "eagle3 injected", "block of DSpark"])
+def test_a_recomputed_step_has_the_same_gradient(name: str) -> None:
+    target = toys.target("llama", torch.float64)
+    same(step(toys.head(name, target)), step(toys.head(name, target), recompute=True))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for key, grad in one.items():
+        torch.testing.assert_close(other[key], grad, rtol=1e-8, atol=1e-10)
+
+
+COMPILED = """
+import torch
+from tests import toys
+from tests.train.test_acceptance import same, step
+torch.compile = lambda f, compile=torch.compile: compile(f, backend="eager")
+target = toys.target("llama", torch.float64)
+for name in NAMES:
+    same(step(toys.head(name, target)), step(toys.head(name, target), compiled=True))
+frames = torch._dynamo.utils.counters["frames"]
+assert frames["ok"] >= len(NAMES), frames
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["medusa"], pytest.param(["eagle", "hass", "eagle3", "hydra", "mlp", "mtp", "block"], marks=pytest.mark.slow)],
+    ids=["one", "all"],
+)
+def test_a_compiled_step_has_the_same_gradient(names: list[str]) -> None:
+    """In a process without the checks of shapes, which torch.compile cannot follow."""
+    subprocess.run([sys.executable, "-c", f"NAMES = {names}\n{COMPILED}"], cwd=ROOT, check=True)
+
+
+def test_muon_moves_matrices_and_adamw_all_else_and_both_are_saved() -> None:
+    head: Any = toys.head("mlp", toys.target()).requires_grad_()
+    config = run("trainer.optimizer=muon").trainer
+    made: Any = optimizer(head, config)
+    inner, others = (part.param_groups for part in made.parts)
+    assert {id(p) for group in inner for p in group["params"]} == {
+        id(p) for name, p in head.named_parameters() if name.startswith("proj")
+    }
+    assert sum(len(group["params"]) for group in [*inner, *others]) == len(list(head.parameters()))
+    for group in made.param_groups:
+        group["lr"] = 0.5
+    assert {group["lr"] for part in made.parts for group in part.param_groups} == {0.5}
+    before = {name: p.detach().clone() for name, p in head.named_parameters()}
+    sum((p + 0.5).square().sum() for p in head.parameters()).backward()
+    made.step()
+    assert all(not torch.equal(p, before[name]) for name, p in head.named_parameters())
+    again: Any = optimizer(head, config)
+    again.load_state_dict(made.state_dict())
+    momentum = [part.state_dict()["state"] for part in again.parts]
+    assert [len(state) for state in momentum] == [len(part.state_dict()["state"]) for part in made.parts]
+    assert {group["lr"] for group in again.param_groups} == {0.5}
