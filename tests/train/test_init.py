@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from heads.resolvers import ROOT, register_resolvers
 from heads.store import save_head
 from tests import toys
-from tests.heads.published import eagle_authors, medusa_first, publish
+from tests.heads.published import eagle3_authors, eagle_authors, medusa_first, publish
 from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.plan import plan
@@ -59,14 +59,17 @@ def test_another_kind_of_head_is_refused_in_one_line(tmp_path: Path) -> None:
         plan(run(f"init={folder}"))
 
 
-def test_a_run_starts_there(published: Path, tmp_path: Path) -> None:
-    """With a learning rate of zero it ends there too."""
+def test_a_run_starts_there(tmp_path: Path) -> None:
+    """With a learning rate of zero it ends there too, and drafts the tokens that were chosen elsewhere."""
+    head, tensors, config = eagle3_authors()
+    published = publish(tmp_path / "published", tensors, config)
     still = ["trainer.lr=0", "trainer.warmup=0", "trainer.weight_decay=0", "trainer.steps=8", "trainer.ema=0"]
     out = tmp_path / "run"
-    printed = jobs.finish(jobs.start([*jobs.make(tmp_path), *still, f"init={published}", f"out={out}"]))
+    start = ["head=eagle3", "objective.depths=2", f"init={published}", f"out={out}"]
+    printed = jobs.finish(jobs.start([*jobs.make(tmp_path), *still, *start]))
     assert f"starts from {published}" in " ".join(printed.split())
     written: Any = OmegaConf.load(out / "config.yaml")
-    assert (written.init, written.head.length, written.head.num_kv_heads) == (str(published), None, 2)
-    assert json.loads((out / "head" / "config.json").read_text())["head"]["length"] is None
-    own, theirs = load_file(out / "head" / "model.safetensors"), load_file(published / "model.safetensors")
-    assert all(torch.equal(own[name], theirs[name].float()) for name in own)
+    assert (written.init, written.head.length, written.head.draft_vocab) == (str(published), None, 30)
+    assert json.loads((out / "head" / "config.json").read_text())["head"]["feature_layers"] == [0, 1, 2]
+    own = load_file(out / "head" / "model.safetensors")
+    assert all(torch.equal(tensor, own[name]) for name, tensor in head.state_dict().items())
