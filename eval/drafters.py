@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from eval.config import EvalConfig
-from eval.sources import find_heads, overlay
-from heads.store import load_head, read_config
+from eval.sources import find_heads
+from heads.hub import load_found, tree_of
 from heads.typed import build, typed
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
@@ -51,8 +51,8 @@ def _heads(config: EvalConfig, target: Target) -> Drafters:
         raise ValueError("run is missing: give run=outputs/NAME, or drafter=plain to measure the target alone")
     drafters: Drafters = {}
     for name, folder in find_heads(runs).items():
-        head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
-        tree = typed(TreeConfig, overlay(read_config(folder)["tree"], config.tree))
+        head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+        tree = typed(TreeConfig, tree_of(folder, config.tree))
         check_tree(target, tree, name)
         drafters[name] = HeadDrafter(head, tree, name)
     return drafters

@@ -7,7 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from heads.hub import resolve_head, target_path
+from heads.hub import kind_of, resolve_head, target_path
+from heads.published import is_published
 from heads.store import read_config
 from heads.typed import first_line
 
@@ -26,7 +27,7 @@ def find_heads(runs: list[str]) -> dict[str, Path]:
     if repeated:
         raise ValueError(f"run {', '.join(repeated)} is given twice: leave one out of run and compare")
     folders = {run: resolve_head(run) for run in runs}
-    kinds = {run: str(read_config(folder)["head"]["name"]) for run, folder in folders.items()}
+    kinds = {run: kind_of(folder) for run, folder in folders.items()}
     alone = {run for run, kind in kinds.items() if list(kinds.values()).count(kind) == 1}
     return {kinds[run] if run in alone else f"{kinds[run]} {run}": folder for run, folder in folders.items()}
 
@@ -79,7 +80,7 @@ def _trained_model(run: str) -> dict[str, Any]:
     files = [place / "config.yaml" for place in places]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        return {"path": read_config(folder)["target"]["name"]}
+        return {} if is_published(folder) else {"path": read_config(folder)["target"]["name"]}
     try:
         config = OmegaConf.to_container(OmegaConf.load(file))
     except YAML_ERROR as error:

@@ -27,6 +27,7 @@ from eval.replay import Text, record, write
 from eval.sources import overlay
 from eval.tuned import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.hub import resolve_head
+from heads.published import is_published
 from heads.store import load_head, read_config, save_tree
 from heads.typed import typed
 from inference.batch import Batch
@@ -68,6 +69,10 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     run, grid, asked = config.runs()[0], config.tuner, sorted(set(config.batch_sizes()))
     Batch(target, [Plain(target.device)] * asked[-1])  # says now, and not after minutes, that the target takes none
     folder = resolve_head(run)
+    if is_published(folder):
+        raise ValueError(
+            f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
+        )
     saved = read_config(folder)["tree"]
     own = typed(TreeConfig, overlay(saved, config.tree))
     head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()

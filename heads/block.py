@@ -5,8 +5,10 @@ t+1+d, which it predicts. In every layer keys and values are those of the fused 
 the block, by the same projections; features enter nowhere else. The embedding and lm_head are the target's.
 
 `causal`: a slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the depths' laws are coherent along
-a path; else all slots see each other, as in DFlash. `markov_rank` adds to a depth's logits a term of low rank that
-depends on the token drafted before it, and `confidence` a guess of each draft's acceptance (DSpark, arXiv 2607.05147).
+a path; else all slots see each other, as in DFlash. `from_anchor`: the chosen token's slot drafts too, and each slot
+the token behind its own (DSpark, arXiv 2607.05147), so that a block has one slot less. `markov_rank` adds to a depth's
+logits a term of low rank that depends on the token drafted before it, and `confidence` a guess of each draft's
+acceptance (DSpark again).
 """
 
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ class Drafted(NamedTuple):
 
 
 class Block(nn.Module):
-    """The block head. `depths` is the number of mask slots, so of drafted tokens."""
+    """The block head. `depths` is the number of drafted tokens, and of mask slots unless the anchor drafts too."""
 
     @dataclass(frozen=True)
     class Config:
@@ -47,6 +49,7 @@ class Block(nn.Module):
         layers: int
         feature_layers: list[int] | None
         causal: bool
+        from_anchor: bool
         markov_rank: int | None
         confidence: bool
         qk_norm: bool
@@ -68,6 +71,8 @@ class Block(nn.Module):
             )
         check_length(config.length)
         self.config, self.max_depth = config, config.depths
+        self.idle = 0 if config.from_anchor else 1  # how many slots of a block draft nothing: the anchor's or none
+        self.size = config.depths + self.idle
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         width, shape, eps = ends.hidden_size, layer_shape(config, ends), config.norm_eps
         self.feature_layers = chosen_layers(config.feature_layers, FUSED, ends.num_layers)
@@ -103,7 +108,7 @@ class Block(nn.Module):
     def slots(self, root: Int[Tensor, "*n"]) -> Float[Tensor, "*n S D"]:
         """Return what the blocks behind these chosen tokens enter with."""
         embedding = self.ends.embed(root).to(self.mask.dtype)[..., None, :]
-        return torch.cat([embedding, self.mask.expand(*root.shape, self.max_depth, -1)], -2)
+        return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
     def conditioned(self, state: Float[Tensor, "*n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"]:
         """Return what `score` reads of a slot once the token before it is known."""
@@ -122,7 +127,7 @@ class Block(nn.Module):
         if anchors is None:
             anchors = torch.ones_like(features.document, dtype=torch.bool)
         chosen = rows.anchor_rows(anchors)
-        position, slots = rows.positions(features.document), self.max_depth + 1
+        position, slots = rows.positions(features.document), self.size
         last = position.shape[1] + slots
         true = self.context(features.hidden, position, last)
         x = self.slots(rows.next_token(features.token).gather(1, chosen)).flatten(1, 2)
@@ -135,15 +140,14 @@ class Block(nn.Module):
         for layer, pair in zip(self.layers, true, strict=True):
             x = layer(x, at.flatten(1), last, lambda *qkv, pair=pair: attend(pair, *qkv))
         found = self.norm(x).unflatten(1, (-1, slots))
-        return [self._draft(features, found[:, :, depth], chosen, depth) for depth in range(1, depths + 1)]
+        return [
+            self._draft(features, found[:, :, depth - 1 + self.idle], chosen, depth) for depth in range(1, depths + 1)
+        ]
 
     def _shared(self, x: Float[Tensor, "B G N E"]) -> list[Float[Tensor, "B G N E"]]:
         """Return each slot's rows for all queries of its block."""
-        blocks = x.unflatten(2, (-1, self.max_depth + 1))
-        return [
-            blocks[:, :, :, i, None].expand(-1, -1, -1, self.max_depth + 1, -1).flatten(2, 3)
-            for i in range(self.max_depth + 1)
-        ]
+        blocks = x.unflatten(2, (-1, self.size))
+        return [blocks[:, :, :, i, None].expand(-1, -1, -1, self.size, -1).flatten(2, 3) for i in range(self.size)]
 
     def _pattern(self, chosen: Int[Tensor, "B n"], position: Int[Tensor, "B n"], at: Int[Tensor, "B n S"]) -> Pattern:
         """Return what the slots see: the features up to the anchor's row, within `length`, and their block."""
@@ -170,7 +174,7 @@ class Block(nn.Module):
         position = torch.arange(end - len(token), end, device=token.device)
         new = self.context(features.hidden, position[None], end)
         true = Committed(end, tuple(joined(before.layers[i] if before else None, pair) for i, pair in enumerate(new)))
-        at = torch.arange(end, end + self.max_depth + 1, device=token.device)
+        at = torch.arange(end, end + self.size, device=token.device)
         own = torch.ones(len(at), len(at), dtype=torch.bool, device=token.device)
         own = own.tril() if self.config.causal else own
         sees = torch.cat([near(at, true.position(), self.config.length), own], 1)[None]
@@ -181,7 +185,7 @@ class Block(nn.Module):
 
         for layer, pair in zip(self.layers, true.layers, strict=True):
             x = layer(x, at[None], end + len(at), lambda *qkv, pair=pair: attend(pair, *qkv))
-        drafted = Drafted(true.kept(self.config.length), self.norm(x)[0, 1:])
+        drafted = Drafted(true.kept(self.config.length), self.norm(x)[0, self.idle :])
         return drafted, self._level(drafted, token[-1:], 1)
 
     def expand(

@@ -1,17 +1,21 @@
-"""Where a head is found: in a run's folder, in a published folder, or on the Hub."""
+"""Where a head is found, in a run's folder, in a published folder or on the Hub, and how what is found is loaded."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from torch import nn
 
+from heads.base import Ends
 from heads.errors import one_line
+from heads.published import format_of, is_published, load_published
+from heads.published.files import INDEX, SAFE, further_files
 from heads.resolvers import ROOT
-from heads.store import CONFIG, WEIGHTS, last_good
+from heads.store import CONFIG, TargetSpec, last_good, load_head, read_config
 
 REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -20,7 +24,7 @@ TRANSPORT: Any = HfHubHTTPError.__bases__[0]
 
 
 def resolve_head(run_or_repo: str) -> Path:
-    """Return the folder of a head, ready for `load_head`.
+    """Return the folder of a head, ready for `load_found`.
 
     Args:
         run_or_repo: a run's folder, a published folder, or a Hub id OWNER/NAME, which is downloaded.
@@ -37,7 +41,47 @@ def resolve_head(run_or_repo: str) -> Path:
     if (path.parent.is_dir() and path.parent != Path()) or not REPO.fullmatch(run_or_repo):
         raise ValueError(f"{path}: no such folder; give a run's or published folder, or a Hub id OWNER/NAME")
     with hub_errors(run_or_repo, "downloading"):
-        return Path(HfApi().snapshot_download(run_or_repo, allow_patterns=[CONFIG, WEIGHTS, "config.yaml"]))
+        folder = Path(HfApi().snapshot_download(run_or_repo, allow_patterns=[CONFIG, *SAFE, INDEX, "config.yaml"]))
+    if further := further_files(folder):
+        if (folder / INDEX).is_file():
+            format_of(folder)  # says of a whole model, before it is downloaded, that it is no head
+        with hub_errors(run_or_repo, "downloading"):
+            HfApi().snapshot_download(run_or_repo, allow_patterns=further)
+    return folder
+
+
+def load_found(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
+    """Load a head of our own or one that another project has published, on the CPU, in the dtype that it was saved in.
+
+    Raises:
+        ValueError: as `load_head` and `load_published`.
+    """
+    return load_published(folder, ends) if is_published(folder) else load_head(folder, ends, spec)
+
+
+def kind_of(folder: Path) -> str:
+    """Return what kind of head a folder holds.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    return format_of(folder) if is_published(folder) else str(read_config(folder)["head"]["name"])
+
+
+def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree that a head was saved with, where `given` says nothing else; a None says nothing.
+
+    Raises:
+        ValueError: a published head, which brings no tree, and none is given.
+    """
+    chosen = {key: value for key, value in given.items() if value is not None}
+    if not is_published(folder):
+        return {**read_config(folder)["tree"], **chosen}
+    if "kind" not in chosen:
+        raise ValueError(
+            f"{folder}: a head of another project brings no tree: give tree=chain, tree=dynamic or another"
+        )
+    return chosen
 
 
 def on_hub(name: str) -> bool:

@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # What a key says of a head that was saved before there was one.
-EARLIER = {"length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False}
+EARLIER = {
+    "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
+    "from_anchor": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from heads.errors import user_errors
-from heads.hub import resolve_head, target_path
+from heads.hub import load_found, resolve_head, target_path, tree_of
+from heads.published import is_published
 from heads.resolvers import register_resolvers
-from heads.store import load_head, read_config
+from heads.store import read_config
 from heads.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Drafter
@@ -83,14 +84,14 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
     """
     folder = resolve_head(config.run) if config.run else None
     model = {key: value for key, value in config.model.items() if value is not None}
-    own = target_path(read_config(folder)["target"]["name"]) if folder else config.fallback
+    known = folder is not None and not is_published(folder)  # a published head does not name its target
+    own = target_path(read_config(folder)["target"]["name"]) if folder and known else config.fallback
     options = {key: model[key] for key in ("dtype", "device", "trust_remote_code", "quantize") if key in model}
     target = Target.load(model.get("path", own), **options)
     if folder is None:
         return target, None
-    head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
-    given = {key: value for key, value in config.tree.items() if value is not None}
-    tree = typed(TreeConfig, {**read_config(folder)["tree"], **given})
+    head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+    tree = typed(TreeConfig, tree_of(folder, config.tree))
     check_tree(target, tree, "head")
     return target, HeadDrafter(head, tree, "head")
 

@@ -62,8 +62,8 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "mlp": {"heads": 4, "inner": 24, "tied": False, "scale_input": True, "draft_vocab": None},
     "mtp": {"qk_norm": False, "lm_head": "shared", "draft_vocab": None, **LAYER, "length": None},
     "block": {
-        "depths": 4, "layers": 2, "feature_layers": [0, 2], "causal": True, "markov_rank": None, "confidence": False,
-        "qk_norm": True, "lm_head": "shared", "draft_vocab": None, **LAYER,
+        "depths": 4, "layers": 2, "feature_layers": [0, 2], "causal": True, "from_anchor": False, "markov_rank": None,
+        "confidence": False, "qk_norm": True, "lm_head": "shared", "draft_vocab": None, **LAYER,
     },
 }  # fmt: skip
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,7 +77,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp tied": ("mlp", {"tied": True, "scale_input": False, "inner": None, "draft_vocab": 30}),
     "mtp of Qwen3": ("mtp", {"qk_norm": True, "length": 5, "lm_head": "own", "draft_vocab": 30}),
     "block both ways": ("block", {"causal": False, "length": None, "qk_norm": False}),
-    "block of DSpark": ("block", {"markov_rank": 6, "confidence": True, "draft_vocab": 30}),
+    "block of DSpark": ("block", {"from_anchor": True, "markov_rank": 6, "confidence": True, "draft_vocab": 30}),
 }
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0]]
 TREES = {

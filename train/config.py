@@ -128,7 +128,7 @@ class RunConfig:
     """One training run, as conf/train.yaml composes it.
 
     `head` is the Config of the head that `head.name` chooses; it, `objective`, `data` and `tree` belong to the modules
-    that use them.
+    that use them. `init` is a head to start from, whose Config then takes the place of `head`.
     """
 
     name: str
@@ -136,6 +136,7 @@ class RunConfig:
     resume: bool
     overwrite: bool
     plan: bool
+    init: str | None
     compare: list[str]
     workload: str | None
     model: ModelConfig

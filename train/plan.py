@@ -40,8 +40,10 @@ def plan(run: RunConfig) -> dict[str, Any]:
     """Return parameters, tokens, memory and disk of a run, in counts and bytes.
 
     Raises:
-        ValueError: the target's configuration cannot be read.
+        ValueError: the target's configuration cannot be read, or the head is one to be loaded.
     """
+    if run.init is not None:
+        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     try:
         config = AutoConfig.from_pretrained(run.model.path, trust_remote_code=run.model.trust_remote_code)
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from accelerate.utils import set_seed
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from torch import nn
 
 from data.batches import Batches, fingerprint, pack, token_counts
 from data.prompts import held_out_prompts, load_samples, save_prompts
@@ -34,6 +35,7 @@ from eval.run import evaluate
 from heads import HEADS
 from heads.base import parameter_count
 from heads.errors import user_errors
+from heads.hub import load_found, resolve_head
 from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
@@ -103,6 +105,28 @@ def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batche
     return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
+def first_head(run: RunConfig, target: Target) -> nn.Module:
+    """Return the head to train: a new one as `head` says, or what `init` names, config and weights.
+
+    Raises:
+        ValueError: there is no such head, it is not the target's, or `head` and so the objective are of another kind.
+    """
+    kind: Any = HEADS[run.head.name]
+    if run.init is None:
+        new: nn.Module = kind(run.head, target.ends)
+        return new
+    found: Any = load_found(resolve_head(run.init), target.ends, target.spec)
+    if type(found.config) is not type(run.head):
+        name = found.config.name
+        raise ValueError(
+            f"init={run.init} is a head of kind {name}, whose objective is not that of {run.head.name}: "
+            f"give head={name}"
+        )
+    head: nn.Module = kind(replace(found.config, name=run.head.name), target.ends)
+    head.load_state_dict(found.state_dict())  # into a new head's fp32, whatever the file's dtype
+    return head
+
+
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process."""
     accelerator = accelerator_for(run)
@@ -112,13 +136,15 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     set_seed(run.trainer.seed)
     model = run.model
     target = Target.load(model.path, model.dtype, str(accelerator.device), model.trust_remote_code, model.quantize)
-    head = HEADS[run.head.name](run.head, target.ends).to(accelerator.device)
+    head: Any = first_head(run, target).to(accelerator.device)
+    run, resolved = replace(run, head=head.config), {**resolved, "head": asdict(head.config)}
     target.feature_layers = head.feature_layers
     for module in head.modules():
         if isinstance(module, SwiGLU):
             module.recompute = run.trainer.recompute
     samples = load_samples(run.data, target.tokenizer)
-    prune(head, token_counts(samples, target.ends.vocab_size))
+    if run.init is None:  # else the vocabulary is chosen already
+        prune(head, token_counts(samples, target.ends.vocab_size))
     prompts = held_out_prompts(run.data, target.tokenizer, max(run.eval.prompts, run.trainer.eval_prompts))
     packed = pack(samples, run.data.length)
     if main:
@@ -126,9 +152,10 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = provenance(accelerator.num_processes, fingerprint(samples))
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+        started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
         filled = float((packed.document >= 0).float().mean())
         console.print(
-            f"{run.name}: {parameter_count(head):,} trained parameters, {len(samples):,} samples, "
+            f"{run.name}: {started}{parameter_count(head):,} trained parameters, {len(samples):,} samples, "
             f"{len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )

@@ -45,6 +45,36 @@ def test_a_repository_is_downloaded_and_then_cached(hub: Hub, monkeypatch: pytes
     assert resolve_head("me/head") == folder
 
 
+def test_a_published_head_is_downloaded_with_its_weights_and_no_more(hub: Hub) -> None:
+    foreign = {"config.json": b"{}", "README.md": b"# x\n"}
+    index = b'{"weight_map": {"fc.weight": "a.safetensors", "layers.0.self_attn.q_proj.weight": "b.safetensors"}}'
+    shards = {"model.safetensors.index.json": index, "a.safetensors": b"a", "b.safetensors": b"b"}
+    for name, files in {
+        "pickle": {"medusa_lm_head.pt": b"p"},
+        "shards": {**shards, "pytorch_model.bin": b"p"},
+        "both": {"model.safetensors": b"s", "pytorch_model.bin": b"p"},
+    }.items():
+        repo = hub.repos[f"me/{name}"] = Repo(private=False)
+        repo.commit({**foreign, **files})
+    found = {
+        name: {path.name for path in resolve_head(f"me/{name}").iterdir()} for name in ("pickle", "shards", "both")
+    }
+    assert found == {
+        "pickle": {"config.json", "medusa_lm_head.pt"},
+        "shards": {"config.json", *shards},
+        "both": {"config.json", "model.safetensors"},
+    }
+
+
+def test_a_whole_model_is_refused_before_its_weights_are_downloaded(hub: Hub) -> None:
+    repo = hub.repos["me/model"] = Repo(private=False)
+    index = b'{"weight_map": {"model.layers.0.mlp.up_proj.weight": "model-1.safetensors"}}'
+    repo.commit({"config.json": b"{}", "model.safetensors.index.json": index, "model-1.safetensors": b"large"})
+    with pytest.raises(ValueError, match="of no published head known here"):
+        resolve_head("me/model")
+    assert not any("model-1" in str(request) for request in hub.requests)
+
+
 @pytest.mark.parametrize("drop", [None, "GET"])
 def test_what_the_hub_does_not_give_is_one_line(hub: Hub, drop: str | None) -> None:
     hub.drop = drop

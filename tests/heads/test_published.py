@@ -1,0 +1,158 @@
+"""Heads of other projects: read back bit for bit, and whatever has no place is refused by name."""
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.published import FORMATS, format_of, is_published, load_published
+from heads.store import load_head, save_head
+from tests import toys
+from tests.heads.published import (
+    CASES,
+    dflash,
+    drafts,
+    dspark,
+    eagle3_authors,
+    eagle_authors,
+    hydra_plain,
+    hydra_prefix,
+    medusa_first,
+    mlp_speculator,
+    mlp_tied,
+    publish,
+    refused,
+)  # fmt: skip
+from tests.heads.stub import TinyEnds
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_head_under_foreign_names_drafts_the_same_bits(case: str, tmp_path: Path) -> None:
+    form, make, _ = CASES[case]
+    head, tensors, config = make()
+    folder = publish(tmp_path / "theirs", tensors, config)
+    assert is_published(folder)
+    assert format_of(folder) == form
+    loaded: Any = load_published(folder, toys.target().ends)
+    expected = drafts(head)
+    assert not torch.equal(expected[0][0], expected[2][0])
+    for one, other in zip(expected, drafts(loaded), strict=True):
+        assert torch.equal(one, other)
+    spec = toys.target().spec
+    save_head(tmp_path / "ours", loaded, spec, {})
+    assert not is_published(tmp_path / "ours")
+    again = drafts(load_head(tmp_path / "ours", toys.target().ends, spec))
+    assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
+
+
+def test_every_format_is_tried() -> None:
+    assert {form for form, _, _ in CASES.values()} == set(FORMATS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_missing_a_foreign_and_a_wrong_tensor_are_named(case: str, tmp_path: Path) -> None:
+    _, make, short = CASES[case]
+    _, tensors, config = make()
+    name = next(name for name in tensors if name.endswith(short))
+    without = {key: tensor for key, tensor in tensors.items() if key != name}
+    assert re.search(rf"missing.*{re.escape(short)}|{re.escape(short)}.*missing", refused(tmp_path, without, config))
+    assert "unknown extra.weight" in refused(tmp_path, {**tensors, "extra.weight": torch.ones(2)}, config)
+    wide = {**tensors, name: torch.cat([tensors[name], tensors[name]])}
+    message = refused(tmp_path, wide, config)
+    assert re.search(r"\(\d+,.* expected \(\d+,|has \d+ rows, expected \d+|missing", message)
+    assert short in message
+    endless = {**tensors, name: torch.full_like(tensors[name], torch.nan)}
+    assert f"{short} holds values that are not finite" in refused(tmp_path, endless, config)
+
+
+def test_another_targets_embedding_and_width_are_refused(tmp_path: Path) -> None:
+    _, tensors, config = eagle_authors()
+    tensors["embed_tokens.weight"] = torch.zeros(41, 32)
+    assert "embed_tokens.weight is (41, 32), expected (40, 32)" in refused(tmp_path / "a", tensors, config)
+    with pytest.raises(ValueError, match=r"fc\.weight has 32 rows, expected 4, the width of the target"):
+        load_published(publish(tmp_path / "b", tensors, config), TinyEnds())
+
+
+def test_a_config_that_disagrees_is_told_and_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, tensors, config = medusa_first()
+    with caplog.at_level(logging.WARNING):
+        loaded: Any = load_published(publish(tmp_path, tensors, config), toys.target().ends)
+    assert (loaded.config.heads, loaded.config.layers) == (5, 2)
+    assert "medusa_num_heads=2" in caplog.text
+    assert "medusa_num_layers=1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "value", "said"),
+    [
+        (eagle_authors, "num_key_value_heads", 4, "num_key_value_heads=4"),
+        (eagle_authors, "num_hidden_layers", 32, "num_hidden_layers=32"),
+        (eagle_authors, "vocab_size", 41, "vocab_size=41"),
+        (eagle3_authors, "draft_vocab_size", 7, "draft_vocab_size=7"),
+        (hydra_prefix, "hydra_num_heads", 2, "hydra_num_heads=2"),
+        (mlp_speculator, "n_predict", 9, "n_predict=9"),
+        (mlp_tied, "tie_weights", False, "tie_weights=False"),
+        (dflash, "num_hidden_layers", 5, "num_hidden_layers=5"),
+    ],
+)
+def test_wrong_counts_in_a_config_change_nothing(
+    make: Callable[[], Any], key: str, value: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head, tensors, config = make()
+    with caplog.at_level(logging.WARNING):
+        loaded = load_published(publish(tmp_path, tensors, {**config, key: value}), toys.target().ends)
+    assert said in caplog.text
+    assert all(torch.equal(one, other) for one, other in zip(drafts(head), drafts(loaded), strict=True))
+
+
+def test_what_a_right_config_says_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for case in set(CASES) - {"Medusa 1"}:
+            _, tensors, config = CASES[case][1]()
+            load_published(publish(tmp_path / case, tensors, config), toys.target().ends)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "named"),
+    [
+        (eagle_authors, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type llama3"),
+        (eagle_authors, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, "rope_scaling of type yarn"),
+        (eagle_authors, {"hidden_act": "gelu"}, "hidden_act=gelu"),
+        (eagle3_authors, {"layer_types": ["sliding_attention"]}, "sliding window"),
+        (eagle3_authors, {"logit_scale": 0.5}, "logit_scale"),
+        (eagle3_authors, {"norm_before_fc": True}, "norm_before_fc"),
+        (eagle3_authors, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        (eagle3_authors, {"parallel_drafting": True}, "P-EAGLE"),
+        (eagle3_authors, {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "embedding among its layers"),
+        (eagle3_authors, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "feature_layers"),
+        (eagle3_authors, {"eagle_config": "none"}, "config.json or a tensor"),
+        (hydra_plain, {"grounded_heads": False}, "grounded_heads"),
+        (hydra_prefix, {"hidden_state_offset": 1}, "hidden_state_offset"),
+        (dspark, {"markov_head_type": "rnn"}, "markov_head_type"),
+        (dflash, {"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
+        (dflash, {"block_size": None}, "block_size"),
+    ],
+)
+def test_what_our_head_cannot_do_is_refused_by_name(
+    make: Callable[[], Any], change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    _, tensors, config = make()
+    assert named in refused(tmp_path, tensors, {**config, **change})
+
+
+def test_a_bias_of_qwen2_is_refused_by_name(tmp_path: Path) -> None:
+    _, tensors, config = eagle_authors()
+    tensors["layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+    assert "layers.0.self_attn.q_proj.bias (attention_bias, qkv_bias)" in refused(tmp_path, tensors, config)
+
+
+def test_blocks_that_are_no_copies_stay_apart(tmp_path: Path) -> None:
+    _, tensors, config = hydra_prefix()
+    tensors["hydra_mlp.2.7.linear.bias"] = tensors["hydra_mlp.2.7.linear.bias"] + 1
+    loaded: Any = load_published(publish(tmp_path, tensors, config), toys.target().ends)
+    assert (loaded.config.tied, len(loaded.branches[2].blocks)) == (False, 3)

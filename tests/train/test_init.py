@@ -1,0 +1,75 @@
+"""A run that starts from a head: a published one or our own, its numbers in place of those of `head`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from heads.resolvers import ROOT, register_resolvers
+from heads.store import save_head
+from tests import toys
+from tests.heads.published import eagle3_authors, eagle_authors, medusa_first, publish
+from tests.train import jobs
+from train.config import RunConfig, run_config
+from train.plan import plan
+from train.run import first_head
+
+
+def run(*overrides: str) -> RunConfig:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return run_config(compose("train", list(overrides)))
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    _, tensors, config = eagle_authors()
+    half = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    return publish(tmp_path / "published", half, config)
+
+
+def test_the_weights_and_numbers_are_the_published_ones(published: Path) -> None:
+    for name in ("eagle", "hass"):  # HASS trains EAGLE's head
+        head: Any = first_head(run(f"head={name}", f"init={published}"), toys.target())
+        assert (head.config.name, head.config.length, head.config.norm_eps) == (name, None, 1e-5)
+        assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+        own, theirs = head.state_dict(), load_file(published / "model.safetensors")
+        assert all(torch.equal(own[name], theirs[name].float()) for name in own)
+
+
+def test_our_own_head_is_a_start_too(tmp_path: Path) -> None:
+    target, saved = toys.target(), toys.head("medusa", toys.target())
+    save_head(tmp_path / "head", saved, target.spec, {})
+    head = first_head(run("head=medusa", "head.heads=2", f"init={tmp_path}"), target)
+    assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in head.state_dict().items())
+
+
+def test_another_kind_of_head_is_refused_in_one_line(tmp_path: Path) -> None:
+    _, tensors, config = medusa_first()
+    folder = publish(tmp_path, tensors, config)
+    with pytest.raises(ValueError, match=r"is a head of kind medusa, .* give head=medusa") as error:
+        first_head(run(f"init={folder}"), toys.target())
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"plan=true loads nothing"):
+        plan(run(f"init={folder}"))
+
+
+def test_a_run_starts_there(tmp_path: Path) -> None:
+    """With a learning rate of zero it ends there too, and drafts the tokens that were chosen elsewhere."""
+    head, tensors, config = eagle3_authors()
+    published = publish(tmp_path / "published", tensors, config)
+    still = ["trainer.lr=0", "trainer.warmup=0", "trainer.weight_decay=0", "trainer.steps=8", "trainer.ema=0"]
+    out = tmp_path / "run"
+    start = ["head=eagle3", "objective.depths=2", f"init={published}", f"out={out}"]
+    printed = jobs.finish(jobs.start([*jobs.make(tmp_path), *still, *start]))
+    assert f"starts from {published}" in " ".join(printed.split())
+    written: Any = OmegaConf.load(out / "config.yaml")
+    assert (written.init, written.head.length, written.head.draft_vocab) == (str(published), None, 30)
+    assert json.loads((out / "head" / "config.json").read_text())["head"]["feature_layers"] == [0, 1, 2]
+    own = load_file(out / "head" / "model.safetensors")
+    assert all(torch.equal(tensor, own[name]) for name, tensor in head.state_dict().items())
