@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from heads.base import Features, Level
+from heads.base import Level
 from inference.drafters import Context, Proposal
 from inference.policy import TreeConfig, grow
 from inference.rng import Rng
@@ -155,14 +155,10 @@ class Tables:
         self.rows: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.known: list[tuple[int, ...]] = []
 
-    def unroll(self, features: Features, depths: int, anchors: Tensor | None = None) -> list[NamedTuple]:
-        raise AssertionError("a table is not trained")
-
-    def score(self, state: Tensor, depth: int) -> Tensor:
-        raise AssertionError("a table has no states")
-
-    def extend(self, state: None, features: Features, token: Tensor) -> tuple[None, Level]:
+    def unroll(self, *_: object) -> Any:
         raise AssertionError("a table has no features")
+
+    extend = score = unroll
 
     def logits(self, path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return the target's and the draft's logits after a path."""

@@ -162,9 +162,16 @@ def test_a_command_in_the_readme_is_real(command: str) -> None:
         return
     primary = re.search(r'config_name="(\w+)"', (ROOT / target).read_text(encoding="utf-8"))
     assert primary, f"{target} names no configuration"
-    config = compose(primary[1], overrides)
-    if primary[1] == "train":
-        run_config(config)
+    many = "-m" in overrides  # a multirun: of each list of choices, every one
+    words = [[word] for word in overrides if word != "-m"]
+    if many:
+        words = [
+            [f"{key}={each}" for each in values.split(",")] for (word,) in words for key, values in [word.split("=")]
+        ]
+    for chosen in product(*words):
+        config = compose(primary[1], list(chosen))
+        if primary[1] == "train":
+            run_config(config)
 
 
 def tree_paths(tree: str) -> set[str]:

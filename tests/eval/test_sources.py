@@ -17,7 +17,7 @@ def published(folder: Path, kind: str = "eagle", target: str = "me/target") -> s
     """Write a head's config.json as publishing leaves it."""
     spec = {"name": target, "vocab_size": 40, "hidden_size": 32, "num_layers": 3, "fingerprint": "f"}
     folder.mkdir(parents=True)
-    content = {"format": 1, "head": HEAD_CONFIGS[kind], "target": spec, "tree": {}}
+    content = {"format": 1, "head": {"name": kind, **HEAD_CONFIGS[kind]}, "target": spec, "tree": {}}
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return str(folder)
 
