@@ -144,8 +144,7 @@ FAMILIES: dict[str, Callable[[torch.Generator], tuple[Tensor, Tensor]]] = {
 class Tables:
     """A target and a draft head that are tables: random logits for every sequence of tokens after the root."""
 
-    config = vocab = None
-    ends = TinyEnds()
+    config, vocab, ends = None, None, TinyEnds()
     max_depth = 8
     feature_layers: tuple[int, ...] = ()
 
@@ -155,7 +154,7 @@ class Tables:
         self.rows: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.known: list[tuple[int, ...]] = []
 
-    def unroll(self, *_: object) -> Any:
+    def unroll(self, *_: object) -> None:
         raise AssertionError("a table has no features")
 
     extend = score = unroll

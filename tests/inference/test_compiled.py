@@ -75,8 +75,12 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "static"), [("llama", False), ("llama", True), ("gemma2", False), ("mistral", True), ("gpt2", True)]
-)
+    ("name", "static"),
+    [
+        ("llama", False), ("llama", True), ("mistral", True), pytest.param("gemma2", False, marks=pytest.mark.slow),
+        pytest.param("gpt2", True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_compiled_decoding_writes_the_same(name: str, static: bool) -> None:
     target = toys.target(name, DOUBLE)
     sources: dict[str, Drafter] = {
