@@ -116,7 +116,7 @@ def step_over_products(target: Target, name: str) -> tuple[float, float]:
     token = torch.randint(target.ends.vocab_size, (4, LENGTH))
     document, config = torch.zeros_like(token), run.objective
     features = target.features(token, document)
-    anchors = draw_anchors(document, config.anchors, 0, torch.arange(len(token)))
+    anchors = draw_anchors(document == 0, config.anchors, 0, torch.arange(len(token)))
     weight = weights(document, torch.ones_like(token), anchors, config).row / token.numel()
 
     def step() -> None:

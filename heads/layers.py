@@ -45,9 +45,10 @@ class Rotary:
     ) -> Float[Tensor, "B H T E"]:
         """Rotate queries or keys to their positions, of which `last` is an upper bound."""
         if last >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
-            angle = torch.arange(2 * last + 64, dtype=torch.float64)[:, None] * self.frequency
-            angle = torch.cat([angle, angle], -1)
-            self.table = torch.stack([angle.cos(), angle.sin()]).to(x)
+            with torch.inference_mode(False):  # what is made while decoding may be needed in training
+                angle = torch.arange(2 * last + 64, dtype=torch.float64)[:, None] * self.frequency
+                angle = torch.cat([angle, angle], -1)
+                self.table = torch.stack([angle.cos(), angle.sin()]).to(x.device, x.dtype)
         cos, sin = self.table[:, position][:, :, None]
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin

@@ -34,12 +34,13 @@ class TargetEnds(nn.Module):
     def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
         """Return the lm_head's rows of these tokens; the last ones asked for are kept, since a head asks each step."""
         if self._some is None or not torch.equal(self._some[0], ids):
-            weight: Tensor = self.lm_head.weight
-            rows = nn.Linear(weight.shape[1], len(ids), bias=self.lm_head.bias is not None, device="meta")
-            rows.weight = nn.Parameter(weight[ids], requires_grad=False)
-            if self.lm_head.bias is not None:
-                rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
-            object.__setattr__(self, "_some", (ids.clone(), rows))
+            with torch.inference_mode(False):  # what is made while decoding may be needed in training
+                weight: Tensor = self.lm_head.weight
+                rows = nn.Linear(weight.shape[1], len(ids), bias=self.lm_head.bias is not None, device="meta")
+                rows.weight = nn.Parameter(weight[ids], requires_grad=False)
+                if self.lm_head.bias is not None:
+                    rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
+                object.__setattr__(self, "_some", (ids.clone(), rows))
         assert self._some is not None
         return self._some[1]
 

@@ -25,7 +25,7 @@ from train.losses import ObjectiveConfig
 from train.objective import objective
 from train.optim import Average, learning_rate, optimizer
 from train.track import Tracker
-from train.weights import Weights, draw_anchors, noisy, weights
+from train.weights import Weights, draw_anchors, noisy, trainable, weights
 
 
 class Loss(nn.Module):
@@ -171,7 +171,8 @@ class Loop:
     def drawn(self, batch: Batch, step: int) -> tuple[Batch, Tensor | None, Weights]:
         """Return a micro-batch with the rows that are drafted from in this step, and what each counts."""
         config = self.run.objective
-        anchors = draw_anchors(batch.document, config.anchors, self.run.trainer.seed, number(batch, step))
+        useful = trainable(batch.document, batch.mask, config.depths).any(0)
+        anchors = draw_anchors(useful, config.anchors, self.run.trainer.seed, number(batch, step))
         return batch, anchors, weights(batch.document, batch.mask, anchors, config)
 
     def backward(

@@ -26,16 +26,13 @@ from accelerate.utils import set_seed
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from torch import nn
 
 from data.batches import Batches, fingerprint, pack, token_counts
 from data.prompts import held_out_prompts, load_samples, save_prompts
 from eval.config import eval_config
 from eval.run import evaluate
-from heads import HEADS
 from heads.base import parameter_count
 from heads.errors import user_errors
-from heads.hub import load_found, resolve_head
 from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
@@ -44,6 +41,7 @@ from train import launch, sweep
 from train.config import RunConfig, run_config
 from train.loop import Loop
 from train.plan import plan, table
+from train.start import CHECKPOINT, LAST_LAYER, first_head
 
 register_resolvers()
 
@@ -105,28 +103,6 @@ def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batche
     return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
-def first_head(run: RunConfig, target: Target) -> nn.Module:
-    """Return the head to train: a new one as `head` says, or what `init` names, config and weights.
-
-    Raises:
-        ValueError: there is no such head, it is not the target's, or `head` and so the objective are of another kind.
-    """
-    kind: Any = HEADS[run.head.name]
-    if run.init is None:
-        new: nn.Module = kind(run.head, target.ends)
-        return new
-    found: Any = load_found(resolve_head(run.init), target.ends, target.spec)
-    if type(found.config) is not type(run.head):
-        name = found.config.name
-        raise ValueError(
-            f"init={run.init} is a head of kind {name}, whose objective is not that of {run.head.name}: "
-            f"give head={name}"
-        )
-    head: nn.Module = kind(replace(found.config, name=run.head.name), target.ends)
-    head.load_state_dict(found.state_dict())  # into a new head's fp32, whatever the file's dtype
-    return head
-
-
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process."""
     accelerator = accelerator_for(run)
@@ -143,7 +119,7 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
         if isinstance(module, SwiGLU):
             module.recompute = run.trainer.recompute
     samples = load_samples(run.data, target.tokenizer)
-    if run.init is None:  # else the vocabulary is chosen already
+    if run.init in (None, LAST_LAYER, CHECKPOINT):  # else the vocabulary is chosen already
         prune(head, token_counts(samples, target.ends.vocab_size))
     prompts = held_out_prompts(run.data, target.tokenizer, max(run.eval.prompts, run.trainer.eval_prompts))
     packed = pack(samples, run.data.length)

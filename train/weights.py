@@ -26,6 +26,11 @@ class Weights(NamedTuple):
     amount: Float[Tensor, "d"]
 
 
+def trainable(document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"], depths: int) -> Bool[Tensor, "d B T"]:
+    """Return which rows there is something to train at, at each depth; `mask` is 1 where the target would write."""
+    return torch.stack([rows.valid(document, mask, d) for d in range(1, depths + 1)])
+
+
 def weights(
     document: Int[Tensor, "B T"],
     mask: Int[Tensor, "B T"],
@@ -40,7 +45,7 @@ def weights(
         anchors: the rows that are drafted from, None for all.
         config: how many depths, and the normaliser.
     """
-    trained = torch.stack([rows.valid(document, mask, d) for d in range(1, config.depths + 1)])
+    trained = trainable(document, mask, config.depths)
     if anchors is not None:
         trained = trained & anchors
     if config.normalize == "token":
@@ -53,17 +58,18 @@ def weights(
 
 
 def draw_anchors(
-    document: Int[Tensor, "B T"], count: int | None, seed: int, index: Int[Tensor, "B"]
+    useful: Bool[Tensor, "B T"], count: int | None, seed: int, index: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B T"] | None:
-    """Return the rows of each packed row that are drafted from, anew each step."""
-    length = document.shape[1]
+    """Return the rows of each packed row that are drafted from in a step: as many in each, useful ones first."""
+    length = useful.shape[1]
     if count is None or count >= length:
         return None
-    chosen = torch.zeros(document.shape, dtype=torch.bool)
+    chosen = torch.zeros(useful.shape, dtype=torch.bool)
     for b, row in enumerate(index.tolist()):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + row + 1) % 2**63)
-        chosen[b, torch.randperm(length, generator=generator)[:count]] = True
-    return chosen.to(document.device)
+        chance = torch.rand(length, generator=generator) + useful[b].cpu()
+        chosen[b, chance.topk(count).indices] = True
+    return chosen.to(useful.device)
 
 
 def noisy(features: Features, noise: float, seed: int, index: Int[Tensor, "B"]) -> Features:

@@ -12,12 +12,15 @@ from safetensors.torch import load_file
 
 from heads.resolvers import ROOT, register_resolvers
 from heads.store import save_head
+from inference.mtp import load_mtp
+from inference.target import Target
 from tests import toys
 from tests.heads.published import eagle3_authors, eagle_authors, medusa_first, publish
+from tests.inference.test_mtp import save
 from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.plan import plan
-from train.run import first_head
+from train.start import first_head
 
 
 def run(*overrides: str) -> RunConfig:
@@ -73,3 +76,37 @@ def test_a_run_starts_there(tmp_path: Path) -> None:
     assert json.loads((out / "head" / "config.json").read_text())["head"]["feature_layers"] == [0, 1, 2]
     own = load_file(out / "head" / "model.safetensors")
     assert all(torch.equal(tensor, own[name]) for name, tensor in head.state_dict().items())
+
+
+def test_a_module_starts_as_the_targets_last_layer() -> None:
+    for name, extra in (("llama", ()), ("qwen3", ("head.qk_norm=true",))):
+        target = toys.target(name)
+        head: Any = first_head(run("head=mtp", "init=last_layer", *extra), target)
+        last = target.decoder_layers[-1].state_dict()
+        assert all(torch.equal(value, last[key]) for key, value in head.block.state_dict().items())
+        assert torch.equal(head.norm.weight, target.base.norm.weight)
+        assert torch.equal(head.eh_proj.weight[:, 32:], torch.eye(32))
+        assert (head.config.rope_theta, head.config.norm_eps) == (10000.0, target.config.rms_norm_eps)
+
+
+def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
+    path = save(tmp_path, "behind")
+    target = Target.load(str(path), "float64", "cpu")
+    head: Any = first_head(run("head=mtp", "init=checkpoint", f"model.path={path}"), target)
+    theirs = load_mtp(target, str(path))
+    features = target.features(torch.tensor([toys.prompt(1, 9)]), torch.zeros(1, 9, dtype=torch.long))
+    for ours, own in zip(head.double().unroll(features, 3), theirs.unroll(features, 3), strict=True):
+        torch.testing.assert_close(ours.state, own.state, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("llama", ("head=eagle", "init=last_layer"), "starts head=mtp alone"),
+        ("qwen3", ("head=mtp", "init=last_layer"), r"self_attn\.k_norm\.weight.*head\.qk_norm=true"),
+        ("gpt2", ("head=mtp", "init=last_layer"), "is not built like the module's"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused(name: str, overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        first_head(run(*overrides), toys.target(name))

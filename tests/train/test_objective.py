@@ -11,7 +11,7 @@ from heads.base import Draft, Features
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig
 from train.objective import objective
-from train.weights import draw_anchors, noisy, weights
+from train.weights import draw_anchors, noisy, trainable, weights
 
 CONFIG = ObjectiveConfig(
     losses={"soft_ce": 1.0}, depth_weights="decay", depth_decay=0.5, dpace_alpha=0.5, depths=2, normalize="token",
@@ -82,6 +82,20 @@ def test_every_parameter_is_trained() -> None:
         loss, _ = loss_of(head, head.unroll(features, 4), features, mask, replace(of, depths=4))
         loss.backward()
         assert [key for key, p in head.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("name", ["hass", "block of DSpark", "eagle3 injected"])
+def test_a_head_that_has_drafted_can_be_trained(name: str) -> None:
+    """What decoding keeps, in inference mode, no gradient could go through."""
+    target, head = toys.target("llama", torch.float64), toys.head(name, toys.target("llama", torch.float64))
+    made: Any = head.requires_grad_()
+    target.ends._some = None
+    features, mask = batch(made.feature_layers, torch.float64)
+    with torch.inference_mode():
+        made.extend(None, Features(*(part[:1] for part in features)), features.token[0])
+    loss, _ = loss_of(made, made.unroll(features, 4), features, mask, replace(CONFIG, depths=4))
+    loss.backward()
+    assert all(p.grad is not None for key, p in made.named_parameters() if not key.startswith("confidence"))
 
 
 def test_the_teacher_is_the_target_itself() -> None:
@@ -162,17 +176,23 @@ def test_documents_count_alike_when_normalised_by_sequence() -> None:
 
 def test_anchors_are_drawn_by_seed_and_row_and_nothing_else_is_trained() -> None:
     features, mask = batch()
-    index = torch.tensor([3, 8])
-    chosen = draw_anchors(features.document, 5, 0, index)
+    index, useful = torch.tensor([3, 8]), trainable(features.document, mask, 2).any(0)
+    assert useful.sum(1).tolist() == [11, 9]
+    chosen = draw_anchors(useful, 5, 0, index)
     assert chosen is not None
     assert chosen.sum(1).tolist() == [5, 5]
-    again = draw_anchors(features.document[1:], 5, 0, index[1:])
+    assert not (chosen & ~useful).any()
+    more = draw_anchors(useful, 12, 0, index)
+    assert more is not None
+    assert (more | ~useful).all()
+    assert more.sum(1).tolist() == [12, 12]
+    again = draw_anchors(useful[1:], 5, 0, index[1:])
     assert again is not None
     assert again.equal(chosen[1:])
-    other = draw_anchors(features.document, 5, 1, index)
+    other = draw_anchors(useful, 5, 1, index)
     assert other is not None
     assert not other.equal(chosen)
-    assert draw_anchors(features.document, 16, 0, index) is None
+    assert draw_anchors(useful, 16, 0, index) is None
     kept = weights(features.document, mask, chosen, CONFIG)
     assert kept.trained.any()
     assert not (kept.trained & ~chosen).any()
@@ -181,7 +201,7 @@ def test_anchors_are_drawn_by_seed_and_row_and_nothing_else_is_trained() -> None
 def test_anchors_change_no_draft() -> None:
     head: Any = toys.head("block", toys.target("llama", torch.float64))
     features, _ = batch(head.feature_layers, torch.float64)
-    chosen = draw_anchors(features.document, 5, 0, torch.tensor([1, 2]))
+    chosen = draw_anchors(features.document >= 0, 5, 0, torch.tensor([1, 2]))
     assert chosen is not None
     for some, every in zip(head.unroll(features, 4, chosen), head.unroll(features, 4), strict=True):
         torch.testing.assert_close(some.state[chosen], every.state[chosen])

@@ -1,0 +1,77 @@
+"""What a head's training starts from: nothing, a head that exists, or a part of the target."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads import HEADS
+from heads.hub import load_found, resolve_head
+from heads.mtp import Mtp
+from inference.mtp import load_mtp
+from inference.target import Target
+from train.config import RunConfig
+
+LAST_LAYER, CHECKPOINT = "last_layer", "checkpoint"  # what `init` may be besides a head
+
+
+def first_head(run: RunConfig, target: Target) -> nn.Module:
+    """Return the head to train: a new one as `head` says, or what `init` names, config and weights.
+
+    Raises:
+        ValueError: there is no such head, it is not the target's, or `head` and so the objective are of another kind.
+    """
+    kind: Any = HEADS[run.head.name]
+    if run.init in (LAST_LAYER, CHECKPOINT):
+        return mtp_from_target(run, target)
+    if run.init is None:
+        new: nn.Module = kind(run.head, target.ends)
+        return new
+    found: Any = load_found(resolve_head(run.init), target.ends, target.spec)
+    if type(found.config) is not type(run.head):
+        name = found.config.name
+        raise ValueError(
+            f"init={run.init} is a head of kind {name}, whose objective is not that of {run.head.name}: "
+            f"give head={name}"
+        )
+    head: nn.Module = kind(replace(found.config, name=run.head.name), target.ends)
+    head.load_state_dict(found.state_dict())  # into a new head's fp32, whatever the file's dtype
+    return head
+
+
+def mtp_from_target(run: RunConfig, target: Target) -> nn.Module:
+    """Return a module for multi-token prediction that starts as the target's last layer, or as its checkpoint's module.
+
+    Rotary base and norm are then the target's. As the last layer it begins by passing the state on: the projection's
+    half for the state is the identity.
+
+    Raises:
+        ValueError: `head` is another, there is no such module, or the layer is not built like ours.
+    """
+    if not isinstance(run.head, Mtp.Config):
+        raise ValueError(f"init={run.init} starts head=mtp alone: give that head, or a folder for init")
+    rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
+    theta = float(rope.get("rope_theta", run.head.rope_theta))
+    eps = float(getattr(target.config, "rms_norm_eps", run.head.norm_eps))
+    head = Mtp(replace(run.head, rope_theta=theta, norm_eps=eps), target.ends)
+    own = head.state_dict()
+    if run.init == CHECKPOINT:
+        loaded = load_mtp(target, run.model.path).state_dict()
+        start: dict[str, Tensor] = {name.replace("block.layer.", "block."): value for name, value in loaded.items()}
+    else:
+        start = {f"block.{name}": value for name, value in target.decoder_layers[-1].state_dict().items()}
+        norm = getattr(target.base, "norm", None)
+        start |= {"norm.weight": norm.weight} if norm is not None else {}
+        width = target.ends.hidden_size
+        start["eh_proj.weight"] = torch.cat([own["eh_proj.weight"][:, :width], torch.eye(width)], 1)
+    blocks = {name for name in own if name.startswith("block.")}
+    odd = sorted(blocks ^ {name for name in start if name.startswith("block.")})
+    odd += [name for name in blocks & start.keys() if start[name].shape != own[name].shape]
+    if odd:
+        raise ValueError(
+            f"init={run.init}: a layer of {target.name} is not built like the module's ({odd[0]}); leave init out, or "
+            "give head.qk_norm=true where its queries and keys are normed"
+        )
+    head.load_state_dict({**own, **{name: value.float() for name, value in start.items()}})
+    return head
