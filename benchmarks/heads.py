@@ -5,7 +5,8 @@
 Each row is a name and overrides of conf/train.yaml, rows are parted by `+`. All rows read the same packed tokens for as
 many steps. A finished row and seed is a line of `table.jsonl`; what stands there already is not run again.
 Without a row the file's table is printed alone. τ is that of the real verifier on held-out prompts, greedy, with the
-bootstrap's interval over prompts; cost is the head's own: parameters, seconds of training without the target.
+bootstrap's interval over prompts; cost is parameters and CPU seconds of training, to which the first row adds the
+target's passes.
 """
 
 import argparse

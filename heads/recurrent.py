@@ -119,14 +119,15 @@ def commit(
     past = state.length if state else 0
     end = past + len(token)
     position = torch.arange(past, end, device=token.device)
+    sees = None if state is None else committing(state, position, head.config.length)[None]
     grown: list[KeyValue] = []
 
     def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if state is None:  # a whole prompt: no mask of its length squared
+        if state is None or sees is None:  # a whole prompt: no mask of its length squared
             grown.append((key, value))
             return attend_rows(query, (key, value), [], pattern(position[None], head.config.length))
         grown.append(joined(state.layers[i], (key, value)))
-        return masked_attention(query, *grown[i], committing(state, position, head.config.length)[None])
+        return masked_attention(query, *grown[i], sees)
 
     hidden, read = head.advance(token[None], start, position[None], end, _each(attend, head))
     return Committed(end, tuple(grown)).kept(head.config.length), hidden, read

@@ -60,7 +60,8 @@ class Loop:
         self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0, "seconds": 0.0}
         if run.resume:
             self.load()
-        self.stopping, self.flops = False, None if run.trainer.compile else 0
+        self.stopping = False
+        self.flops: int | None = None
         self.tracker = Tracker(
             self.out, active=accelerator.is_main_process, steps=run.trainer.steps, start=self.start,
             wandb_mode=run.trainer.wandb, config=resolved,
@@ -106,7 +107,8 @@ class Loop:
                     self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
                     break
             else:
-                self.write_cost(trainer.steps)
+                if self.start < trainer.steps:  # a finished run that is resumed has written it
+                    self.write_cost(trainer.steps)
         finally:
             self.tracker.close()
             signal.signal(signal.SIGTERM, previous)
