@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 KeyValue = tuple[Tensor, Tensor]
-BLOCK = 256  # queries at a time
+BLOCK = 128  # queries at a time
 
 
 class Pattern(NamedTuple):
@@ -98,7 +98,7 @@ class _Rows(torch.autograd.Function):
             here = slice(part.begin, part.end)
             score, mine = _scores(query, key, own, seen, part)
             largest = torch.maximum(score.amax(-1), mine.amax(-1)) if own else score.amax(-1)
-            weight, light = (score - largest[..., None]).exp(), (mine - largest[..., None]).exp()
+            weight, light = score.sub_(largest[..., None]).exp_(), (mine - largest[..., None]).exp()
             amount = weight.sum(-1) + light.sum(-1)
             made = _fold(weight.to(value.dtype)) @ value[:, :, part.least : part.most]
             made = made.view(*weight.shape[:-1], -1)
@@ -122,13 +122,13 @@ class _Rows(torch.autograd.Function):
             score, mine = _scores(query, key, own, ctx.seen, part)
             asked, gone, done = (_grouped(x[:, :, here], groups) for x in (query, grads[0], out))
             sums = total[:, :, here].unflatten(1, (groups, -1))[..., None]
-            weight, light = (score - sums).exp(), (mine - sums).exp()
+            weight, light = score.sub_(sums).exp_(), (mine - sums).exp()
             level = (gone.to(sums.dtype) * done).sum(-1, keepdim=True)
             d_value[:, :, there] += _fold(weight.to(value.dtype)).mT @ _fold(gone)
             pull = (_fold(gone) @ value[:, :, there].mT).view_as(weight)
-            d_score = _fold((weight * (pull - level) * scale).to(query.dtype))
-            d_asked = (d_score @ key[:, :, there]).view_as(asked)
-            d_key[:, :, there] += d_score.mT @ _fold(asked)
+            d_score = _fold(weight.mul_(pull.sub_(level)).to(query.dtype))
+            d_asked = (d_score @ key[:, :, there]).view_as(asked) * scale
+            d_key[:, :, there] += d_score.mT @ (_fold(asked) * scale)
             for i in range(len(own) // 2):
                 one, mine_value = light[..., i, None], own[2 * i + 1][:, :, None, here]
                 d_mine = (one * ((gone * mine_value).sum(-1, keepdim=True) - level) * scale).to(query.dtype)
@@ -146,8 +146,9 @@ def _scores(
     here = slice(part.begin, part.end)
     asked = _grouped(query[:, :, here], key.shape[1])
     scale, wide, never = query.shape[-1] ** -0.5, _wide(query.dtype), float("-inf")
-    score = (_fold(asked) @ key[:, :, part.least : part.most].mT).view(*asked.shape[:-1], -1).to(wide) * scale
-    score = score.masked_fill(~seen.seen(part)[:, None, None], never)
+    # The scale goes to the queries, and what follows works in place: scores are by far the largest tensor here.
+    score = ((_fold(asked) * scale) @ key[:, :, part.least : part.most].mT).view(*asked.shape[:-1], -1).to(wide)
+    score += torch.zeros_like(score[:, 0, 0]).masked_fill_(~seen.seen(part), never)[:, None, None]
     if not own:
         return score, score.new_zeros((*score.shape[:-1], 0))
     mine = torch.stack([(asked * each[:, :, None, here]).sum(-1).to(wide) * scale for each in own[::2]], -1)

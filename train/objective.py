@@ -17,7 +17,7 @@ from heads import rows
 from heads.base import Draft, DraftHead, Features
 from train.losses import LOSSES, ObjectiveConfig, Rows
 
-CHUNK = 2**24  # logits of a chunk's rows, of one depth
+CHUNK = 2**22  # logits of a chunk's rows, of one depth
 
 
 def objective(
@@ -150,7 +150,10 @@ class Work(NamedTuple):
             value = LOSSES[name](x, self.config)
             total = total + factor * (value * self.weight[d][pick.source]).sum()
             sums.append(value.detach().sum())
-        sums.append((x.log_q.argmax(-1) == law.best[pick.place]).sum())
+        best = law.best[pick.place]
+        # Likeliest is what nothing exceeds: several times faster on a CPU than a search for its place.
+        likeliest = x.log_q.detach().gather(-1, best.clamp_min(0)[:, None])[:, 0] >= x.log_q.detach().amax(-1)
+        sums.append((likeliest & x.known).sum())
         return total, torch.stack([each.to(total.dtype) for each in sums])
 
     def run(self, drafts: Sequence[Sequence[Tensor | None]]) -> tuple[Tensor, Tensor]:
