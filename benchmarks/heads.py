@@ -1,12 +1,12 @@
 """Heads and training options side by side: the same target, data, tokens and verifier, features extracted once.
 
-    python benchmarks/heads.py --out table.jsonl [--seeds 0 1 2] [--prompts 24] NAME OVERRIDES… [+ NAME OVERRIDES…]
+    python benchmarks/heads.py [--seeds 0 1 2] --out table.jsonl [--prompts 24] NAME OVERRIDES… [+ NAME OVERRIDES…]
 
 Each row is a name and overrides of conf/train.yaml, rows are parted by `+`. All rows read the same packed tokens for as
-many steps. A finished row and seed is a line of `table.jsonl`; what stands there already is not run again.
-Without a row the file's table is printed alone. τ is that of the real verifier on held-out prompts, greedy, with the
-bootstrap's interval over prompts; cost is parameters and CPU seconds of training, to which the first row adds the
-target's passes.
+many steps. A finished row and seed is a line of `table.jsonl`; what stands there already is not run again. Without a
+row the file's table is printed alone. τ is that of the real verifier on held-out prompts, greedy, with the bootstrap's
+interval over prompts; cost is parameters and CPU seconds of training, to which the first row adds the target's passes.
+The heads are kept in `runs/NAME-SEED/head` beside the table, where `eval/run.py run=… compare=[…]` finds them.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from eval import metrics
 from heads import HEADS
 from heads.base import Features, parameter_count
 from heads.resolvers import register_resolvers
+from heads.store import save_head
 from heads.vocab import prune
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
@@ -85,7 +86,9 @@ def train(run: RunConfig, target: Any, samples: list[Sample], held_out: list[lis
         loop.step(step)
     seconds = time.process_time() - begin
     loop.tracker.close()
-    made = decoding_copy(head, loop.average.state(head), target.target)
+    weights = loop.average.state(head)
+    save_head(Path(run.out, "head"), decoding_copy(head, weights, None), target.target.spec, vars(run.tree))
+    made = decoding_copy(head, weights, target.target)
     found: dict[str, Any] = {"parameters": parameter_count(head), "train_seconds": round(seconds, 1)}
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature, 0, 1.0) if temperature else GREEDY

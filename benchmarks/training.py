@@ -1,6 +1,6 @@
 """What training a head costs beside what it must: memory of the loss, time of a head's step, time of the features.
 
-    python benchmarks/training.py [--vocabulary 128256] [--rows 1024] [--model PATH] [--heads eagle eagle3 …]
+    python benchmarks/training.py [--vocabulary 128256] [--rows 1024] [--model PATH] [--tokens 2048] [--heads eagle …]
 
 1. The loss in chunks against all rows at once: peak memory of the process above what the tensors that both need take.
 2. A head's step (unroll, loss, gradient) over the time that its own matrix products take, done again by themselves.
@@ -107,13 +107,13 @@ def fastest(run: Callable[[], Any], repeats: int = 5) -> float:
     return min(spent)
 
 
-def step_over_products(target: Target, name: str) -> tuple[float, float]:
+def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, float]:
     """Return the seconds of a head's training step, and of its matrix products alone."""
     run = composed(f"head={name}")
     torch.manual_seed(0)
     head = HEADS[name](run.head, target.ends)
     target.feature_layers = head.feature_layers
-    token = torch.randint(target.ends.vocab_size, (4, LENGTH))
+    token = torch.randint(target.ends.vocab_size, (tokens // LENGTH, LENGTH))
     document, config = torch.zeros_like(token), run.objective
     features = target.features(token, document)
     anchors = draw_anchors(document == 0, config.anchors, 0, torch.arange(len(token)))
@@ -136,9 +136,9 @@ def step_over_products(target: Target, name: str) -> tuple[float, float]:
     return fastest(step), fastest(alone)
 
 
-def features_over_forward(target: Target) -> float:
+def features_over_forward(target: Target, tokens: int) -> float:
     """Return the throughput of feature extraction over that of the bare model."""
-    token = torch.randint(target.ends.vocab_size, (4, LENGTH))
+    token = torch.randint(target.ends.vocab_size, (tokens // LENGTH, LENGTH))
     target.feature_layers = (1, 2)
     with torch.inference_mode():
         bare = fastest(lambda: target.base(input_ids=token, use_cache=False))
@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--model", default="", help="a target's folder; a random one of 110M parameters without it")
+    parser.add_argument("--tokens", type=int, default=4 * LENGTH, help="of a step, in rows of 512")
     parser.add_argument("--heads", nargs="+", default=list(HEADS))
     parser.add_argument("--peak", choices=("chunked", "whole"))
     asked = parser.parse_args()
@@ -172,9 +173,9 @@ def main() -> None:
     target = Target.load(asked.model, "float32", "cpu") if asked.model else random_target("float32")
     print("\na head's step over its matrix products alone")
     for name in asked.heads:
-        step, products = step_over_products(target, name)
+        step, products = step_over_products(target, name, asked.tokens)
         print(f"{name:10s} {1e3 * step:7.0f} ms, {1e3 * products:7.0f} ms, {step / products:.2f}")
-    print(f"\nfeatures over the bare forward pass: {features_over_forward(target):.3f}")
+    print(f"\nfeatures over the bare forward pass: {features_over_forward(target, asked.tokens):.3f}")
 
 
 if __name__ == "__main__":

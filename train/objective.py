@@ -17,7 +17,8 @@ from heads import rows
 from heads.base import Draft, DraftHead, Features
 from train.losses import LOSSES, ObjectiveConfig, Rows
 
-CHUNK = 2**22  # logits of a chunk's rows, of one depth
+CHUNK = 2**24  # logits of a chunk's rows, of one depth
+ROWS = 2048  # of a chunk at most: with a small vocabulary more would only leave the processor's caches
 
 
 def objective(
@@ -102,7 +103,9 @@ class Work(NamedTuple):
 
     def size(self) -> int:
         """Return how many teacher rows make a chunk."""
-        return self.weight.shape[1] if self.chunk is None else max(1, self.chunk // self.head.ends.vocab_size)
+        if self.chunk is None:
+            return self.weight.shape[1]
+        return max(1, min(ROWS, self.chunk // self.head.ends.vocab_size))
 
     def used(self) -> Int[Tensor, "n"]:
         """Return the rows that are teachers of a trained row."""
