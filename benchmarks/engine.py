@@ -50,7 +50,7 @@ SHAPE = {
 }  # fmt: skip
 EAGLE = {
     "name": "eagle", "layers": 1, "length": None, "num_heads": None, "num_kv_heads": None, "head_dim": None,
-    "intermediate_size": None, "rope_theta": 10000.0, "bias": True, "norm_eps": 1e-5,
+    "intermediate_size": None, "rope_theta": 10000.0, "rope_scaling": None, "bias": True, "norm_eps": 1e-5,
 }  # fmt: skip
 TREES = {"chain": TreeConfig("chain", 4, 0, 0, [], []), "tree": TreeConfig("dynamic", 4, 3, 8, [], [])}
 TRUE = 3  # tokens of a draft that are right

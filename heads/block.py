@@ -25,6 +25,7 @@ from heads.committed import Committed, check_length, joined, near
 from heads.fusion import Fusion, chosen_layers
 from heads.layers import Block as Layer
 from heads.layers import RMSNorm, masked_attention
+from heads.rope import Rope
 from heads.vocab import Readout, draft_vocabulary, spread
 
 FUSED = 5  # how many layers DFlash reads
@@ -59,6 +60,7 @@ class Block(nn.Module):
         head_dim: int | None
         intermediate_size: int | None
         rope_theta: float
+        rope_scaling: dict[str, Any] | None
         norm_eps: float
         lm_head: str
         draft_vocab: int | None
@@ -80,7 +82,7 @@ class Block(nn.Module):
         self.hidden_norm = RMSNorm(width, eps)
         self.mask = nn.Parameter(torch.randn(width) * 0.02)
         self.layers = nn.ModuleList(
-            Layer(width, shape, theta=config.rope_theta, eps=eps, qk_norm=config.qk_norm) for _ in range(config.layers)
+            Layer(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm) for _ in range(config.layers)
         )
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)

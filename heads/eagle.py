@@ -7,6 +7,7 @@ t, in texts of any length, and looks at the last `length` rows alone (heads/comm
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +18,7 @@ from heads.attention import KeyValue
 from heads.base import Draft, Ends, Features, Level, layer_shape
 from heads.committed import Committed, check_length
 from heads.layers import Attend, Block
+from heads.rope import Rope
 from heads.vocab import Readout, draft_vocabulary
 
 
@@ -35,6 +37,7 @@ class Eagle(nn.Module):
         head_dim: int | None
         intermediate_size: int | None
         rope_theta: float
+        rope_scaling: dict[str, Any] | None
         bias: bool
         norm_eps: float
         lm_head: str
@@ -54,7 +57,7 @@ class Eagle(nn.Module):
         width, shape = ends.hidden_size, layer_shape(config, ends)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList(
-            Block(width, shape, theta=config.rope_theta, eps=config.norm_eps, input_norm=i > 0)
+            Block(width, shape, rope=Rope.of(config), eps=config.norm_eps, input_norm=i > 0)
             for i in range(config.layers)
         )
         self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)

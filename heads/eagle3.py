@@ -23,6 +23,7 @@ from heads.base import Draft, Ends, Features, Level, layer_shape
 from heads.committed import Committed, check_length
 from heads.fusion import Fusion, chosen_layers
 from heads.layers import Attend, Attention, Block, RMSNorm, SwiGLU
+from heads.rope import Rope
 from heads.vocab import Readout, draft_vocabulary
 
 FUSED = 3  # how many layers the paper reads
@@ -79,6 +80,7 @@ class Eagle3(nn.Module):
         head_dim: int | None
         intermediate_size: int | None
         rope_theta: float
+        rope_scaling: dict[str, Any] | None
         norm_eps: float
         lm_head: str
         draft_vocab: int | None
@@ -100,7 +102,7 @@ class Eagle3(nn.Module):
             2 * width,
             width,
             shape,
-            config.rope_theta,
+            Rope.of(config),
             norm_eps=eps if config.qk_norm else None,
             inject_width=inject,
         )
@@ -108,7 +110,7 @@ class Eagle3(nn.Module):
             width, wide, shape.intermediate_size, eps, norm_before_residual=config.norm_before_residual
         )
         self.layers = nn.ModuleList(
-            Block(width, shape, theta=config.rope_theta, eps=eps, qk_norm=config.qk_norm, inject_width=inject)
+            Block(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm, inject_width=inject)
             for _ in range(config.layers - 1)
         )
         self.inject_norm = RMSNorm(width, eps) if config.kv_injection else None

@@ -20,6 +20,7 @@ from heads.base import Draft, Ends, Features, LayerShape, Level, check_depths, l
 from heads.committed import Committed, check_length
 from heads.layers import Attend, Block, RMSNorm
 from heads.medusa import ResidualBlock
+from heads.rope import Rope
 from heads.rows import drafted_token
 from heads.vocab import DraftVocabulary, Readout, draft_vocabulary, spread
 
@@ -66,7 +67,7 @@ class Prefix(nn.Module):
     def __init__(self, config: Any, width: int, shape: LayerShape) -> None:
         super().__init__()
         self.config = config
-        self.layer = Block(width, shape, theta=config.rope_theta, eps=config.norm_eps)
+        self.layer = Block(width, shape, rope=Rope.of(config), eps=config.norm_eps)
         self.norm = RMSNorm(width, config.norm_eps)
 
     def begin(self, features: Features) -> Float[Tensor, "B T D"]:
@@ -107,6 +108,7 @@ class Hydra(nn.Module):
         head_dim: int | None
         intermediate_size: int | None
         rope_theta: float
+        rope_scaling: dict[str, Any] | None
         norm_eps: float
         lm_head: str
         lm_head_bias: bool

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from heads.base import LayerShape
+from heads.rope import Rope, Rotary
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -31,27 +32,6 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension."""
         wide = x if x.dtype == torch.float64 else x.float()
         return self.weight * functional.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
-
-
-class Rotary:
-    """Rotary positions (Su et al., 2021) in the half-split layout of Llama, from a table that grows as needed."""
-
-    def __init__(self, width: int, theta: float) -> None:
-        self.frequency = theta ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2))
-        self.table = torch.zeros(2, 0, width)
-
-    def __call__(
-        self, x: Float[Tensor, "B H T E"], position: Int[Tensor, "B T"], last: int
-    ) -> Float[Tensor, "B H T E"]:
-        """Rotate queries or keys to their positions, of which `last` is an upper bound."""
-        if last >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
-            with torch.inference_mode(False):  # what is made while decoding may be needed in training
-                angle = torch.arange(2 * last + 64, dtype=torch.float64)[:, None] * self.frequency
-                angle = torch.cat([angle, angle], -1)
-                self.table = torch.stack([angle.cos(), angle.sin()]).to(x.device, x.dtype)
-        cos, sin = self.table[:, position][:, :, None]
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def repeat_groups(x: Float[Tensor, "B G S E"], heads: int) -> Float[Tensor, "B H S E"]:
@@ -84,13 +64,13 @@ class Attention(nn.Module):
         input_width: int,
         width: int,
         shape: LayerShape,
-        theta: float,
+        rope: Rope,
         *,
         norm_eps: float | None = None,
         inject_width: int | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.rotary = shape, Rotary(shape.head_dim, theta)
+        self.shape, self.rotary = shape, Rotary(shape.head_dim, rope)
         self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
@@ -158,7 +138,7 @@ class Block(nn.Module):
         width: int,
         shape: LayerShape,
         *,
-        theta: float,
+        rope: Rope,
         eps: float,
         input_norm: bool = True,
         qk_norm: bool = False,
@@ -167,7 +147,7 @@ class Block(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(width, eps) if input_norm else nn.Identity()
         self.self_attn = Attention(
-            width, width, shape, theta, norm_eps=eps if qk_norm else None, inject_width=inject_width
+            width, width, shape, rope, norm_eps=eps if qk_norm else None, inject_width=inject_width
         )
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, shape.intermediate_size)

@@ -7,6 +7,7 @@ position t, in texts of any length, and looks at the last `length` rows alone (h
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +18,7 @@ from heads.attention import KeyValue
 from heads.base import Draft, Ends, Features, Level, layer_shape
 from heads.committed import Committed, check_length
 from heads.layers import Attend, Block, RMSNorm
+from heads.rope import Rope
 from heads.vocab import Readout, draft_vocabulary
 
 
@@ -38,6 +40,7 @@ class Mtp(nn.Module):
         head_dim: int | None
         intermediate_size: int | None
         rope_theta: float
+        rope_scaling: dict[str, Any] | None
         norm_eps: float
         qk_norm: bool
         lm_head: str
@@ -56,7 +59,7 @@ class Mtp(nn.Module):
         self.enorm: nn.Module = RMSNorm(width, eps)
         self.hnorm: nn.Module = RMSNorm(width, eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block: nn.Module = Block(width, shape, theta=config.rope_theta, eps=eps, qk_norm=config.qk_norm)
+        self.block: nn.Module = Block(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm)
         self.norm: nn.Module = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
         self.lm_head = Readout(ends, config.lm_head, self.vocab)

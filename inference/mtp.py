@@ -127,7 +127,7 @@ def _build(target: Target) -> Mtp:
     eps = float(getattr(target.config, "rms_norm_eps", 0.0))  # the copies know their own
     with torch.device("meta"):
         head = Mtp(
-            Mtp.Config("mtp", None, None, None, None, None, 10000.0, eps, False, "shared", None), target.ends
+            Mtp.Config("mtp", None, None, None, None, None, 10000.0, None, eps, False, "shared", None), target.ends
         ).to(target.dtype)
     head.block = block
     head.enorm, head.hnorm, head.norm = (copy.deepcopy(norm) for _ in range(3))

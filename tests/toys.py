@@ -44,7 +44,7 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 LAYER = {
     "length": 12, "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
-    "rope_theta": 10000.0, "norm_eps": 1e-5,
+    "rope_theta": 10000.0, "rope_scaling": None, "norm_eps": 1e-5,
 }  # fmt: skip
 HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {"layers": 2, "bias": True, "lm_head": "shared", "draft_vocab": None, **LAYER},

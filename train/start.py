@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from heads import HEADS
 from heads.hub import load_found, resolve_head
 from heads.mtp import Mtp
+from heads.rope import scaling_of
 from inference.mtp import load_mtp
 from inference.target import Target
 from train.config import RunConfig
@@ -43,8 +44,8 @@ def first_head(run: RunConfig, target: Target) -> nn.Module:
 def mtp_from_target(run: RunConfig, target: Target) -> nn.Module:
     """Return a module for multi-token prediction that starts as the target's last layer, or as its checkpoint's module.
 
-    Rotary base and norm are then the target's. As the last layer it begins by passing the state on: the projection's
-    half for the state is the identity.
+    Rotary positions and norm are then the target's. As the last layer it begins by passing the state on: the
+    projection's half for the state is the identity.
 
     Raises:
         ValueError: `head` is another, there is no such module, or the layer is not built like ours.
@@ -54,7 +55,7 @@ def mtp_from_target(run: RunConfig, target: Target) -> nn.Module:
     rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
     theta = float(rope.get("rope_theta", run.head.rope_theta))
     eps = float(getattr(target.config, "rms_norm_eps", run.head.norm_eps))
-    head = Mtp(replace(run.head, rope_theta=theta, norm_eps=eps), target.ends)
+    head = Mtp(replace(run.head, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps), target.ends)
     own = head.state_dict()
     if run.init == CHECKPOINT:
         loaded = load_mtp(target, run.model.path).state_dict()

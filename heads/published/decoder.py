@@ -4,6 +4,7 @@ from typing import Any
 
 from heads.base import Ends
 from heads.published.plan import Source
+from heads.rope import SCALINGS, scaling_of
 
 # What transformers takes where a Llama's config.json is silent; published heads are, and run on these.
 THETA, EPS = 10000.0, 1e-6
@@ -41,9 +42,17 @@ def decoder(source: Source, layer: str, ends: Ends) -> dict[str, Any]:
     source.settle("num_attention_heads", found["num_heads"])
     source.settle("num_key_value_heads", found["num_kv_heads"])
     source.settle("intermediate_size", found["intermediate_size"])
-    rope = config.get("rope_parameters") or {}
-    theta = config.get("rope_theta") or rope.get("rope_theta") or THETA
-    return {**found, "length": None, "rope_theta": float(theta), "norm_eps": float(config.get("rms_norm_eps", EPS))}
+    return {**found, "length": None, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
+
+
+def _rope(source: Source) -> dict[str, Any]:
+    """Return base and scaling, which stand side by side in older files and together in newer ones."""
+    parameters = source.config.get("rope_parameters") or {}
+    theta = float(source.config.get("rope_theta") or parameters.get("rope_theta") or THETA)
+    scaling = scaling_of(source.config.get("rope_scaling") or parameters)
+    if scaling is not None and scaling["rope_type"] not in SCALINGS:
+        raise source.refusal(f"rope_scaling of type {scaling['rope_type']}")
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _check_options(source: Source, layer: str) -> None:
@@ -54,10 +63,6 @@ def _check_options(source: Source, layer: str) -> None:
             raise source.refusal(f"a bias in its layer, {name} (attention_bias, qkv_bias)")
     if config.get("hidden_act") not in ACTIVATIONS:
         raise source.refusal(f"hidden_act={config['hidden_act']}")
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise source.refusal(f"rope_scaling of type {kind}")
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise source.refusal("a sliding window (layer_types, use_sliding_window)")
     if config.get("logit_scale", 1.0) != 1.0:

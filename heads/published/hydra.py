@@ -69,7 +69,7 @@ def _layer(source: Source, ends: Ends, prefix: bool) -> dict[str, object]:
     if prefix:
         return decoder(source, f"{PREFIX}layers.0.", ends)
     none = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
-    return {**none, "rope_theta": THETA, "norm_eps": EPS}
+    return {**none, "rope_theta": THETA, "rope_scaling": None, "norm_eps": EPS}
 
 
 def _is_copy(source: Source, name: str, first: int) -> bool:

@@ -1,5 +1,7 @@
 """Test 3 of the design: `unroll` is `extend` and `expand` done for all rows at once; and Block is the HF layer."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -8,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.layers import Block, masked_attention
+from heads.rope import Rope, scaling_of
 from heads.vocab import spread
 from tests import toys
 
@@ -80,19 +83,27 @@ def test_tree_nodes_see_their_ancestors_alone(name: str) -> None:
     torch.testing.assert_close(both.logits[0], chain.logits[0], rtol=1e-9, atol=1e-9)
 
 
-def test_block_is_the_llama_layer() -> None:
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 8.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         attn_implementation="eager", rope_theta=500.0, num_hidden_layers=1,
     )  # fmt: skip
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0, **(scaling or {})}
     torch.manual_seed(0)
     theirs = LlamaDecoderLayer(config, 0).double()
-    ours = Block(32, LayerShape(4, 2, 8, 48), theta=500.0, eps=config.rms_norm_eps, input_norm=True).double()
+    rope = Rope(500.0, scaling_of(config.rope_parameters))
+    ours = Block(32, LayerShape(4, 2, 8, 48), rope=rope, eps=config.rms_norm_eps, input_norm=True).double()
     ours.load_state_dict(theirs.state_dict())
-    x, position = torch.randn(2, 9, 32, dtype=torch.float64), torch.arange(9).expand(2, 9)
+    x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)
     seen = torch.ones(2, 9, 9, dtype=torch.bool).tril()
-    found = ours(x, position, 9, lambda q, k, v: masked_attention(q, k, v, seen))
+    found = ours(x, position, 180, lambda q, k, v: masked_attention(q, k, v, seen))
     additive = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~seen[:, None], -1e300)
     rotary = LlamaRotaryEmbedding(config)(x, position)
     expected = theirs(x, attention_mask=additive, position_ids=position, position_embeddings=rotary)

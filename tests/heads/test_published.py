@@ -118,9 +118,24 @@ def test_what_a_right_config_says_is_no_warning(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0}},
+    ],
+)
+def test_scaled_positions_are_read_from_older_and_newer_files(said: dict[str, Any], tmp_path: Path) -> None:
+    _, tensors, config = eagle_authors()
+    loaded: Any = load_published(publish(tmp_path, tensors, {**config, **said}), toys.target().ends)
+    assert loaded.config.rope_theta == 5e5
+    assert loaded.config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
     ("make", "change", "named"),
     [
-        (eagle_authors, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type llama3"),
+        (eagle_authors, {"rope_scaling": {"type": "dynamic", "factor": 8.0}}, "rope_scaling of type dynamic"),
+        (eagle_authors, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no number low_freq_factor"),
         (eagle_authors, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, "rope_scaling of type yarn"),
         (eagle_authors, {"hidden_act": "gelu"}, "hidden_act=gelu"),
         (eagle3_authors, {"layer_types": ["sliding_attention"]}, "sliding window"),
