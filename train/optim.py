@@ -88,15 +88,21 @@ class Average:
         self.decay = decay
         self.weights: dict[str, Tensor] = {}
         if decay:
-            self.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+            self.weights = {k: v.detach().clone() for k, v in trained_state(module).items()}
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
         """Move towards the present weights."""
         if self.decay:
-            for name, value in module.state_dict().items():
+            for name, value in trained_state(module).items():
                 self.weights[name].lerp_(value.to(self.weights[name]), 1 - self.decay)
 
     def state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the weights to evaluate and to keep: the average if there is one."""
-        return self.weights if self.decay else {k: v.detach() for k, v in module.state_dict().items()}
+        return {k: v.detach() for k, v in module.state_dict().items()} | self.weights
+
+
+def trained_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the part of a module's state that is trained, which the optimiser moves."""
+    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if value.requires_grad}
