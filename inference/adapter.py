@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import HfApi
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
@@ -31,16 +31,17 @@ class Adapter(NamedTuple):
 
 
 def check(adapter: str, quantize: str | None) -> None:
-    """Refuse an adapter on a target that is to be quantised: what it adds would be rounded away or left out.
+    """Check what can be checked before the target is loaded.
 
     Raises:
-        ValueError: both are asked for.
+        ValueError: there is no such adapter, or the target is to be quantised too.
     """
     if quantize not in (None, loading.AS_IT_IS):
         raise ValueError(
             f"model.adapter={adapter} is merged into full weights, which model.quantize={quantize} does not keep: "
             "merge it, save the model, and give that as model.path with model.quantize"
         )
+    find(adapter)
 
 
 def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedModel, Adapter]:
@@ -66,7 +67,7 @@ def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedMo
         config: Any = PeftConfig.from_pretrained(str(folder))
         if config.is_prompt_learning:
             raise ValueError(f"{config.peft_type.value} adds tokens, not weights, and cannot be merged")
-        wrapped: Any = get_peft_model(model, config)
+        wrapped: Any = PeftModel(model, config)
         found: Any = wrapped.load_adapter(str(folder), "default", torch_device=str(model.device))
         if odd := [*found.missing_keys, *found.unexpected_keys]:
             raise ValueError(f"only one of both has {odd[0]}")
@@ -74,7 +75,8 @@ def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedMo
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, SafetensorError) as error:
         reason = one_line(error)[:300]
         raise ValueError(
-            f"model.adapter={adapter} does not fit model.path={path}: {reason}; give the model that it was trained for"
+            f"model.adapter={adapter} cannot be merged into model.path={path}: {reason}; give the model that it was "
+            "trained for, or save it with peft again"
         ) from error
     return merged, Adapter(adapter, mark)
 
