@@ -86,9 +86,10 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
     model = {key: value for key, value in config.model.items() if value is not None}
     known = folder is not None and not is_published(folder)  # a published head does not name its target
     saved = read_config(folder)["target"] if folder and known else {"name": config.fallback}
-    options: dict[str, Any] = {"adapter": saved.get("adapter")}
+    if saved.get("adapter") is not None:
+        model = {"adapter": saved["adapter"], **model}
     keys = ("dtype", "device", "trust_remote_code", "quantize", "adapter")
-    options |= {key: model[key] for key in keys if key in model}
+    options = {key: model[key] for key in keys if key in model}
     target = Target.load(model.get("path", target_path(saved["name"])), **options)
     if folder is None:
         return target, None
