@@ -38,12 +38,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
         inner = [p for p in trained if p.ndim == 2 and p.shape[0] not in sizes]
         others = [p for p in trained if p.ndim != 2 or p.shape[0] in sizes]
         beta1, beta2 = config.betas
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
+        self.parts: list[torch.optim.Optimizer] = []
+        if inner:
+            muon = torch.optim.Muon(
                 inner, config.lr, config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
-            ),
-            torch.optim.AdamW(decayed(others, config), config.lr, (beta1, beta2)),
-        ]
+            )
+            self.parts.append(muon)
+        if others:  # low-rank factors are matrices all
+            self.parts.append(torch.optim.AdamW(decayed(others, config), config.lr, (beta1, beta2)))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.param_groups = [group for part in self.parts for group in part.param_groups]  # the very same dicts
 

@@ -91,7 +91,7 @@ def test_an_adapted_head_starts_as_it_was_and_ends_plain(name: str) -> None:
     assert frozen_count(head) == whole
     assert all(torch.equal(*both) for both in zip(logits(head, features), before, strict=True))
     trainer = run(
-        "trainer.lr=0.02", "trainer.ema=0.5", f"trainer.optimizer={'muon' if 'tied' in name else 'adamw'}"
+        "trainer.lr=0.02", "trainer.ema=0.5", f"trainer.optimizer={'muon' if ' ' in name else 'adamw'}"
     ).trainer
     average = Average(head, trainer.ema)
     take(head, features, 4, average, optimizer(head, trainer))
