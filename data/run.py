@@ -35,7 +35,7 @@ class JobConfig:
     """One call, as conf/data.yaml composes it.
 
     Attributes:
-        model: the target; its path, dtype, quantize, device and trust_remote_code are read here.
+        model: the target; its path, dtype, quantize, adapter, device and trust_remote_code are read here.
         data: a DataConfig.
         answers: the file that the target's answers are appended to; null: none.
         inspect: samples to show with their loss masks.
@@ -60,9 +60,8 @@ def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
     """Write the target's answers to the training prompts and say how many there are."""
     settings = AnswerSettings(job.temperature, job.top_p, job.max_new_tokens, job.keep_unfinished, job.seed)
     model = job.model
-    target = Target.load(
-        model["path"], model["dtype"], model["device"], model["trust_remote_code"], model.get("quantize")
-    )
+    how = model["trust_remote_code"], model.get("quantize"), model.get("adapter")
+    target = Target.load(model["path"], model["dtype"], model["device"], *how)
     prompts = training_prompts(config, target.tokenizer, job.limit)
     written = write_answers(target, prompts, settings, out, job.batch_size)
     print(f"{out}: {written.answers} answers added to {len(prompts)} prompts; train on them with data.path={out}")

@@ -179,7 +179,8 @@ SAMPLED = (
 def title(report: Report) -> str:
     """Return one line: what, on what, in which arithmetic."""
     how = f", weights quantised ({quantized})" if (quantized := report.target.get("quantized")) else ""
-    return f"{report.target.get('name')} on {report.device.get('name')}, {report.device.get('dtype')}{how}"
+    carried = f" with adapter {adapter}" if (adapter := report.target.get("adapter")) else ""
+    return f"{report.target.get('name')}{carried} on {report.device.get('name')}, {report.device.get('dtype')}{how}"
 
 
 def table(report: Report) -> Table:

@@ -119,7 +119,8 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
 
 def load_target(model: Mapping[str, Any], dtype: str, engine: EngineConfig) -> Target:
     """Load the target in a dtype, which is that of what is not quantised, and compile it if the engine is to be."""
-    target = Target.load(model["path"], dtype, model["device"], bool(model["trust_remote_code"]), model["quantize"])
+    remote = bool(model["trust_remote_code"])
+    target = Target.load(model["path"], dtype, model["device"], remote, model["quantize"], model["adapter"])
     if engine.compile:
         target.compile()
     return target

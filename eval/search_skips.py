@@ -52,7 +52,8 @@ def find(job: JobConfig) -> Path:
     if not workload:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
     remote = bool(model["trust_remote_code"])
-    target = Target.load(model["path"], model["dtype"], model["device"], remote, model.get("quantize"))
+    how = remote, model.get("quantize"), model.get("adapter")
+    target = Target.load(model["path"], model["dtype"], model["device"], *how)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     settings = Settings(job.max_new_tokens, GREEDY)
     plain = [autoregress(target, prompt, settings) for prompt in prompts]

@@ -12,6 +12,7 @@ from heads.published import is_published
 from heads.store import read_config
 from heads.typed import first_line
 
+KEPT = ("dtype", "device", "quantize", "adapter", "prompts")  # of a run's model, where model.path is another
 YAML_ERROR: type[Exception] = importlib.import_module("yaml").YAMLError  # imported by name: PyYAML comes without types
 
 
@@ -53,12 +54,13 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     # A run's folder may come from the Hub: whether the target's own code may run is for the user alone to say.
     own.pop("trust_remote_code", None)
     if given.get("path") is not None:
-        own = {key: value for key, value in own.items() if key in ("dtype", "device", "quantize", "prompts")}
+        own = {key: value for key, value in own.items() if key in KEPT}
     model: dict[str, Any] = {
         "dtype": "auto",
         "device": None,
         "trust_remote_code": False,
         "quantize": None,
+        "adapter": None,
         **overlay(own, given),
     }
     if not model.get("path"):
@@ -80,7 +82,8 @@ def _trained_model(run: str) -> dict[str, Any]:
     files = [place / "config.yaml" for place in places]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        return {} if is_published(folder) else {"path": read_config(folder)["target"]["name"]}
+        saved = {} if is_published(folder) else read_config(folder)["target"]
+        return {"path": saved["name"], "adapter": saved.get("adapter")} if saved else {}
     try:
         config = OmegaConf.to_container(OmegaConf.load(file))
     except YAML_ERROR as error:

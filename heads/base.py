@@ -169,6 +169,11 @@ def parameter_count(head: nn.Module) -> int:
     return sum(p.numel() for p in head.parameters() if p.requires_grad)
 
 
+def frozen_count(head: nn.Module) -> int:
+    """Number of parameters that are not trained."""
+    return sum(p.numel() for p in head.parameters() if not p.requires_grad)
+
+
 def device_of(head: nn.Module) -> torch.device:
     """Return the device that the head's parameters live on."""
     return next(head.parameters()).device

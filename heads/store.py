@@ -44,9 +44,14 @@ class TargetSpec:
     hidden_size: int
     num_layers: int
     fingerprint: str
+    adapter: str | None = None  # the PEFT adapter merged into it; heads saved earlier do not say
+
+    def __str__(self) -> str:
+        return self.name if self.adapter is None else f"{self.name} with adapter {self.adapter}"
 
 
 QUANTISED = "quantised:"
+UNSURE = "%s: made for %s; whether that is %s cannot be told from quantised weights: τ will show"
 MUST_AGREE = {
     "vocab_size": "vocabulary",
     "hidden_size": "width",
@@ -280,15 +285,11 @@ def assert_same_target(folder: Path, saved: TargetSpec, wanted: TargetSpec) -> N
     for field, what in MUST_AGREE.items():
         theirs, ours = getattr(saved, field), getattr(wanted, field)
         if theirs != ours and field == "fingerprint" and QUANTISED in (theirs + ours):
-            log.warning(
-                "%s: made for %s; whether %s is the same target cannot be told, for a checkpoint that is quantised "
-                "does not hold the weights it was made from: τ will show",
-                *(folder, saved.name, wanted.name),
-            )
+            log.warning(UNSURE, folder, saved, wanted)
         elif theirs != ours:
             raise ValueError(
-                f"{folder}: made for another target, {saved.name}: its {what} is {theirs}, but that of "
-                f"{wanted.name} is {ours}; choose the target that it was made for with model.path"
+                f"{folder}: made for another target, {saved}: its {what} is {theirs}, but that of {wanted} is {ours}; "
+                "choose the target that it was made for with model.path and model.adapter"
             )
 
 

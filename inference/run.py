@@ -85,9 +85,12 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
     folder = resolve_head(config.run) if config.run else None
     model = {key: value for key, value in config.model.items() if value is not None}
     known = folder is not None and not is_published(folder)  # a published head does not name its target
-    own = target_path(read_config(folder)["target"]["name"]) if folder and known else config.fallback
-    options = {key: model[key] for key in ("dtype", "device", "trust_remote_code", "quantize") if key in model}
-    target = Target.load(model.get("path", own), **options)
+    saved = read_config(folder)["target"] if folder and known else {"name": config.fallback}
+    if saved.get("adapter") is not None:
+        model = {"adapter": saved["adapter"], **model}
+    keys = ("dtype", "device", "trust_remote_code", "quantize", "adapter")
+    options = {key: model[key] for key in keys if key in model}
+    target = Target.load(model.get("path", target_path(saved["name"])), **options)
     if folder is None:
         return target, None
     head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()

@@ -16,7 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from heads import rows
 from heads.base import Features
 from heads.store import TargetSpec
+from inference import adapter as adapters
 from inference import loading, probe, tree
+from inference.adapter import Adapter
 from inference.cache import BatchCache, BatchPass, TargetCache
 from inference.checkpoint import fingerprint
 from inference.compiled import Compiled
@@ -46,7 +48,9 @@ class Target:
         quantized: how its weights are quantised, None if they are not.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, adapter: Adapter | None = None
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
@@ -59,9 +63,9 @@ class Target:
         self.context: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.eos = _end_tokens(model, tokenizer)
         self.quantized = loading.method_of(model)
-        self.spec = TargetSpec(
-            name, self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers, fingerprint(model, name)
-        )
+        sizes = self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers
+        mark, carried = (fingerprint(model, name), None) if adapter is None else (adapter.fingerprint, adapter.name)
+        self.spec = TargetSpec(name, *sizes, mark, carried)
         self.compiled: Compiled | None = None
         self.takes_trees = probe.check(self)
 
@@ -73,6 +77,7 @@ class Target:
         device: str | None = None,
         trust_remote_code: bool = False,
         quantize: str | None = None,
+        adapter: str | None = None,
     ) -> "Target":
         """Load a target from a folder or the Hub.
 
@@ -82,6 +87,7 @@ class Target:
             device: torch device; None takes an accelerator if there is one.
             trust_remote_code: passed to transformers.
             quantize: a key of `inference.loading.METHODS`; None or "none" for the weights as the checkpoint has them.
+            adapter: folder or Hub name of a PEFT adapter to merge into the weights; None or "none" for none.
 
         Raises:
             ValueError: the model or its tokenizer cannot be loaded or cannot be verified, and why.
@@ -90,7 +96,12 @@ class Target:
             raise ValueError(f"model.dtype is {dtype!r}: choose auto or one of {', '.join(DTYPES)}")
         place = torch.device(device or default_device())
         kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
-        return cls(*loading.load(path, kind, place, trust_remote_code, quantize), path)
+        if adapter in (None, loading.AS_IT_IS):
+            return cls(*loading.load(path, kind, place, trust_remote_code, quantize), path)
+        adapters.check(adapter, quantize)
+        model, tokenizer = loading.load(path, kind, place, trust_remote_code, quantize)
+        merged, carried = adapters.merge(model, path, adapter)
+        return cls(merged, tokenizer, path, carried)
 
     @cached_property
     def parts(self) -> Parts:

@@ -26,7 +26,7 @@ GROUPS = {
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name not in ("local", "__pycache__")
 }
-PARTS = ["model", "head", "objective", "data", "trainer", "launcher", "tree", "eval"]
+PARTS = ["model", "head", "peft", "objective", "data", "trainer", "launcher", "tree", "eval"]
 PRIMARY = {"drafter": "eval"}  # the command that a group belongs to, where it is not training
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() if group not in PRIMARY for option in options]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

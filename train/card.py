@@ -47,7 +47,7 @@ def card(facts: Facts) -> str:
     sections = {
         "What it is": "\n".join(_bullets(about)),
         "Measured": _measured(facts.report),
-        "Use": _use(facts.repo, base, hub),
+        "Use": _use(facts.repo, base, hub, target.get("adapter")),
         "Provenance": "\n".join(_bullets(facts.provenance)) or "Not recorded.",
         "Limits": LIMITS,
     }
@@ -59,14 +59,16 @@ def card(facts: Facts) -> str:
     return f"---\n{meta.to_yaml()}\n---\n\n{title}\n\n{body}\n"
 
 
-def _use(repo: str, base: str, hub: bool) -> str:
-    model = f" model.path={base}" if hub else ""
+def _use(repo: str, base: str, hub: bool, adapter: str | None) -> str:
+    model = (f" model.path={base}" if hub else "") + (f" model.adapter={adapter}" if adapter else "")
+    carried = f', adapter="{adapter}"' if adapter else ""
     return (
         f"```\npython eval/run.py run={repo}{model}\npython inference/run.py run={repo}{model} prompt='...'\n```\n\n"
         "or from Python, in a checkout of headstart:\n\n"
         "```python\nfrom heads.hub import resolve_head\nfrom heads.store import load_head\n"
         "from inference.target import Target\n\n"
-        f'target = Target.load("{base}")\nhead = load_head(resolve_head("{repo}"), target.ends, target.spec)\n```'
+        f'target = Target.load("{base}"{carried})\n'
+        f'head = load_head(resolve_head("{repo}"), target.ends, target.spec)\n```'
     )
 
 

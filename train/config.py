@@ -14,6 +14,7 @@ from heads.typed import typed
 from inference.loading import AS_IT_IS, METHODS
 from inference.policy import TreeConfig
 from inference.target import DTYPES
+from train.adapt import peft_config
 from train.losses import ObjectiveConfig
 
 
@@ -25,6 +26,7 @@ class ModelConfig:
     path: str
     dtype: str
     quantize: str | None
+    adapter: str | None
     device: str | None
     trust_remote_code: bool
     data: str
@@ -127,8 +129,8 @@ class EvalSettings:
 class RunConfig:
     """One training run, as conf/train.yaml composes it.
 
-    `head` is the Config of the head that `head.name` chooses; it, `objective`, `data` and `tree` belong to the modules
-    that use them. `init` is a head to start from, whose Config then takes the place of `head`.
+    `head` is the Config of the head that `head.name` chooses; it, `peft`, `objective`, `data` and `tree` belong to the
+    modules that use them. `init` is a head to start from, whose Config then takes the place of `head`.
     """
 
     name: str
@@ -141,6 +143,7 @@ class RunConfig:
     workload: str | None
     model: ModelConfig
     head: Any
+    peft: Any
     objective: Any
     data: Any
     trainer: TrainerConfig
@@ -163,6 +166,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
     run = replace(
         run,
         head=typed(head.Config, cfg.head),
+        peft=peft_config(cfg.peft),
         objective=typed(ObjectiveConfig, cfg.objective),
         data=typed(DataConfig, cfg.data),
         tree=typed(TreeConfig, cfg.tree),

@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from data.batches import Batch, Batches
 from data.features import batch_features
-from heads.base import Features, parameter_count
+from heads.base import Features, frozen_count, parameter_count
 from heads.store import save_head
 from inference.target import Target
-from train import checkpoint
+from train import adapt, checkpoint
 from train.acceptance import Judge
 from train.checkpoint import Checkpoint
 from train.config import RunConfig
@@ -72,7 +71,13 @@ class Loop:
         found = checkpoint.newest(self.out / "checkpoints")
         if found is None:
             return
-        self.head.load_state_dict(found.weights)
+        try:
+            self.head.load_state_dict(found.weights)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
+                "overrides that the run was started with"
+            ) from error
         self.average.weights = {k: v.to(self.accelerator.device) for k, v in found.average.items()}
         self.optimizer.load_state_dict(found.optimizer)
         self.start, self.progress = found.step, self.progress | found.progress
@@ -158,6 +163,7 @@ class Loop:
         """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
         cost = {
             "parameters": parameter_count(self.head),
+            "frozen_parameters": frozen_count(self.head),
             "steps": steps,
             "tokens": steps * self.run.trainer.batch_tokens,
             "flops": None if self.flops is None else self.flops * steps,
@@ -188,6 +194,9 @@ class Loop:
             features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
         features = noisy(features, config.noise, self.run.trainer.seed, number(batch, step))
         anchors = None if anchors is None else anchors.to(device)
+
+        # What dropout leaves out follows from seed and step alone, as all that is drawn: a resumed run sees the same.
+        torch.manual_seed((self.run.trainer.seed * 1_000_003 + int(number(batch, step)[0])) % 2**63)
 
         def go() -> tuple[Tensor, dict[str, Tensor]]:
             with self.accelerator.autocast():
@@ -251,9 +260,6 @@ def number(batch: Batch, step: int) -> Tensor:
 
 
 def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | None) -> Any:
-    """Return a copy of the head with these weights, in the target's dtype, or in its own without a target."""
-    build: Callable[..., nn.Module] = type(head)
-    copy = build(head.config, head.ends)
-    copy.load_state_dict(weights)
-    copy.eval().requires_grad_(False)
+    """Return a plain copy of the head with these weights, in the target's dtype, or in its own without a target."""
+    copy = adapt.plain(head, weights).eval().requires_grad_(False)
     return copy.to(target.device, target.dtype) if target else copy

@@ -38,12 +38,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
         inner = [p for p in trained if p.ndim == 2 and p.shape[0] not in sizes]
         others = [p for p in trained if p.ndim != 2 or p.shape[0] in sizes]
         beta1, beta2 = config.betas
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
+        self.parts: list[torch.optim.Optimizer] = []
+        if inner:
+            muon = torch.optim.Muon(
                 inner, config.lr, config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
-            ),
-            torch.optim.AdamW(decayed(others, config), config.lr, (beta1, beta2)),
-        ]
+            )
+            self.parts.append(muon)
+        if others:  # low-rank factors are matrices all
+            self.parts.append(torch.optim.AdamW(decayed(others, config), config.lr, (beta1, beta2)))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.param_groups = [group for part in self.parts for group in part.param_groups]  # the very same dicts
 
@@ -88,15 +90,21 @@ class Average:
         self.decay = decay
         self.weights: dict[str, Tensor] = {}
         if decay:
-            self.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+            self.weights = {k: v.detach().clone() for k, v in trained_state(module).items()}
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
         """Move towards the present weights."""
         if self.decay:
-            for name, value in module.state_dict().items():
+            for name, value in trained_state(module).items():
                 self.weights[name].lerp_(value.to(self.weights[name]), 1 - self.decay)
 
     def state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the weights to evaluate and to keep: the average if there is one."""
-        return self.weights if self.decay else {k: v.detach() for k, v in module.state_dict().items()}
+        return {k: v.detach() for k, v in module.state_dict().items()} | self.weights
+
+
+def trained_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the part of a module's state that is trained, which the optimiser moves."""
+    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if value.requires_grad}

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads import HEADS
-from heads.base import LayerShape, parameter_count
+from heads.base import LayerShape, frozen_count, parameter_count
 from inference.ends import layer_shape
 from inference.target import DTYPES, default_device, fast_dtype
+from train.adapt import adapt
 from train.config import RunConfig
 
 ADAMW_BYTES = 16  # fp32 weight, gradient and two moments
@@ -54,20 +55,24 @@ def plan(run: RunConfig) -> dict[str, Any]:
         text = config.get_text_config()
         ends = ShapesOnly(text.hidden_size, text.vocab_size, text.num_hidden_layers, layer_shape(text))
         head = HEADS[run.head.name](run.head, ends)
+        whole = parameter_count(head)
+        adapt(head, run.peft)
     place = torch.device(run.model.device or default_device())
     kind = fast_dtype(place) if run.model.dtype == "auto" else DTYPES[run.model.dtype]
-    trained, frozen = parameter_count(head), sum(p.numel() for p in target.parameters())
+    trained, resting = parameter_count(head), frozen_count(head)
+    frozen = sum(p.numel() for p in target.parameters())
     rows = run.trainer.micro_tokens
     logits = 4 * rows * text.vocab_size * (2 * run.objective.depths + 1)
     return {
         "target_parameters": frozen,
-        "head_parameters": trained,
+        "head_parameters": whole,
+        "trained_parameters": trained,
         "steps": run.trainer.steps,
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
         "target_bytes": frozen * kind.itemsize,
-        "head_and_optimizer_bytes": trained * ADAMW_BYTES,
+        "head_and_optimizer_bytes": trained * ADAMW_BYTES + resting * 4,
         "logits_bytes": logits,
-        "checkpoint_bytes": run.trainer.keep * trained * 12 + trained * 4,
+        "checkpoint_bytes": run.trainer.keep * (trained * 12 + resting * 4) + whole * 4,
     }
 
 

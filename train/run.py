@@ -31,13 +31,13 @@ from data.batches import Batches, fingerprint, pack, token_counts
 from data.prompts import held_out_prompts, load_samples, save_prompts
 from eval.config import eval_config
 from eval.run import evaluate
-from heads.base import parameter_count
+from heads.base import frozen_count, parameter_count
 from heads.errors import user_errors
 from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
 from inference.target import Target, default_device, fast_dtype
-from train import launch, sweep
+from train import adapt, launch, sweep
 from train.config import RunConfig, run_config
 from train.loop import Loop
 from train.plan import plan, table
@@ -87,6 +87,11 @@ def provenance(world: int, data: str) -> dict[str, Any]:
     }
 
 
+def start_of(run: RunConfig) -> dict[str, Any]:
+    """Return what a run that starts from a head starts from, and what of it is trained."""
+    return {} if run.init is None else {"init": run.init, "peft": asdict(run.peft)}
+
+
 def accelerator_for(run: RunConfig) -> Accelerator:
     """Return accelerate's handle with the precision that the run asks for, or that the device is fast in."""
     wanted = run.trainer.precision
@@ -108,10 +113,12 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     accelerator = accelerator_for(run)
     main, console = accelerator.is_main_process, Console()
     check_out(run)
+    adapt.check_start(run.peft, run.init)
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
     set_seed(run.trainer.seed)
     model = run.model
-    target = Target.load(model.path, model.dtype, str(accelerator.device), model.trust_remote_code, model.quantize)
+    place = str(accelerator.device)
+    target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
     head: Any = first_head(run, target).to(accelerator.device)
     run, resolved = replace(run, head=head.config), {**resolved, "head": asdict(head.config)}
     target.feature_layers = head.feature_layers
@@ -121,17 +128,19 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     samples = load_samples(run.data, target.tokenizer)
     if run.init in (None, LAST_LAYER, CHECKPOINT):  # else the vocabulary is chosen already
         prune(head, token_counts(samples, target.ends.vocab_size))
+    adapt.adapt(head, run.peft)
     prompts = held_out_prompts(run.data, target.tokenizer, max(run.eval.prompts, run.trainer.eval_prompts))
     packed = pack(samples, run.data.length)
     if main:
         prepare_out(run, resolved)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
-        origin = provenance(accelerator.num_processes, fingerprint(samples))
+        origin = provenance(accelerator.num_processes, fingerprint(samples)) | start_of(run)
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
         started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
+        beside = f" beside {frozen:,} frozen ones" if (frozen := frozen_count(head)) else ""
         filled = float((packed.document >= 0).float().mean())
         console.print(
-            f"{run.name}: {started}{parameter_count(head):,} trained parameters, {len(samples):,} samples, "
+            f"{run.name}: {started}{parameter_count(head):,} trained parameters{beside}, {len(samples):,} samples, "
             f"{len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )

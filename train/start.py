@@ -1,6 +1,8 @@
 """What a head's training starts from: nothing, a head that exists, or a part of the target."""
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,10 +11,15 @@ from torch import Tensor, nn
 from heads import HEADS
 from heads.hub import load_found, resolve_head
 from heads.mtp import Mtp
+from heads.published import is_published
 from heads.rope import scaling_of
+from heads.store import TargetSpec, read_config
+from heads.typed import typed
 from inference.mtp import load_mtp
 from inference.target import Target
 from train.config import RunConfig
+
+log = logging.getLogger(__name__)
 
 LAST_LAYER, CHECKPOINT = "last_layer", "checkpoint"  # what `init` may be besides a head
 
@@ -21,7 +28,8 @@ def first_head(run: RunConfig, target: Target) -> nn.Module:
     """Return the head to train: a new one as `head` says, or what `init` names, config and weights.
 
     Raises:
-        ValueError: there is no such head, it is not the target's, or `head` and so the objective are of another kind.
+        ValueError: there is no such head, it is of a target of another shape, or `head` and so the objective are of
+            another kind.
     """
     kind: Any = HEADS[run.head.name]
     if run.init in (LAST_LAYER, CHECKPOINT):
@@ -29,7 +37,8 @@ def first_head(run: RunConfig, target: Target) -> nn.Module:
     if run.init is None:
         new: nn.Module = kind(run.head, target.ends)
         return new
-    found: Any = load_found(resolve_head(run.init), target.ends, target.spec)
+    folder = resolve_head(run.init)
+    found: Any = load_found(folder, target.ends, start_spec(folder, target.spec))
     if type(found.config) is not type(run.head):
         name = found.config.name
         raise ValueError(
@@ -39,6 +48,20 @@ def first_head(run: RunConfig, target: Target) -> nn.Module:
     head: nn.Module = kind(replace(found.config, name=run.head.name), target.ends)
     head.load_state_dict(found.state_dict())  # into a new head's fp32, whatever the file's dtype
     return head
+
+
+def start_spec(folder: Path, spec: TargetSpec) -> TargetSpec:
+    """Return the target to load a head for as a start: its weights may be others than those the head was trained for.
+
+    A head of a base model is the start for that model fine-tuned, or with an adapter; its training is what makes it
+    the new target's. The shapes must agree.
+    """
+    if is_published(folder):  # by other projects, which do not say whose weights
+        return spec
+    own = typed(TargetSpec, read_config(folder)["target"])
+    if own.fingerprint != spec.fingerprint:
+        log.warning("%s: made for the weights of %s; it is trained on for those of %s", folder, own, spec)
+    return replace(spec, fingerprint=own.fingerprint)
 
 
 def mtp_from_target(run: RunConfig, target: Target) -> nn.Module:

@@ -70,7 +70,8 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
     set_seed(trainer.seed)
     model = run.model
-    target = Target.load(model.path, model.dtype, str(accelerator.device), model.trust_remote_code, model.quantize)
+    place = str(accelerator.device)
+    target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
     streams = Streams(run.streams, target)
     samples = load_samples(run.data, target.tokenizer)
     prompts = held_out_prompts(run.data, target.tokenizer, trainer.eval_prompts)

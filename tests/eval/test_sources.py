@@ -51,7 +51,7 @@ def test_a_none_changes_nothing() -> None:
 
 def test_the_target_is_the_runs_own(tmp_path: Path) -> None:
     found = model_of(trained(tmp_path / "run"), NOTHING)
-    assert found == {**OWN, "trust_remote_code": False, "quantize": None}
+    assert found == {**OWN, "trust_remote_code": False, "quantize": None, "adapter": None}
 
 
 def test_the_target_is_found_from_the_head_folder_too(tmp_path: Path) -> None:

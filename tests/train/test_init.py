@@ -1,6 +1,8 @@
 """A run that starts from a head: a published one or our own, its numbers in place of those of `head`."""
 
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,19 @@ def test_our_own_head_is_a_start_too(tmp_path: Path) -> None:
     save_head(tmp_path / "head", saved, target.spec, {})
     head = first_head(run("head=medusa", "head.heads=2", f"init={tmp_path}"), target)
     assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in head.state_dict().items())
+
+
+def test_a_head_of_other_weights_is_a_start_and_one_of_another_shape_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, saved = toys.target(), toys.head("medusa", toys.target())
+    save_head(tmp_path / "tuned" / "head", saved, replace(target.spec, name="base", fingerprint="another"), {})
+    save_head(tmp_path / "deep" / "head", saved, replace(target.spec, num_layers=9), {})
+    with caplog.at_level(logging.WARNING):
+        first_head(run("head=medusa", f"init={tmp_path / 'tuned'}"), target)
+    assert "made for the weights of base; it is trained on for those of llama" in caplog.text
+    with pytest.raises(ValueError, match="made for another target, llama: its number of layers is 9"):
+        first_head(run("head=medusa", f"init={tmp_path / 'deep'}"), target)
 
 
 def test_another_kind_of_head_is_refused_in_one_line(tmp_path: Path) -> None:

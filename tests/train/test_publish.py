@@ -171,9 +171,16 @@ def test_a_target_on_the_hub_is_the_base_model(run: Path, hub: Hub, spec: Target
     out = publish(config(run, dry_run=True), HfApi())
     text = (out / "README.md").read_text()
     assert huggingface_hub.ModelCard(text).data.to_dict()["base_model"] == "Someone/Target-8B"
-    assert f"run={REPO} model.path=Someone/Target-8B" in text
+    assert f"run={REPO} model.path=Someone/Target-8B prompt" in text
     assert "Not measured" in text
     assert not (out / "report.json").exists()
+
+
+def test_a_targets_adapter_stands_in_the_card(run: Path, hub: Hub) -> None:
+    save_head(run / "head", medusa(0), TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d", "me/adapter"), {})
+    text = (publish(config(run, dry_run=True), HfApi()) / "README.md").read_text()
+    assert "model.path=Someone/Target-8B model.adapter=me/adapter" in text
+    assert 'Target.load("Someone/Target-8B", adapter="me/adapter")' in text
 
 
 def test_publishing_again_removes_what_no_longer_holds(run: Path, hub: Hub) -> None:

@@ -1,0 +1,205 @@
+"""Adapting a head by low-rank factors: it starts as it was, trains them alone, and leaves the trainer a plain head."""
+
+import functools
+import json
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from safetensors.torch import load_file
+from torch import Tensor
+
+from heads import HEADS
+from heads.base import Features, LayerShape, frozen_count, parameter_count
+from heads.resolvers import ROOT, register_resolvers
+from heads.store import save_head
+from inference.target import Target
+from tests import toys
+from tests.train import jobs
+from train.adapt import FactorsConfig, adapt, check_start, peft_config, plain
+from train.config import RunConfig, run_config
+from train.objective import objective
+from train.optim import Average, optimizer
+from train.plan import ShapesOnly, plan
+from train.weights import weights
+
+FACTORS = FactorsConfig("lora", 4, 8, 0.0, False, None)
+EVERY = [*toys.HEAD_CONFIGS, *toys.OPTIONS]
+TREE = {"kind": "dynamic", "depth": 4, "top_k": 3, "nodes": 9, "paths": [], "widths": []}
+
+
+@functools.cache
+def run(*overrides: str) -> RunConfig:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return run_config(compose("train", list(overrides)))
+
+
+def batch(of: Target) -> Features:
+    return of.features(torch.tensor([toys.prompt(5, 14), toys.prompt(6, 14)]), torch.zeros(2, 14, dtype=torch.long))
+
+
+def logits(head: Any, features: Features) -> list[Tensor]:
+    with torch.no_grad():
+        return [head.score(draft.state, d) for d, draft in enumerate(head.unroll(features, 4), 1)]
+
+
+def fresh(name: str, of: Target) -> Any:
+    head: Any = toys.head(name, of).requires_grad_(True).train()
+    of.feature_layers = head.feature_layers
+    return head
+
+
+def take(head: Any, features: Features, steps: int, average: Average, optim: torch.optim.Optimizer) -> None:
+    """Take steps of the real objective, chunk by chunk."""
+    config = run("head=eagle3", "objective.depths=4").objective
+    anchors = torch.ones(features.token.shape, dtype=torch.bool)
+    found = weights(features.document, torch.ones_like(features.token), anchors, config)
+    for _ in range(steps):
+        drafts = head.unroll(features, 4, anchors)
+        loss, _ = objective(head, drafts, features, found.row / found.amount[:, None, None], config, chunk=200)
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        average.update(head)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", EVERY)
+def test_an_adapted_head_starts_as_it_was_and_ends_plain(name: str) -> None:
+    target = toys.target(dtype=torch.float64)
+    head = fresh(name, target)
+    features = batch(target)
+    before, whole = logits(head, features), parameter_count(head)
+    kept = {key: value.clone() for key, value in head.state_dict().items()}
+    torch.manual_seed(0)
+    adapt(head, FACTORS)
+    assert frozen_count(head) == whole
+    assert all(torch.equal(*both) for both in zip(logits(head, features), before, strict=True))
+    trainer = run(
+        "trainer.lr=0.02", "trainer.ema=0.5", f"trainer.optimizer={'muon' if ' ' in name else 'adamw'}"
+    ).trainer
+    average = Average(head, trainer.ema)
+    take(head, features, 4, average, optimizer(head, trainer))
+    after = head.state_dict()
+    base = {key.replace(".base_layer.", "."): value for key, value in after.items() if ".lora_" not in key}
+    assert base.keys() == kept.keys()
+    assert all(torch.equal(base[key], kept[key]) for key in kept)
+    now = logits(head, features)
+    assert max(float((a - b).abs().max()) for a, b in zip(now, before, strict=True)) > 1e-3
+    merged = plain(head, after)
+    assert merged.state_dict().keys() == kept.keys()
+    for a, b in zip(logits(merged, features), now, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert average.weights.keys() == {key for key in after if ".lora_" in key}
+    averaged = plain(head, average.state(head))
+    assert not torch.equal(logits(averaged, features)[0], logits(merged, features)[0])
+
+
+@pytest.mark.parametrize(("rslora", "factor"), [(False, 2.0), (True, 4.0)])
+def test_chosen_layers_alone_are_adapted_and_scaled_as_asked(rslora: bool, factor: float) -> None:
+    head = fresh("eagle", toys.target())
+    adapt(head, replace(FACTORS, rslora=rslora, target_modules=["q_proj", "fc"]))
+    adapted = {name: module for name, module in head.named_modules() if hasattr(module, "lora_A")}
+    assert set(adapted) == {"fc", "layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"}
+    assert adapted["fc"].scaling == {"default": factor}
+
+
+def test_bad_values_are_one_line() -> None:
+    lora: dict[str, Any] = {"method": "lora", "rank": 4, "alpha": 8, "dropout": 0.0, "rslora": False}
+    lora["target_modules"] = None
+    cases = {"rank": 0, "alpha": 0, "dropout": 1.0, "method": "dora", "stepz": 1}
+    for key, value in cases.items():
+        with pytest.raises(ValueError, match=key) as error:
+            peft_config(DictConfig({**lora, key: value}))
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"target_modules=\['nonesuch'\]: .* choose among fc, layers\.0\.self_attn"):
+        adapt(fresh("eagle", toys.target()), replace(FACTORS, target_modules=["fc", "nonesuch"]))
+    with pytest.raises(ValueError, match="init names none"):
+        check_start(FACTORS, None)
+    check_start(FACTORS, "outputs/x")
+    check_start(peft_config(DictConfig({"method": "none"})), None)
+
+
+def test_a_plan_counts_the_factors() -> None:
+    whole, adapted = (plan(run("head=eagle", f"peft={method}")) for method in ("none", "lora"))
+    ends = ShapesOnly(128, 2048, 24, LayerShape(4, 2, 32, adapted_inner()))
+    head = HEADS["eagle"](run("head=eagle").head, ends)
+    adapt(head, peft_config(DictConfig(asdict(run("peft=lora").peft))))
+    assert adapted["head_parameters"] == whole["head_parameters"] == whole["trained_parameters"] == frozen_count(head)
+    assert adapted["trained_parameters"] == parameter_count(head) < whole["head_parameters"]
+    assert adapted["head_and_optimizer_bytes"] < whole["head_and_optimizer_bytes"]
+
+
+def adapted_inner() -> int:
+    return int(json.loads((ROOT / "examples/tiny/config.json").read_text())["intermediate_size"])
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A toy target, a head for it, and the overrides of a run that adapts that head; dropout makes resuming hard."""
+    folder = tmp_path_factory.mktemp("toy")
+    overrides = jobs.make(folder)
+    target = Target.load(str(folder / "target"), "float32", "cpu")
+    save_head(folder / "base" / "head", toys.head("hass", target), target.spec, TREE)
+    start = [f"init={folder / 'base'}", "head=hass", "peft=lora", "peft.rank=4", "peft.dropout=0.2", "trainer.ema=0.5"]
+    return folder, [*overrides, *start, "trainer.steps=16"]
+
+
+def test_a_run_adapts_resumes_bit_for_bit_and_leaves_a_plain_head(toy: tuple[Path, list[str]]) -> None:
+    folder, overrides = toy
+    whole, out = folder / "whole", folder / "killed"
+    printed = jobs.finish(jobs.start([*overrides, f"out={whole}"]))
+    job = jobs.start([*overrides, f"out={out}"])
+    while len(jobs.losses(out) if (out / "metrics.jsonl").exists() else {}) < 6:
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.02)
+    job.send_signal(signal.SIGKILL)
+    job.communicate(timeout=60)
+    assert len(jobs.losses(out)) < 16, "the run was over before the signal: nothing was tested"
+    jobs.finish(jobs.start([*overrides, f"out={out}", "resume=true"]))
+    assert jobs.losses(out) == jobs.losses(whole)
+    base, ours, theirs = (load_file(each / "head" / "model.safetensors") for each in (folder / "base", out, whole))
+    assert base.keys() == ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    changed = {name for name in base if not torch.equal(base[name], ours[name])}
+    assert changed == {name for name in base if "proj" in name or name == "fc.weight"}
+    cost = json.loads((whole / "training.json").read_text())
+    assert cost["frozen_parameters"] == sum(each.numel() for name, each in base.items() if name != "vocab.ids")
+    assert f"{cost['parameters']:,} trained parameters beside {cost['frozen_parameters']:,}" in " ".join(
+        printed.split()
+    )
+    origin = json.loads((whole / "provenance.json").read_text())
+    assert (origin["init"], origin["peft"]["rank"]) == (str(folder / "base"), 4)
+    row = json.loads((whole / "report.json").read_text())["rows"][-1]
+    assert row["lossless"]["identical"] == row["lossless"]["checked"] > 0
+
+
+def test_what_cannot_be_adapted_or_resumed_is_refused_in_one_line(toy: tuple[Path, list[str]]) -> None:
+    folder, overrides = toy
+    without = [each for each in overrides if not each.startswith("init=")]
+    whole = [each for each in overrides if not each.startswith("peft")]
+    cases = {
+        "init names none": [*without, f"out={folder / 'x'}"],
+        "are of a head with other parts": [*whole, f"out={folder / 'whole'}", "resume=true"],
+    }
+    running = {text: jobs.start(words) for text, words in cases.items()}
+    for text, job in running.items():
+        printed, _ = job.communicate(timeout=120)
+        errors = [line for line in printed.splitlines() if line.startswith("error:")]
+        assert (job.returncode, len(errors)) == (2, 1), printed
+        assert text in errors[0]
