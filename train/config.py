@@ -158,6 +158,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
     Raises:
         ValueError: a key is unknown, missing or of the wrong type, or a value breaks an invariant.
     """
+    data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
     run = typed(RunConfig, cfg)
     name = OmegaConf.select(cfg, "head.name")
     if name not in HEADS:
@@ -168,7 +169,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
         head=typed(head.Config, cfg.head),
         peft=peft_config(cfg.peft),
         objective=typed(ObjectiveConfig, cfg.objective),
-        data=typed(DataConfig, cfg.data),
+        data=data,
         tree=typed(TreeConfig, cfg.tree),
     )
     if run.trainer.optimizer == "muon" and run.launcher.deepspeed_stage is not None:
