@@ -3,10 +3,11 @@
     python benchmarks/heads.py [--seeds 0 1 2] --out table.jsonl [--prompts 24] NAME OVERRIDES… [+ NAME OVERRIDES…]
 
 Each row is a name and overrides of conf/train.yaml, rows are parted by `+`. All rows read the same packed rows, in an
-order that the seed gives, for as many steps and tokens as their own overrides say. A finished row and seed is a line of `table.jsonl`; what stands there already is not run again. Without a
-row the file's table is printed alone. τ is that of the real verifier on held-out prompts, greedy, with the bootstrap's
-interval over prompts; cost is parameters and CPU seconds of training, to which the first row adds the target's passes.
-The heads are kept in `runs/NAME-SEED/head` beside the table, where `eval/run.py run=… compare=[…]` finds them.
+order that the seed gives, for as many steps and tokens as their own overrides say. A finished row and seed is a line of
+`table.jsonl`; what stands there already is not run again. Without a row the file's table is printed alone. τ is that of
+the real verifier on held-out prompts, greedy, with the bootstrap's interval over prompts; cost is parameters and CPU
+seconds of training, to which the first row adds the target's passes. The heads are kept in `runs/NAME-SEED/head` beside
+the table, where `eval/run.py run=… compare=[…]` finds them.
 """
 
 import argparse
