@@ -29,7 +29,8 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from data.batches import pack, token_counts
-from data.prompts import Sample, held_out_prompts, load_samples
+from data.masks import Sample
+from data.prompts import held_out_prompts, load_samples
 from eval import metrics
 from heads import HEADS
 from heads.base import Features, parameter_count
@@ -43,6 +44,7 @@ from inference.target import Target
 from train.config import RunConfig, run_config
 from train.loop import Loop, decoding_copy
 from train.run import batches_for
+from train.start import first_head
 
 register_resolvers()
 
@@ -76,7 +78,7 @@ class Extracted:
 def train(run: RunConfig, target: Any, samples: list[Sample], held_out: list[list[int]]) -> dict[str, Any]:
     """Train one head and measure it."""
     set_seed(run.trainer.seed)
-    head = HEADS[run.head.name](run.head, target.ends)
+    head: Any = first_head(run, target.target)
     target.target.feature_layers = head.feature_layers
     prune(head, token_counts(samples, target.ends.vocab_size))
     accelerator = Accelerator(cpu=True)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from data.prompts import Sample
+from data.masks import Sample
 
 
 class Packed(NamedTuple):

@@ -21,7 +21,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.answers import AnswerSettings, write_answers
 from data.batches import fingerprint, pack
-from data.prompts import DataConfig, Sample, load_samples, training_prompts
+from data.config import DataConfig
+from data.masks import Sample
+from data.prompts import load_samples, training_prompts
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from data.prompts import DataConfig
+from data.config import DataConfig
 from heads import HEADS
 from heads.typed import typed
 from inference.loading import AS_IT_IS, METHODS

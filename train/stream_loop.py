@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from data.batches import Batch, Batches
-from data.prompts import DataConfig
+from data.config import DataConfig
 from heads import rows
 from inference.decode import Settings, speculate
 from inference.drafters.streams import StreamsDrafter

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.prompts import DataConfig
+from data.config import DataConfig
 from tests.data.chatml import PLAIN, SPECIAL, Tokens
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"

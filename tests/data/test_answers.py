@@ -9,7 +9,8 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.answers import AnswerSettings, Written, write_answers
-from data.prompts import DataConfig, Prompt, load_prompts, load_samples
+from data.config import DataConfig
+from data.prompts import Prompt, load_prompts, load_samples
 
 Write = Callable[..., str]
 LENGTH = 12

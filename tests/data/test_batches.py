@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from data.batches import Batches, Packed, fingerprint, pack
-from data.prompts import Sample
+from data.masks import Sample
 
 LENGTH = 16
 

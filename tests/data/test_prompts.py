@@ -7,16 +7,9 @@ import pytest
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.prompts import (
-    OPENING,
-    DataConfig,
-    Sample,
-    held_out_prompts,
-    load_prompts,
-    load_samples,
-    save_prompts,
-    training_prompts,
-)
+from data.config import DataConfig
+from data.masks import Sample
+from data.prompts import OPENING, held_out_prompts, load_prompts, load_samples, save_prompts, training_prompts
 from tests.data.chatml import PLAIN, TAGGED, Tokens
 
 Write = Callable[..., str]

@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.prompts import Sample
+from data.masks import Sample
 from data.run import JobConfig, main, show
 from heads.resolvers import ROOT
 from heads.typed import typed

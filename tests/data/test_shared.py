@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.prompts import DataConfig, load_prompts, load_samples
+from data.config import DataConfig
+from data.prompts import load_prompts, load_samples
 from tests.data.chatml import PLAIN, TAGGED, Tokens
 
 Config = Callable[..., DataConfig]

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from data.batches import Batch, Batches, pack
-from data.prompts import Sample
+from data.masks import Sample
 from heads.resolvers import ROOT, register_resolvers
 from heads.typed import typed
 from inference.decode import Settings, autoregress, speculate
