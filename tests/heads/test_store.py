@@ -22,6 +22,12 @@ from tests import toys
 from tests.heads.stub import Stub, TinyEnds, head, same
 
 TREE = {"kind": "chain", "depth": 2, "paths": [[0], [0, 0]]}
+# The keys that a head's config.json has had from its first day on.
+FIRST_KEYS = {
+    "name", "layers", "heads", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rope_theta", "norm_eps",
+    "bias", "feature_layers", "feature_norm", "norm_output", "norm_before_residual", "kv_injection", "tied", "prefix",
+    "lm_head_bias", "inner", "scale_input", "depths", "causal", "markov_rank", "confidence",
+}  # fmt: skip
 SPEC = TargetSpec("someone/target", 11, 4, 3, "f00d")
 
 
@@ -64,6 +70,20 @@ def test_real_heads_round_trip_and_hold_nothing_of_the_target(tmp_path: Path, na
     assert loaded.config == original.config
     if getattr(original.config, "lm_head", "own") == "shared" and original.vocab is None:
         assert all(toys.VOCAB not in tensor.shape for tensor in read_tensors(tmp_path / "h").values())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_saved_before_there_was_a_key_loads(tmp_path: Path, name: str) -> None:
+    """Whoever adds a key to a head's Config says in `EARLIER` what heads are that were saved without it."""
+    original: Any = toys.head(name, toys.target())
+    save_head(tmp_path / "h", original, SPEC, TREE)
+
+    def forget(content: dict[str, Any]) -> None:
+        head = content["head"]
+        content["head"] = {k: v for k, v in head.items() if k in FIRST_KEYS or store.EARLIER.get(k, 0) != v}
+
+    assert same(original, load_head(edited(tmp_path / "h", forget), toys.target().ends, SPEC))
+    assert set(vars(original.config)) <= FIRST_KEYS | store.EARLIER.keys()
 
 
 def test_config_is_exactly_this(saved: Path) -> None:
