@@ -44,7 +44,7 @@ from inference.target import Target
 from train.config import RunConfig, run_config
 from train.loop import Loop, decoding_copy
 from train.run import batches_for
-from train.start import first_head
+from train.start import first_head, settled
 
 register_resolvers()
 
@@ -78,6 +78,7 @@ class Extracted:
 def train(run: RunConfig, target: Any, samples: list[Sample], held_out: list[list[int]]) -> dict[str, Any]:
     """Train one head and measure it."""
     set_seed(run.trainer.seed)
+    run = settled(run, target.target)
     head: Any = first_head(run, target.target)
     target.target.feature_layers = head.feature_layers
     prune(head, token_counts(samples, target.ends.vocab_size))

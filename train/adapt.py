@@ -12,6 +12,7 @@ from peft import LoraConfig, LoraModel, PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from heads.typed import typed
+from train.start import AUTO
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def check_start(config: WholeConfig | FactorsConfig, init: str | None) -> None:
     Raises:
         ValueError: factors are to be trained on a head with random weights.
     """
-    if isinstance(config, FactorsConfig) and init is None:
+    if isinstance(config, FactorsConfig) and init in (None, AUTO):
         raise ValueError(
             "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
         )

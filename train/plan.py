@@ -14,6 +14,7 @@ from inference.ends import layer_shape
 from inference.target import DTYPES, default_device, fast_dtype
 from train.adapt import adapt
 from train.config import RunConfig
+from train.start import AUTO
 
 ADAMW_BYTES = 16  # fp32 weight, gradient and two moments
 
@@ -43,7 +44,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: the target's configuration cannot be read, or the head is one to be loaded.
     """
-    if run.init is not None:
+    if run.init not in (None, AUTO):
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     try:
         config = AutoConfig.from_pretrained(run.model.path, trust_remote_code=run.model.trust_remote_code)

@@ -41,7 +41,7 @@ from train import adapt, launch, sweep
 from train.config import RunConfig, run_config
 from train.loop import Loop
 from train.plan import plan, table
-from train.start import CHECKPOINT, LAST_LAYER, first_head
+from train.start import CHECKPOINT, LAST_LAYER, first_head, settled
 
 register_resolvers()
 
@@ -119,8 +119,10 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     model = run.model
     place = str(accelerator.device)
     target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
+    run = settled(run, target)
     head: Any = first_head(run, target).to(accelerator.device)
-    run, resolved = replace(run, head=head.config), {**resolved, "head": asdict(head.config)}
+    run = replace(run, head=head.config)
+    resolved = {**resolved, "head": asdict(head.config), "init": run.init}
     target.feature_layers = head.feature_layers
     for module in head.modules():
         if isinstance(module, SwiGLU):

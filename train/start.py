@@ -21,7 +21,23 @@ from train.config import RunConfig
 
 log = logging.getLogger(__name__)
 
-LAST_LAYER, CHECKPOINT = "last_layer", "checkpoint"  # what `init` may be besides a head
+AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # what `init` may be besides a head
+
+
+def settled(run: RunConfig, target: Target) -> RunConfig:
+    """Return the run with what `init=auto` means: the target's last layer for head=mtp if that is alike, or nothing.
+
+    What the run writes down then says what it started from.
+    """
+    if run.init != AUTO:
+        return run
+    if not isinstance(run.head, Mtp.Config):
+        return replace(run, init=None)
+    odd = unlike(run, target)
+    if odd is None:
+        return replace(run, init=LAST_LAYER)
+    log.warning("the module starts from nothing: %s", odd)
+    return replace(run, init=None)
 
 
 def first_head(run: RunConfig, target: Target) -> nn.Module:
@@ -75,27 +91,56 @@ def mtp_from_target(run: RunConfig, target: Target) -> nn.Module:
     """
     if not isinstance(run.head, Mtp.Config):
         raise ValueError(f"init={run.init} starts head=mtp alone: give that head, or a folder for init")
-    rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
-    theta = float(rope.get("rope_theta", run.head.rope_theta))
-    eps = float(getattr(target.config, "rms_norm_eps", run.head.norm_eps))
-    head = Mtp(replace(run.head, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps), target.ends)
-    own = head.state_dict()
     if run.init == CHECKPOINT:
         loaded = load_mtp(target, run.model.path).state_dict()
         start: dict[str, Tensor] = {name.replace("block.layer.", "block."): value for name, value in loaded.items()}
     else:
-        start = {f"block.{name}": value for name, value in target.decoder_layers[-1].state_dict().items()}
-        norm = getattr(target.base, "norm", None)
-        start |= {"norm.weight": norm.weight} if norm is not None else {}
+        start = last_layer(target)
+    head = module_like(run, target)
+    odd = mismatch(head, start, target)
+    if odd is not None:
+        raise ValueError(f"init={run.init}: {odd}")
+    own = head.state_dict()
+    if run.init == LAST_LAYER:
         width = target.ends.hidden_size
         start["eh_proj.weight"] = torch.cat([own["eh_proj.weight"][:, :width], torch.eye(width)], 1)
+    head.load_state_dict({**own, **{name: value.float() for name, value in start.items()}})
+    return head
+
+
+def module_like(run: RunConfig, target: Target) -> Mtp:
+    """Return a new module with the target's rotary positions and norm."""
+    assert isinstance(run.head, Mtp.Config)
+    rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
+    theta = float(rope.get("rope_theta", run.head.rope_theta))
+    eps = float(getattr(target.config, "rms_norm_eps", run.head.norm_eps))
+    return Mtp(replace(run.head, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps), target.ends)
+
+
+def last_layer(target: Target) -> dict[str, Tensor]:
+    """Return the target's last layer and final norm under the module's names."""
+    start = {f"block.{name}": value for name, value in target.decoder_layers[-1].state_dict().items()}
+    norm = getattr(target.base, "norm", None)
+    return start | ({"norm.weight": norm.weight} if norm is not None else {})
+
+
+def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
+    """Return where a layer is not built like the module's and what to do, or None."""
+    own = head.state_dict()
     blocks = {name for name in own if name.startswith("block.")}
     odd = sorted(blocks ^ {name for name in start if name.startswith("block.")})
     odd += [name for name in blocks & start.keys() if start[name].shape != own[name].shape]
-    if odd:
-        raise ValueError(
-            f"init={run.init}: a layer of {target.name} is not built like the module's ({odd[0]}); leave init out, or "
-            "give head.qk_norm=true where its queries and keys are normed"
-        )
-    head.load_state_dict({**own, **{name: value.float() for name, value in start.items()}})
-    return head
+    if not odd:
+        return None
+    return (
+        f"a layer of {target.name} is not built like the module's ({odd[0]}); give init=null for a new one, or "
+        "head.qk_norm=true where its queries and keys are normed"
+    )
+
+
+def unlike(run: RunConfig, target: Target) -> str | None:
+    """Return why the target's last layer cannot start the module, or None."""
+    try:
+        return mismatch(module_like(run, target), last_layer(target), target)
+    except ValueError as error:  # rotary positions of a kind that heads do not have
+        return str(error)

@@ -22,7 +22,7 @@ from tests.inference.test_mtp import save
 from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.plan import plan
-from train.start import first_head
+from train.start import first_head, settled
 
 
 def run(*overrides: str) -> RunConfig:
@@ -125,3 +125,28 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
 def test_a_start_that_does_not_fit_is_refused(name: str, overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         first_head(run(*overrides), toys.target(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "start"),
+    [
+        ("llama", ("head=mtp",), "last_layer"),
+        ("qwen3", ("head=mtp", "head.qk_norm=true"), "last_layer"),
+        ("qwen3", ("head=mtp",), None),
+        ("gpt2", ("head=mtp",), None),
+        ("llama", ("head=mtp", "head.intermediate_size=20"), None),
+        ("llama", ("head=mtp", "init=null"), None),
+        ("llama", ("head=eagle",), None),
+    ],
+)
+def test_what_a_head_starts_from_by_itself(
+    name: str, overrides: tuple[str, ...], start: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a module that starts from nothing, for the target's last layer is another, says so."""
+    target = toys.target(name)
+    found = settled(run(*overrides), target)
+    assert found.init == start
+    assert ("starts from nothing" in caplog.text) == (
+        start is None and "head=mtp" in overrides and "init=null" not in overrides
+    )
+    first_head(found, target)
