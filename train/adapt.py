@@ -12,7 +12,6 @@ from peft import LoraConfig, LoraModel, PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from heads.typed import typed
-from train.start import AUTO
 
 
 @dataclass(frozen=True)
@@ -60,18 +59,6 @@ def peft_config(values: DictConfig) -> WholeConfig | FactorsConfig:
     if method not in METHODS:
         raise ValueError(f"peft.method is {method!r}: choose one of {', '.join(METHODS)}")
     return typed(METHODS[method], values)
-
-
-def check_start(config: WholeConfig | FactorsConfig, init: str | None) -> None:
-    """Refuse to adapt what is not there.
-
-    Raises:
-        ValueError: factors are to be trained on a head with random weights.
-    """
-    if isinstance(config, FactorsConfig) and init in (None, AUTO):
-        raise ValueError(
-            "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
-        )
 
 
 def adapt(head: nn.Module, config: WholeConfig | FactorsConfig) -> None:

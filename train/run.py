@@ -41,7 +41,7 @@ from train import adapt, launch, sweep
 from train.config import RunConfig, run_config
 from train.loop import Loop
 from train.plan import plan, table
-from train.start import CHECKPOINT, LAST_LAYER, first_head, settled
+from train.start import CHECKPOINT, LAST_LAYER, check_start, first_head, settled
 
 register_resolvers()
 
@@ -113,7 +113,7 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     accelerator = accelerator_for(run)
     main, console = accelerator.is_main_process, Console()
     check_out(run)
-    adapt.check_start(run.peft, run.init)
+    check_start(run.peft, run.init)
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
     set_seed(run.trainer.seed)
     model = run.model

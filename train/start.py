@@ -17,6 +17,7 @@ from heads.store import TargetSpec, read_config
 from heads.typed import typed
 from inference.mtp import load_mtp
 from inference.target import Target
+from train.adapt import FactorsConfig, WholeConfig
 from train.config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,18 @@ def settled(run: RunConfig, target: Target) -> RunConfig:
         return replace(run, init=LAST_LAYER)
     log.warning("the module starts from nothing: %s", odd)
     return replace(run, init=None)
+
+
+def check_start(config: WholeConfig | FactorsConfig, init: str | None) -> None:
+    """Refuse to adapt what is not there.
+
+    Raises:
+        ValueError: factors are to be trained on a head with random weights.
+    """
+    if isinstance(config, FactorsConfig) and init in (None, AUTO):
+        raise ValueError(
+            "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
+        )
 
 
 def first_head(run: RunConfig, target: Target) -> nn.Module:

@@ -23,11 +23,12 @@ from heads.store import save_head
 from inference.target import Target
 from tests import toys
 from tests.train import jobs
-from train.adapt import FactorsConfig, adapt, check_start, peft_config, plain
+from train.adapt import FactorsConfig, adapt, peft_config, plain
 from train.config import RunConfig, run_config
 from train.objective import objective
 from train.optim import Average, optimizer
 from train.plan import ShapesOnly, plan
+from train.start import check_start
 from train.weights import weights
 
 FACTORS = FactorsConfig("lora", 4, 8, 0.0, False, None)
@@ -131,6 +132,8 @@ def test_bad_values_are_one_line() -> None:
         adapt(fresh("eagle", toys.target()), replace(FACTORS, target_modules=["fc", "nonesuch"]))
     with pytest.raises(ValueError, match="init names none"):
         check_start(FACTORS, None)
+    with pytest.raises(ValueError, match="init names none"):
+        check_start(FACTORS, "auto")
     check_start(FACTORS, "outputs/x")
     check_start(peft_config(DictConfig({"method": "none"})), None)
 
