@@ -6,7 +6,7 @@ those and renormalised, at rows whose likeliest token is among them (EAGLE-3); w
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -55,31 +55,75 @@ class ObjectiveConfig:
                 raise ValueError(f"objective.{key} is {getattr(self, key)}: give at least 1")
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Law:
+    """The target's law at n rows over the W tokens that the head drafts; what several losses or depths read is kept.
+
+    Attributes:
+        log_p: its logarithm; of a pruned vocabulary a part of it.
+        best: the likeliest token of all, by its place among the W, -1 where it is not among them.
+    """
+
+    log_p: Float[Tensor, "n W"]
+    best: Int[Tensor, "n"]
+
+    @cached_property
+    def p(self) -> Float[Tensor, "n W"]:
+        """Return the law itself."""
+        return self.log_p.exp()
+
+    @cached_property
+    def log_mass(self) -> Float[Tensor, "n 1"]:
+        """Return the logarithm of what the W tokens have of the law."""
+        return self.log_p.logsumexp(-1, keepdim=True)
+
+    def likeliest(self, k: int) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
+        """Return the `k` likeliest tokens' probabilities and places, found once."""
+        if k not in self._likeliest:
+            best = self.log_p.topk(min(k, self.log_p.shape[-1]), -1)
+            self._likeliest[k] = best.values.exp(), best.indices
+        return self._likeliest[k]
+
+    @cached_property
+    def _likeliest(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Rows:
     """R trained rows of one depth.
 
     Attributes:
-        log_p: the target's law of the W tokens that the head drafts.
-        log_q: the draft's.
+        law: the target's law at the rows that are teachers; `place` says which of them teaches each row.
+        log_q: the draft's, over the same W tokens.
         label: the text's own token by its place among the W, -1 where it is not among them.
-        known: whether the target's likeliest token is among the W.
         feature, true_feature: the target's feature as predicted and as it is; the prediction is None if there is none.
         confidence: the logit of the draft's acceptance as predicted, None if it is not.
         whole: whether the head drafts the whole vocabulary.
     """
 
-    log_p: Float[Tensor, "R W"]
+    law: Law
+    place: Int[Tensor, "R"]
     log_q: Float[Tensor, "R W"]
     label: Int[Tensor, "R"]
-    known: Bool[Tensor, "R"]
     feature: Float[Tensor, "R D"] | None
     true_feature: Float[Tensor, "R D"]
     confidence: Float[Tensor, "R"] | None
     whole: bool
 
+    @cached_property
+    def known(self) -> Bool[Tensor, "R"]:
+        """Return whether the target's likeliest token is among the W."""
+        return self.law.best[self.place] >= 0
+
+    @cached_property
+    def log_p(self) -> Float[Tensor, "R W"]:
+        """Return the logarithm of the target's law."""
+        return self.law.log_p[self.place]
+
     def log_law(self) -> Float[Tensor, "R W"]:
         """Return the target's law renormalised over the drafted tokens."""
-        return self.log_p if self.whole else self.log_p - self.log_p.logsumexp(-1, keepdim=True)
+        return self.log_p if self.whole else self.log_p - self.law.log_mass[self.place]
 
     def overlap(self) -> Float[Tensor, "R"]:
         """Return the probability that a drawn draft is accepted: the sum of min(p, q)."""
@@ -94,7 +138,8 @@ def ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
 
 def soft_ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the target's law, its forward KL up to a constant (EAGLE)."""
-    return -(x.log_law().exp() * x.log_q).sum(-1) * x.known
+    found = -(x.law.p[x.place] * x.log_q).sum(-1) * x.known
+    return found if x.whole else found / x.law.log_mass[x.place, 0].exp()
 
 
 def kl(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
@@ -133,8 +178,8 @@ def lk(x: Rows, config: ObjectiveConfig) -> Float[Tensor, "R"]:
 
 def top_k(x: Rows, config: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the target's `top_k` likeliest tokens alone (HASS)."""
-    best = x.log_p.topk(min(config.top_k, x.log_p.shape[-1]), -1)
-    return -(best.values.exp() * x.log_q.gather(-1, best.indices)).sum(-1)
+    share, token = (each[x.place] for each in x.law.likeliest(config.top_k))
+    return -(share * x.log_q.gather(-1, token)).sum(-1)
 
 
 def smooth_l1(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from heads import rows
 from heads.base import Draft, DraftHead, Features
-from train.losses import LOSSES, ObjectiveConfig, Rows
+from train.losses import LOSSES, Law, ObjectiveConfig, Rows
 
-CHUNK = 2**24  # logits of a chunk's rows, of one depth
+AUTO = -1  # as many logits in a chunk as the device likes
+# Logits of a chunk's rows, of one depth. On a CPU so few that the allocator hands the same memory out again (glibc does
+# below 32 MiB): fresh pages cost more than the arithmetic. Twice as many where an lm_head of the head's own is trained,
+# whose gradient is added once a chunk.
+CHUNK = {"cpu": 2**22, "cuda": 2**24}
 ROWS = 2048  # of a chunk at most: with a small vocabulary more would only leave the processor's caches
 
 
@@ -27,7 +31,7 @@ def objective(
     features: Features,
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
-    chunk: int | None = CHUNK,
+    chunk: int | None = AUTO,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
@@ -37,10 +41,10 @@ def objective(
         features: the batch; `last` gives the teacher through the target's lm_head.
         weight: what each row counts at each depth; rows of weight 0 are left out.
         config: the losses.
-        chunk: logits of a chunk; None takes all rows at once by plain autograd: the reference.
+        chunk: logits of a chunk, AUTO by the device; None takes all rows at once by plain autograd: the reference.
     """
     flat = [tuple(None if part is None else part.flatten(0, 1) for part in draft) for draft in drafts]
-    work = Work(head, features, weight.flatten(1), config, chunk)
+    work = Work(head, features, weight.flatten(1), config, suited(head, weight.device.type) if chunk == AUTO else chunk)
     if config.depth_weights == "dpace":
         each = dpace(work, [state for state, *_ in flat if state is not None])
     else:
@@ -54,6 +58,13 @@ def objective(
         chunked: Any = _Chunked.apply
         loss, sums = chunked(work, len(drafts), *(part for draft in flat for part in draft), *trained)
     return loss, dict(zip([*config.losses, "accuracy"], sums, strict=True))
+
+
+def suited(head: Any, device: str) -> int:
+    """Return how many logits make a chunk on a device."""
+    size = head.ends.vocab_size if head.vocab is None else len(head.vocab.ids)
+    own = any(each.requires_grad and each.ndim == 2 and len(each) == size for each in head.parameters())
+    return CHUNK.get(device, CHUNK["cuda"]) * (2 if own and device == "cpu" else 1)
 
 
 @torch.no_grad()
@@ -75,13 +86,6 @@ def dpace(work: "Work", states: list[Tensor]) -> Float[Tensor, "d N"]:
     share = torch.where(trained, (1 - config.dpace_alpha) * sure + config.dpace_alpha, 1.0)
     reach = share.cumprod(0) * trained
     return reach.flip(0).cumsum(0).flip(0)
-
-
-class Law(NamedTuple):
-    """The target's law at some rows over the head's vocabulary, and its likeliest token's place there, -1 for none."""
-
-    log_p: Float[Tensor, "n W"]
-    best: Int[Tensor, "n"]
 
 
 class Pick(NamedTuple):
@@ -132,17 +136,17 @@ class Work(NamedTuple):
         """Return what the losses read of these rows of depth `d` + 1, of whose draft `fields` are the parts."""
         state, feature, confidence = fields
         assert state is not None
-        log_p, vocab = law.log_p[pick.place], self.head.vocab
+        dtype, vocab = law.log_p.dtype, self.head.vocab
         logits = self.head.score(state, d + 1)
         token = rows.label(self.features.token, d + 1).flatten()[pick.source]
         return Rows(
-            log_p,
-            logits.to(log_p.dtype).log_softmax(-1),
+            law,
+            pick.place,
+            logits.to(dtype).log_softmax(-1),
             token if vocab is None else vocab.place(token),
-            law.best[pick.place] >= 0,
-            None if feature is None else feature.to(log_p.dtype),
-            self.features.last.flatten(0, 1)[pick.teacher].to(log_p.dtype),
-            None if confidence is None else confidence.to(log_p.dtype),
+            None if feature is None else feature.to(dtype),
+            self.features.last.flatten(0, 1)[pick.teacher].to(dtype),
+            None if confidence is None else confidence.to(dtype),
             vocab is None,
         )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.train.test_objective import CONFIG
-from train.losses import LOSSES, Rows
+from train.losses import LOSSES, Law, Rows
 
 
 def rows(width: int) -> Rows:
@@ -15,9 +15,11 @@ def rows(width: int) -> Rows:
     torch.manual_seed(0)
     log_p = torch.randn(5, 7).log_softmax(-1)
     label = torch.tensor([1, 0, 2, 3, -1 if width < 7 else 6])
+    best = log_p.argmax(-1)
+    law = Law(log_p[:, :width], torch.where(best < width, best, -1))
     return Rows(
-        log_p[:, :width], torch.randn(5, width).log_softmax(-1), label, log_p.argmax(-1) < width, torch.randn(5, 3),
-        torch.randn(5, 3), torch.randn(5), width == 7,
+        law, torch.arange(5), torch.randn(5, width).log_softmax(-1), label, torch.randn(5, 3), torch.randn(5, 3),
+        torch.randn(5), width == 7,
     )  # fmt: skip
 
 
