@@ -61,9 +61,11 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def config() -> Callable[..., DataConfig]:
     """Return a function that makes a DataConfig for a path, with some values changed."""
 
-    def make(path: str, **changed: Any) -> DataConfig:
+    def make(path: str | list[str], **changed: Any) -> DataConfig:
         values = {"split": "train", "length": 64, "limit": None, "prompts": "", "held_out": 0, "max_tokens": 4096}
-        return DataConfig(path=path, **{**values, **changed})
+        mixture = {"weights": None, "seed": 0, "streaming": False}
+        filters = {"min_tokens": 1, "dedup": True, "contamination": None, "cache": None}
+        return DataConfig(path=path, **{**values, **mixture, **filters, **changed})
 
     return make
 
