@@ -36,6 +36,7 @@ SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 # The code that shapes a sample: a change in it is a change of the key, so nobody has to count versions.
 CODE = ("cache", "config", "files", "filters", "masks", "prompts", "records", "sources", "template")
 SHAPELESS = ("length", "cache")  # options that leave the samples as they are
+BATCH = 1000  # samples in memory at once
 COLUMNS = {
     "id": datasets.Value("string"),
     "token": datasets.List(datasets.Value("int32")),
@@ -69,8 +70,8 @@ class CachedSamples(Sequence[Sample]):
         return Sample(**self._table[index])
 
     def __iter__(self) -> Iterator[Sample]:
-        """Go through the samples, some hundred in memory at a time."""
-        for rows in self._table.iter(batch_size=500):
+        """Go through the samples, BATCH of them in memory at a time."""
+        for rows in self._table.iter(batch_size=BATCH):
             yield from map(Sample, rows["id"], rows["token"], rows["mask"])
 
     def arrays(self) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
@@ -126,7 +127,9 @@ class Writer:
 
     def write(self, samples: Iterable[Sample]) -> None:
         """Write all samples."""
-        writer = ArrowWriter(features=datasets.Features(COLUMNS), path=str(self.folder / SAMPLES))
+        writer = ArrowWriter(
+            features=datasets.Features(COLUMNS), path=str(self.folder / SAMPLES), writer_batch_size=BATCH
+        )
         try:
             for sample in samples:
                 writer.write({"id": sample.id, "token": sample.token, "mask": sample.mask})

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data.config import DataConfig
-from data.records import Message, Record, content_text
+from data.records import Record, content_text
 
 # A word is a run of letters, digits and _, but of scripts written without spaces every character.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
@@ -118,13 +118,11 @@ def _grams(text: str, count: int) -> Iterator[Gram]:
 
 def _key(record: Record) -> bytes:
     """Return a hash that is equal for records that differ in case and white space alone."""
-
-    def plain(text: str) -> str:
-        return " ".join(text.split()).casefold()
-
-    def said(message: Message) -> list[Any]:
-        beside = {key: value for key, value in message.items() if key != "content"}
-        return [plain(content_text(message)), beside]
-
-    whole = [plain(record.text), record.tools, [said(message) for message in record.messages]]
+    said = [_plain(content_text(message)) for message in record.messages]
+    beside = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
+    whole = [_plain(record.text), record.tools, said, beside]
     return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()

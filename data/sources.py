@@ -183,10 +183,10 @@ class Part(NamedTuple):
     stop: int | None
     held_out: list[tuple[int, Raw]]
 
-    def trained(self) -> Iterator[Record]:
-        """Yield the records to train on."""
+    def trained(self) -> Iterator[tuple[str, Record]]:
+        """Yield the records to train on with the source's name."""
         for index, raw in enumerate(islice(self.source, self.start, self.stop), self.start):
-            yield parse(raw, index, self.source.name)
+            yield self.source.name, parse(raw, index, self.source.name)
 
 
 def open_sources(config: DataConfig) -> list[Source]:
@@ -218,7 +218,7 @@ def _divided(source: Source, count: int, config: DataConfig) -> Part:
 
 def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[tuple[str, Record]]:
     """Yield every record to train on with its source's name: one source after another, or mixed by `data.weights`."""
-    named = [((part.source.name, record) for record in part.trained()) for part in parts]
+    named = [part.trained() for part in parts]
     mixed = chain.from_iterable(named) if config.weights is None else interleave(named, config.weights, config.seed)
     return _unique(mixed)
 
