@@ -18,3 +18,5 @@ TAGGED = (
 )
 
 Tokens = Callable[[str | None], PreTrainedTokenizerFast]
+
+RECORDS = [{"id": f"r{i}", "prompt": f"why {i}", "answer": "so " * (i % 7 + 1)} for i in range(60)]

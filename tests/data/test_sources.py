@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 from datasets import Dataset
+from hydra import compose, initialize_config_dir
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data import files
@@ -18,6 +19,8 @@ from data.config import DataConfig
 from data.prompts import held_out_prompts, load_samples
 from data.records import parse
 from data.sources import divide, interleave, open_source, open_sources, read_all, training_records
+from heads.resolvers import ROOT, register_resolvers
+from heads.typed import typed
 
 Config = Callable[..., DataConfig]
 Write = Callable[..., str]
@@ -275,3 +278,11 @@ def test_a_hub_data_set_that_breaks_off_is_named_with_its_record(serve: Callable
     serve(Broken())
     with pytest.raises(ValueError, match=r"me/set: record 3 cannot be read \(connection reset\)"):
         list(open_source("me/set", "train", streaming=True))
+
+
+def test_a_list_of_sources_comes_through_the_command_line() -> None:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = compose("train", ["data.path=[a.jsonl,me/set:small]", "data.weights=[3,1]"])
+    mixed = typed(DataConfig, composed.data)
+    assert (mixed.paths, mixed.weights, mixed.prompts) == (["a.jsonl", "me/set:small"], [3.0, 1.0], "")
