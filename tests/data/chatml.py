@@ -1,4 +1,4 @@
-"""ChatML's special tokens and two chat templates that render it, without and with {% generation %}."""
+"""ChatML's special tokens, two chat templates that render it, without and with {% generation %}, and chats for them."""
 
 from collections.abc import Callable
 
