@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class Extracted:
         return Features(token, hidden.float(), last.float(), document)
 
 
-def train(run: RunConfig, target: Any, samples: list[Sample], held_out: list[list[int]]) -> dict[str, Any]:
+def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list[list[int]]) -> dict[str, Any]:
     """Train one head and measure it."""
     set_seed(run.trainer.seed)
     run = settled(run, target.target)

@@ -5,16 +5,19 @@ before. So a run resumes from its step number, and more processes see the same g
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from data.cache import CachedSamples
 from data.masks import Sample
+
+Tokens = np.ndarray[Any, Any]  # of one sample, (T,)
 
 
 class Packed(NamedTuple):
@@ -41,9 +44,9 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
     No document that fits a row is split; of a longer one, every piece is a document of its own.
     """
     pieces = [
-        (sample.token[start : start + length], sample.mask[start : start + length])
-        for sample in samples
-        for start in range(0, len(sample.token), length)
+        (token[start : start + length], mask[start : start + length])
+        for token, mask in sample_arrays(samples)
+        for start in range(0, len(token), length)
     ]
     if not pieces:
         raise ValueError("no samples to pack; give data with at least one")
@@ -59,6 +62,15 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
             document[r, start:end] = number
             start = end
     return Packed(torch.from_numpy(token), torch.from_numpy(document), torch.from_numpy(mask))
+
+
+def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[Tokens, Tokens]]:
+    """Yield the samples' tokens and masks as arrays, of cached samples without a copy."""
+    if isinstance(samples, CachedSamples):
+        yield from samples.arrays()
+    else:
+        for sample in samples:
+            yield np.asarray(sample.token, dtype=np.int32), np.asarray(sample.mask, dtype=np.int8)
 
 
 def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
@@ -138,17 +150,15 @@ class Batches:
 
 def token_counts(samples: Sequence[Sample], vocab_size: int) -> Int[Tensor, "V"]:
     """Return how often the target would write each token."""
-    found = torch.zeros(vocab_size, dtype=torch.long)
-    for sample in samples:
-        written = torch.tensor(sample.token)[torch.tensor(sample.mask) > 0]
-        found += torch.bincount(written, minlength=vocab_size)
-    return found
+    found = np.zeros(vocab_size, dtype=np.int64)
+    for token, mask in sample_arrays(samples):
+        np.add.at(found, token[mask > 0], 1)
+    return torch.from_numpy(found)
 
 
 def fingerprint(samples: Sequence[Sample]) -> str:
     """Return the SHA-256 over the samples' lengths, tokens and masks, in their order."""
     digest = hashlib.sha256()
-    for sample in samples:
-        for part in ([len(sample.token)], sample.token, sample.mask):
-            digest.update(np.asarray(part, dtype="<i4").tobytes())
+    for token, mask in sample_arrays(samples):
+        digest.update(np.concatenate([[len(token)], token, mask]).astype("<i4").tobytes())
     return digest.hexdigest()

@@ -1,6 +1,8 @@
 """Which documents to train on, as conf/data/ has it."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -8,28 +10,70 @@ class DataConfig:
     """Which documents to train on.
 
     Attributes:
-        path: a local file (.json, .jsonl, .txt, .parquet; also .gz, .xz) or a Hub dataset, `name` or `name:config`.
-        split: the Hub dataset's split; a file has but one.
+        path: one source or a list of them; each a local file (.json, .jsonl, .txt, .parquet; also .gz, .xz), a folder
+            of such files, a glob, or a Hub data set, `name` or `name:config`.
+        weights: of a mixture, one a source: the probability that the next record comes from it, up to a common factor.
+            The mixture ends where a source does. null: all of one source after all of the other.
+        seed: of the mixture's order.
+        streaming: read Hub data sets without downloading them, and no source further than `limit` needs.
+        split: the Hub data set's split, and the files of a folder that are named after it.
         length: tokens of a packed row.
         limit: samples at most; None takes all.
-        prompts: a file or Hub dataset of held-out evaluation prompts; empty takes them from the end of `path`.
+        prompts: a file or Hub data set of held-out evaluation prompts; empty takes them from the end of `path`.
         held_out: how many records at the end of `path` are then kept away from training.
         max_tokens: tokens of a sample at most. A longer text is cut into several samples; of a longer chat the rest is
             dropped, and the whole chat where no answer is left.
+        min_tokens: tokens of a sample at least; shorter ones are dropped.
+        dedup: drop records that equal an earlier or a held-out one but for case and white space.
+        contamination: drop records that share so many words in a row with an evaluation prompt; None: none.
+        cache: the folder that keeps tokenised samples; None: they are made anew by every process.
     """
 
-    path: str
+    path: Any
+    weights: list[float] | None
+    seed: int
+    streaming: bool
     split: str
     length: int
     limit: int | None
     prompts: str
     held_out: int
     max_tokens: int
+    min_tokens: int
+    dedup: bool
+    contamination: int | None
+    cache: str | None
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave nothing to train on."""
+        """Refuse sizes that leave nothing to train on, and a mixture that is none."""
         for name in ("length", "max_tokens"):
             if getattr(self, name) < 2:
                 raise ValueError(f"data.{name}={getattr(self, name)}: must be at least 2 tokens")
         if self.held_out < 0 or (self.limit is not None and self.limit < 1):
             raise ValueError("data.held_out must not be negative, and data.limit must be positive or null")
+        if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
+            raise ValueError(f"data.path={self.path}: give a file, a folder, a glob, a Hub data set, or a list of them")
+        if self.weights is not None:
+            self._check_weights(self.weights)
+        if self.streaming and self.limit is None:
+            raise ValueError("data.streaming=true reads on without an end: set data.limit to the samples that you want")
+        if not 1 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"data.min_tokens={self.min_tokens}: must be between 1 and data.max_tokens")
+        if self.contamination is not None and self.contamination < 1:
+            raise ValueError(f"data.contamination={self.contamination}: give a number of words, or null for no check")
+
+    @property
+    def paths(self) -> list[Any]:
+        """The sources' names."""
+        return list(self.path) if isinstance(self.path, list | tuple) else [self.path]
+
+    @property
+    def named(self) -> str:
+        """What messages call the sources."""
+        return ", ".join(self.paths)
+
+    def _check_weights(self, weights: list[float]) -> None:
+        if len(weights) != len(self.paths) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            raise ValueError(
+                f"data.weights={weights}: give {len(self.paths)} positive numbers, one a source of data.path, or null"
+            )

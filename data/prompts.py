@@ -3,15 +3,19 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from data.cache import PROMPTS, SAMPLES, CachedSamples, DamagedError, cache_key, making, read_cache
 from data.config import DataConfig
+from data.filters import Counts, Filters
 from data.masks import Sample, is_plain, samples_of
-from data.records import Record, content_text, parse_all, read_records
+from data.records import Record, content_text
+from data.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.template import encode, encode_plain, render
 
 log = logging.getLogger(__name__)
@@ -30,29 +34,51 @@ class Prompt(NamedTuple):
     system: str = ""
 
 
-def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Sample]:
-    """Return the training samples of `config.path`, without the held-out records, at most the smaller limit.
+class TrainingData(NamedTuple):
+    """What a run trains on and is measured with, and what became of the records."""
+
+    samples: Sequence[Sample]
+    held_out: list[Prompt]
+    counts: Counts
+
+
+def load_training(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, prompts: int, workload: str = ""
+) -> TrainingData:
+    """Return the samples of `config.path` and at most `prompts` prompts that they do not hold.
+
+    With `config.cache` one process makes the samples and the others map them; a later run with equal data maps them
+    too.
+
+    Args:
+        config: which data, and what of it.
+        tokenizer: the target's.
+        prompts: of the held-out prompts, how many to return; contamination is looked for in all of them.
+        workload: further evaluation prompts that no sample may hold, a file or a Hub data set.
 
     Raises:
         ValueError: unreadable or empty data, an unknown shape, a chat for a tokenizer without a chat template, a
             template that cannot be masked, or a chat whose mask is all zeros or all ones, which is named.
     """
-    most = min((n for n in (config.limit, limit) if n is not None), default=None)
-    samples: list[Sample] = []
-    dropped = 0
-    for record in _records(config, held_out=False):
-        made = samples_of(record, tokenizer, config.path, config.max_tokens)
-        kept = [sample for sample in made if any(sample.mask)]
-        dropped += len(made) - len(kept)
-        samples += kept
-        if most is not None and len(samples) >= most:
-            break
-    if dropped:
-        log.warning("%s: dropped %d chats: data.max_tokens cuts their answers away", config.path, dropped)
-    _warn_of_unknown(samples, tokenizer, config.path)
-    if not samples:
-        raise ValueError(f"{config.path}: nothing is left to train on; raise data.max_tokens or give other data")
-    return samples[:most]
+    sources = open_sources(config)
+    if config.cache is None:
+        held_out, counts, samples = _prepare(config, tokenizer, sources, workload)
+        data = TrainingData(list(samples), _some(config, tokenizer, held_out, prompts), counts)
+    else:
+        place = Path(config.cache).expanduser() / cache_key(config, tokenizer, _identities(config, sources, workload))
+        report = _cached(place, config, tokenizer, sources, workload)
+        counts = Counts.read(report)
+        held_out = load_prompts(str(place / PROMPTS), tokenizer, prompts) if counts.held_out else []
+        data = TrainingData(CachedSamples(place / SAMPLES), _some(config, tokenizer, held_out, prompts), counts)
+    _warn(data.counts, tokenizer, config)
+    return data
+
+
+def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> Sequence[Sample]:
+    """Return the training samples alone, at most the smaller limit; with a limit of the call's own, uncached."""
+    if limit is not None:
+        config = replace(config, limit=min(limit, config.limit or limit), cache=None)
+    return load_training(config, tokenizer, 0).samples
 
 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
@@ -60,10 +86,10 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
 
     What `save_prompts` wrote comes back as it was, token for token.
     """
-    raw = read_records(path, split="")
-    if set(raw[0]) == set(Prompt._fields):
-        return [Prompt(**record) for record in islice(raw, limit)]
-    return [_prompt(record, tokenizer) for record in islice(parse_all(raw, range(len(raw)), path), limit)]
+    source = open_source(path, split="")
+    if set(next(iter(source))) == set(Prompt._fields):
+        return [Prompt(**record) for record in islice(source, limit)]
+    return [_prompt(record, tokenizer) for _, record in islice(read_all(source), limit)]
 
 
 def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
@@ -85,20 +111,93 @@ def training_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, lim
 
 
 def _records(config: DataConfig, held_out: bool) -> Iterator[Record]:
-    raw = read_records(config.path, config.split)
-    kept = len(raw) - (0 if config.prompts else config.held_out)
-    if kept < 1:
-        raise ValueError(f"{config.path}: {len(raw)} records, data.held_out={config.held_out} leaves none; lower it")
-    return parse_all(raw, range(kept, len(raw)) if held_out else range(kept), config.path)
+    parts = divide(open_sources(config), config)
+    named = held_out_records(parts) if held_out else training_records(parts, config)
+    return (record for _, record in named)
 
 
-def _warn_of_unknown(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Say so where a tokenizer without byte fallback loses much of the text: a head would learn little from it."""
+def _some(config: DataConfig, tokenizer: PreTrainedTokenizerBase, held_out: list[Prompt], limit: int) -> list[Prompt]:
+    return load_prompts(config.prompts, tokenizer, limit) if config.prompts and limit else held_out[:limit]
+
+
+def _identities(config: DataConfig, sources: Sequence[Source], workload: str) -> list[str]:
+    """Return what tells the data from other data, and the evaluation prompts from others."""
+    evaluation = [name for name in (config.prompts, workload) if name and config.contamination is not None]
+    return [source.identity() for source in sources] + [open_source(name, "").identity() for name in evaluation]
+
+
+def _cached(
+    place: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], workload: str
+) -> dict[str, Any]:
+    """Return the report of the cache folder, after making the folder where it is missing or damaged."""
+    try:
+        found = read_cache(place)
+    except DamagedError:
+        found = None
+    if found is not None:
+        return found
+    with making(place) as writer:
+        if writer is not None:
+            held_out, counts, samples = _prepare(config, tokenizer, sources, workload)
+            save_prompts(held_out, writer.folder / PROMPTS)
+            writer.write(samples)
+            writer.close(counts.report())
+    made = read_cache(place)
+    assert made is not None
+    return made
+
+
+def _prepare(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], workload: str
+) -> tuple[list[Prompt], Counts, Iterator[Sample]]:
+    """Return the held-out prompts, the counts, which grow with the samples, and the samples as they are made."""
+    parts = divide(sources, config)
+    kept = [record for _, record in held_out_records(parts)]
+    held_out = [_prompt(record, tokenizer) for record in kept]
+    evaluation = [prompt.text for prompt in held_out]
+    if config.contamination is not None:
+        others = [name for name in (config.prompts, workload) if name]
+        evaluation += [prompt.text for name in others for prompt in load_prompts(name, tokenizer, None)]
+    filters = Filters(config, kept, evaluation)
+    filters.counts.held_out = len(kept)
+    records = filters(training_records(parts, config))
+    return held_out, filters.counts, islice(_samples(records, config, tokenizer, filters.counts), config.limit)
+
+
+def _samples(
+    records: Iterator[tuple[str, Record]], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
+) -> Iterator[Sample]:
+    """Tokenise and mask records one after another, and count what comes of them."""
     unknown = tokenizer.unk_token_id
-    share = sum(s.token.count(unknown) for s in samples) / max(1, sum(len(s.token) for s in samples))
-    if unknown != tokenizer.eos_token_id and share > UNKNOWN_SHARE:
+    for source, record in records:
+        for sample in samples_of(record, tokenizer, source, config.max_tokens):
+            if not any(sample.mask):
+                counts.cut += 1
+            elif len(sample.token) < config.min_tokens:
+                counts.short += 1
+            else:
+                counts.samples += 1
+                counts.tokens += len(sample.token)
+                counts.trained += sum(sample.mask)
+                counts.unknown += sample.token.count(unknown)
+                yield sample
+    if not counts.samples:
+        raise ValueError(
+            f"{config.named}: nothing is left to train on ({counts.line(config)}); raise data.max_tokens, "
+            "lower data.min_tokens, or give other data"
+        )
+
+
+def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    """Say what was cut away, and where a tokenizer without byte fallback loses much of the text."""
+    if counts.cut:
+        log.warning("%s: dropped %d chats: data.max_tokens cuts their answers away", config.named, counts.cut)
+    share = counts.unknown / max(1, counts.tokens)
+    if tokenizer.unk_token_id != tokenizer.eos_token_id and share > UNKNOWN_SHARE:
         log.warning(
-            "%s: %.0f%% of the tokens are unknown to the tokenizer; is this the target's text?", path, 100 * share
+            "%s: %.0f%% of the tokens are unknown to the tokenizer; is this the target's text?",
+            config.named,
+            100 * share,
         )
 
 

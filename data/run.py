@@ -115,7 +115,7 @@ def run(job: JobConfig, config: DataConfig) -> None:
         raise ValueError("nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks")
     if job.inspect > 0:
         tokenizer = _load_tokenizer(job.model["path"], job.model["trust_remote_code"])
-        samples = load_samples(config, tokenizer, max(job.inspect, job.limit or 0))
+        samples = list(load_samples(config, tokenizer, max(job.inspect, job.limit or 0)))
         show(samples, job.inspect, config.length, tokenizer, Console())
     if job.answers is not None:
         answer(job, config, Path(job.answers))

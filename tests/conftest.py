@@ -1,5 +1,6 @@
 """Every test runs with shapes checked, and without a network."""
 
+import os
 import socket
 from typing import Any
 
@@ -8,6 +9,12 @@ from jaxtyping import install_import_hook
 
 # Before the first import of a module under test: the hook acts on imports to come.
 install_import_hook(["heads", "inference", "data", "eval", "train"], "beartype.beartype")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what tests tokenise, also in the processes that they start, out of the user's cache."""
+    os.environ["HEADSTART_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)

@@ -28,9 +28,10 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from data.batches import Batches, fingerprint, pack, token_counts
-from data.prompts import held_out_prompts, load_samples, save_prompts
+from data.prompts import load_training, save_prompts
 from eval.config import eval_config
 from eval.run import evaluate
+from eval.workloads import locate
 from heads.base import frozen_count, parameter_count
 from heads.errors import user_errors
 from heads.layers import SwiGLU
@@ -127,17 +128,18 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     for module in head.modules():
         if isinstance(module, SwiGLU):
             module.recompute = run.trainer.recompute
-    samples = load_samples(run.data, target.tokenizer)
+    wanted, workload = max(run.eval.prompts, run.trainer.eval_prompts), locate(run.workload) if run.workload else ""
+    samples, prompts, counts = load_training(run.data, target.tokenizer, wanted, workload)
     if run.init in (None, LAST_LAYER, CHECKPOINT):  # else the vocabulary is chosen already
         prune(head, token_counts(samples, target.ends.vocab_size))
     adapt.adapt(head, run.peft)
-    prompts = held_out_prompts(run.data, target.tokenizer, max(run.eval.prompts, run.trainer.eval_prompts))
     packed = pack(samples, run.data.length)
     if main:
         prepare_out(run, resolved)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
-        origin = provenance(accelerator.num_processes, fingerprint(samples)) | start_of(run)
+        origin = provenance(accelerator.num_processes, fingerprint(samples)) | {"data": counts.report()} | start_of(run)
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+        console.print(counts.line(run.data), highlight=False)
         started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
         beside = f" beside {frozen:,} frozen ones" if (frozen := frozen_count(head)) else ""
         filled = float((packed.document >= 0).float().mean())

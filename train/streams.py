@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from data.batches import Batches, fingerprint, pack
-from data.prompts import held_out_prompts, load_samples, save_prompts
+from data.prompts import load_training, save_prompts
 from heads.base import parameter_count
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
@@ -73,16 +73,16 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     place = str(accelerator.device)
     target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
     streams = Streams(run.streams, target)
-    samples = load_samples(run.data, target.tokenizer)
-    prompts = held_out_prompts(run.data, target.tokenizer, trainer.eval_prompts)
+    samples, prompts, counts = load_training(run.data, target.tokenizer, trainer.eval_prompts)
     packed = pack(samples, run.data.length)
     step, micro = (tokens // run.data.length for tokens in (trainer.batch_tokens, trainer.micro_tokens))
     batches = Batches(packed, step, micro, trainer.seed, accelerator.process_index, accelerator.num_processes)
     if main:
         prepare_out(run, resolved)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
-        origin = provenance(accelerator.num_processes, fingerprint(samples))
+        origin = provenance(accelerator.num_processes, fingerprint(samples)) | {"data": counts.report()}
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+        console.print(counts.line(run.data), highlight=False)
         console.print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(samples):,} samples, "
             f"{len(packed.token):,} rows of {run.data.length} tokens",

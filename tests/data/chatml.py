@@ -1,4 +1,4 @@
-"""ChatML's special tokens and two chat templates that render it, without and with {% generation %}."""
+"""ChatML's special tokens, two chat templates that render it, without and with {% generation %}, and chats for them."""
 
 from collections.abc import Callable
 
@@ -18,3 +18,5 @@ TAGGED = (
 )
 
 Tokens = Callable[[str | None], PreTrainedTokenizerFast]
+
+RECORDS = [{"id": f"r{i}", "prompt": f"why {i}", "answer": "so " * (i % 7 + 1)} for i in range(60)]

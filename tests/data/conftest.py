@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from tests.data.chatml import PLAIN, SPECIAL, Tokens
+from tests.data.chatml import PLAIN, RECORDS, SPECIAL, Tokens
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 
@@ -61,11 +61,22 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def config() -> Callable[..., DataConfig]:
     """Return a function that makes a DataConfig for a path, with some values changed."""
 
-    def make(path: str, **changed: Any) -> DataConfig:
+    def make(path: str | list[str], **changed: Any) -> DataConfig:
         values = {"split": "train", "length": 64, "limit": None, "prompts": "", "held_out": 0, "max_tokens": 4096}
-        return DataConfig(path=path, **{**values, **changed})
+        mixture = {"weights": None, "seed": 0, "streaming": False}
+        filters = {"min_tokens": 1, "dedup": True, "contamination": None, "cache": None}
+        return DataConfig(path=path, **{**values, **mixture, **filters, **changed})
 
     return make
+
+
+@pytest.fixture
+def cached(
+    write: Callable[..., str], config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> DataConfig:
+    """Return a configuration with a cache, for more records than are written at once."""
+    monkeypatch.setattr("data.cache.BATCH", 25)
+    return config(write(*RECORDS), cache=str(tmp_path / "cache"), held_out=3)
 
 
 @pytest.fixture

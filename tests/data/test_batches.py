@@ -1,11 +1,18 @@
 import random
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from data.batches import Batches, Packed, fingerprint, pack
+from data.batches import Batches, Packed, fingerprint, pack, token_counts
+from data.cache import SAMPLES, CachedSamples, Writer
+from data.config import DataConfig
 from data.masks import Sample
+from data.prompts import load_samples
+from heads.resolvers import ROOT
 
 LENGTH = 16
 
@@ -57,6 +64,26 @@ def test_padding_is_marked_and_documents_are_numbered_in_place() -> None:
 def test_rows_are_nearly_full() -> None:
     packed = pack(documents(2000, LENGTH), LENGTH)
     assert float((packed.document >= 0).float().mean()) > 0.98
+
+
+def test_the_embedded_chats_fill_their_rows(config: Callable[..., DataConfig]) -> None:
+    tiny = ROOT / "examples" / "tiny"
+    chats = config(str(tiny / "chats.jsonl.xz"), limit=800)
+    packed = pack(load_samples(chats, AutoTokenizer.from_pretrained(tiny)), 512)
+    assert float((packed.document >= 0).float().mean()) > 0.97
+
+
+def test_cached_samples_pack_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.cache.BATCH", 7)
+    samples = documents(40, 3 * LENGTH)
+    Writer(tmp_path).write(samples)
+    cached = CachedSamples(tmp_path / SAMPLES)
+    assert all(map(torch.equal, pack(cached, LENGTH), pack(samples, LENGTH)))
+    assert fingerprint(cached) == fingerprint(samples)
+    most = max(max(sample.token) for sample in samples) + 1
+    counts = Counter(t for s in samples for t, on in zip(s.token, s.mask, strict=True) if on)
+    assert token_counts(cached, most).tolist() == [counts[token] for token in range(most)]
+    assert torch.equal(token_counts(cached, most), token_counts(samples, most))
 
 
 def test_nothing_to_pack_is_refused() -> None:

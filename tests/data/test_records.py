@@ -1,14 +1,8 @@
-import gzip
-import json
-import lzma
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
-from data.records import Record, parse, parse_all, read_records
+from data.records import SHOWN, Record, parse
 
 QUESTION = {"role": "user", "content": "why"}
 ANSWER = {"role": "assistant", "content": "so"}
@@ -42,85 +36,65 @@ def test_every_shape_is_recognised(raw: dict[str, Any], messages: list[dict[str,
     assert parse({**raw, "id": 7, "category": "c"}, 0, "f") == Record("7", "c", messages, text)
 
 
-def test_an_unknown_shape_shows_its_keys() -> None:
-    with pytest.raises(ValueError, match=r"f: record 3 has the keys \['chosen', 'rejected'\]; the shapes read are"):
-        parse({"rejected": "a", "chosen": "b"}, 3, "f")
-
-
-def test_ids_are_unique_and_fall_back_to_the_index() -> None:
-    raw = [{"id": "a", "text": "x"}, {"text": "y"}, {"id": "a", "text": "z"}]
-    assert [record.id for record in parse_all(raw, range(3), "f")] == ["a", "1", "a@2"]
-
-
-def test_json_lines_end_at_newlines_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one\u2028line"}\r\n\n{"text": "two"}', encoding="utf-8")
-    assert list(read_records(str(path), "")) == [{"text": "one\u2028line"}, {"text": "two"}]
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz", "a.jsonl.xz"])
-@pytest.mark.parametrize("indent", [None, 2])
-def test_json_in_every_packing(tmp_path: Path, name: str, indent: int | None) -> None:
-    records = [{"text": "one"}, {"text": "two"}]
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    opener = openers.get(Path(name).suffix, open)
-    with opener(tmp_path / name, "wt", encoding="utf-8") as file:
-        file.write(json.dumps(records, indent=indent))
-    assert list(read_records(str(tmp_path / name), "")) == records
-
-
-def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    Dataset.from_list([{"messages": [QUESTION, ANSWER]}]).to_parquet(tmp_path / "a.parquet")
-    raw = read_records(str(tmp_path / "a.parquet"), "")
-    assert parse(raw[0], 0, "f").messages == [QUESTION, ANSWER]
-
-
-@pytest.mark.parametrize(("split", "text"), [("train", "trained"), ("", "tested")])
-def test_a_dataset_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, text: str) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text('{"text": "trained"}\n')
-    (folder / "test.jsonl").write_text('{"text": "tested"}\n')
-    assert read_records(str(folder), split)[0]["text"] == text
+CALL = {"name": "weather", "arguments": {"town": "Bern"}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+RESULT = {"role": "tool", "content": "rain"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
 @pytest.mark.parametrize(
-    ("content", "texts"),
+    ("raw", "messages"),
     [
-        ("one\ntwo\n\n three \n", ["one", "two", "three"]),
-        ("one\u2028line\r\ntwo\n", ["one\u2028line", "two"]),
-        ("one\nstill one\n<|endoftext|>\ntwo\n<|endoftext|>\n", ["one\nstill one", "two"]),
+        ({"instruction": "why", "context": "x", "response": "so"}, [{"role": "user", "content": "why\n\nx"}, ANSWER]),
+        ({"prompt": "why", "completion": "so"}, [QUESTION, ANSWER]),
+        ({"system": "be brief", "conversations": SHAREGPT[1:]}, [SYSTEM, QUESTION, ANSWER]),
+        ({"system": "be long", "conversations": SHAREGPT}, [SYSTEM, QUESTION, ANSWER]),
+        ({"custom_id": 7, "method": "POST", "url": "/v1/chat", "body": {"messages": [QUESTION]}}, [QUESTION]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "why", "image": None}]}]},
+         [{"role": "user", "content": [{"type": "text", "text": "why"}]}]),
     ],
-)
-def test_text_files(tmp_path: Path, content: str, texts: list[str]) -> None:
-    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    assert [record["text"] for record in read_records(str(tmp_path / "a.txt"), "")] == texts
+)  # fmt: skip
+def test_further_shapes(raw: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    assert parse(raw, 7, "f") == Record("7", "", messages, "")
+
+
+@pytest.mark.parametrize("arguments", [{"town": "Bern"}, '{"town": "Bern"}'])
+@pytest.mark.parametrize("tools", [[TOOL], '[{"type": "function", "function": {"name": "weather", '
+                                           '"parameters": {"type": "object"}}}]'])  # fmt: skip
+def test_tool_calls_of_openai_become_what_templates_read(arguments: Any, tools: Any) -> None:
+    function = {"name": "weather", "arguments": arguments, "strict": None}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "id": None, "function": function}],
+    }
+    record = parse({"messages": [QUESTION, called, RESULT, ANSWER], "tools": tools}, 0, "f")
+    assert record.messages == [QUESTION, CALLED, RESULT, ANSWER]
+    assert record.tools == (TOOL,)
+
+
+def test_tool_calls_of_sharegpt() -> None:
+    turns = [("human", "why"), ("function_call", '{"name": "weather", "arguments": {"town": "Bern"}}'),
+             ("observation", "rain"), ("gpt", "so")]  # fmt: skip
+    record = parse({"conversations": [{"from": role, "value": text} for role, text in turns]}, 0, "f")
+    assert record.messages == [QUESTION, CALLED, RESULT, ANSWER]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    "raw",
     [
-        ("a.jsonl", b"", "holds no records"),
-        ("a.txt", b"\n \n", "holds no records"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": ', r"line 2 is no JSON .*; mend or remove it"),
-        ("a.jsonl", b"3\n", "every record must be a JSON object"),
-        ("a.jsonl", b"\xff\xfe", "cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:-9], "cannot be read"),
-        ("a.jsonl.xz", b"not xz", "cannot be read"),
-        ("a.csv", b"x", r"the formats read are .json, .jsonl"),
+        {"rejected": "a", "chosen": "b"},
+        {"messages": [{"speaker": "a", "says": "b"}]},
+        {"conversations": "a: b"},
+        {"question": "a", "answer": ["b"]},
+        {"messages": [QUESTION], "tools": "no JSON"},
     ],
 )
-def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_records(str(tmp_path / name), "")
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gone\.jsonl: neither a file here nor a Hub dataset") as caught:
-        read_records(str(tmp_path / "gone.jsonl"), "train")
+def test_an_unknown_shape_shows_the_record(raw: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"f: record 3 is of no known shape: \{.* The shapes read are") as caught:
+        parse(raw, 3, "f")
+    assert next(iter(raw)) in str(caught.value)
+    with pytest.raises(ValueError, match="of no known shape") as caught:
+        parse({**raw, "other": "x" * 9999}, 3, "f")
+    assert len(str(caught.value)) < 3 * SHOWN
     assert "\n" not in str(caught.value)

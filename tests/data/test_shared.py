@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from data.batches import pack
 from data.config import DataConfig
 from data.prompts import load_prompts, load_samples
+from heads.resolvers import ROOT
 from tests.data.chatml import PLAIN, TAGGED, Tokens
 
 Config = Callable[..., DataConfig]
@@ -61,3 +63,10 @@ def test_real_prompts_of_a_plain_target(shared: Path) -> None:
     prompts = load_prompts(str(folder / "held_out_prompts.jsonl"), tokenizer, 20)
     assert len({prompt.id for prompt in prompts}) == 20
     assert all(tokenizer.decode(prompt.token) == prompt.text for prompt in prompts)
+
+
+def test_real_dialogues_fill_their_rows(shared: Path, config: Config) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny")
+    path = config(str(shared / "text" / "sgd_dialogues_dev.jsonl.xz"), limit=800)
+    packed = pack(load_samples(path, tokenizer), 2048)
+    assert float((packed.document >= 0).float().mean()) > 0.97

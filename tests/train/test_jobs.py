@@ -37,6 +37,8 @@ def test_a_run_leaves_its_contract_behind(toy: tuple[Path, list[str], dict[int, 
     assert sorted(toy[2]) == list(range(1, STEPS + 1))
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "tau" in record] == [8, 16]
+    data = json.loads((out / "provenance.json").read_text())["data"]
+    assert (data["held_out"], data["samples"], sum(data["kept"].values())) == (4, 116, 116)
     row = json.loads((out / "report.json").read_text())["rows"][-1]
     assert row["lossless"]["identical"] == row["lossless"]["checked"] > 0
 
