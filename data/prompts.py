@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
-from data.masks import Sample, is_plain, samples_of
+from data.masks import Sample, is_plain, samples_of, told
 from data.records import Record, content_text, parse_all, read_records
 from data.template import encode, encode_plain, render
 
@@ -35,23 +36,20 @@ def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: 
 
     Raises:
         ValueError: unreadable or empty data, an unknown shape, a chat for a tokenizer without a chat template, a
-            template that cannot be masked, or a chat whose mask is all zeros or all ones, which is named.
+            template that cannot be masked, or, unless data.on_bad=drop, a chat that no answer can be trained of.
     """
     most = min((n for n in (config.limit, limit) if n is not None), default=None)
     samples: list[Sample] = []
-    dropped = 0
+    seen: Counter[str] = Counter()
     for record in _records(config, held_out=False):
-        made = samples_of(record, tokenizer, config.path, config.max_tokens)
-        kept = [sample for sample in made if any(sample.mask)]
-        dropped += len(made) - len(kept)
-        samples += kept
+        samples += samples_of(record, tokenizer, config.path, config, seen)
         if most is not None and len(samples) >= most:
             break
-    if dropped:
-        log.warning("%s: dropped %d chats: data.max_tokens cuts their answers away", config.path, dropped)
+    if +seen:
+        log.warning("%s: of its chats, %s", config.path, told(seen))
     _warn_of_unknown(samples, tokenizer, config.path)
     if not samples:
-        raise ValueError(f"{config.path}: nothing is left to train on; raise data.max_tokens or give other data")
+        raise ValueError(f"{config.path}: nothing is left to train on ({told(seen) or 'empty texts'}); give other data")
     return samples[:most]
 
 
@@ -115,6 +113,6 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     asked = record.messages[: first + 1]
     text, system = content_text(asked[first]), "\n\n".join(content_text(message) for message in asked[:first])
     if tokenizer.chat_template:
-        (token,) = encode([render(asked, tokenizer, True)], tokenizer)
+        (token,) = encode([render(asked, tokenizer, True, record.tools)], tokenizer)
         return Prompt(record.id, token, record.category, text, system)
     return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)

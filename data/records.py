@@ -3,7 +3,7 @@
 import gzip
 import json
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -25,12 +25,16 @@ SHAPES = (
 
 
 class Record(NamedTuple):
-    """One document: `messages` of a chat with OpenAI's role names, else empty; `text` of a plain one, else empty."""
+    """One document: `messages` of a chat with OpenAI's role names, else empty; `text` of a plain one, else empty.
+
+    `tools` are the definitions that a chat's answers may call, in OpenAI's form.
+    """
 
     id: str
     category: str
     messages: list[Message]
     text: str
+    tools: Sequence[Message] = ()
 
 
 @runtime_checkable
@@ -78,7 +82,7 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
     text = raw.get("text") or ""
     if messages is None and not isinstance(raw.get("text"), str):
         raise ValueError(f"{path}: record {name} has the keys {sorted(raw)}; the shapes read are {SHAPES}")
-    return Record(name, str(raw.get("category") or ""), messages or [], text)
+    return Record(name, str(raw.get("category") or ""), messages or [], text, _tools(raw.get("tools")))
 
 
 def parse_all(raw: RawRecords, indices: range, path: str) -> Iterator[Record]:
@@ -98,6 +102,11 @@ def content_text(message: Message) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text") or "" for part in content)
+
+
+def _tools(given: Any) -> Sequence[Message]:
+    """Return a record's tools; data sets whose columns have one type keep them as JSON text."""
+    return (json.loads(given) if isinstance(given, str) and given.strip() else given) or ()
 
 
 def _messages(raw: dict[str, Any]) -> list[Message] | None:

@@ -63,6 +63,7 @@ def config() -> Callable[..., DataConfig]:
 
     def make(path: str, **changed: Any) -> DataConfig:
         values = {"split": "train", "length": 64, "limit": None, "prompts": "", "held_out": 0, "max_tokens": 4096}
+        values |= {"turns": "all", "reasoning": "keep", "on_bad": "fail"}
         return DataConfig(path=path, **{**values, **changed})
 
     return make
