@@ -11,8 +11,9 @@ from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.inspection import show
 from data.masks import Sample
-from data.run import JobConfig, main, show
+from data.run import JobConfig, main
 from heads.resolvers import ROOT
 from heads.typed import typed
 
