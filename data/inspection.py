@@ -39,7 +39,8 @@ STYLE = """
 @media(prefers-color-scheme:dark){:root{--on:#1d5b31;--ink:#eee;--dim:#a0a0a0;--page:#16181c;--line:#3a3d44}}
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem 1rem 4rem;color:var(--ink);
 background:var(--page)}
-h1{font-size:1.3rem}h1,h2,p{overflow-wrap:anywhere}h2{font-size:1rem;margin:2rem 0 .3rem}p{margin:.3rem 0;color:var(--dim)}
+h1{font-size:1.3rem}h1,h2,p{overflow-wrap:anywhere}
+h2{font-size:1rem;margin:2rem 0 .3rem}p{margin:.3rem 0;color:var(--dim)}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;font:.85rem/1.6 ui-monospace,monospace;color:var(--dim);
 border:1px solid var(--line);border-radius:6px;padding:.7rem;margin:.4rem 0}
 pre span:hover{outline:1px solid currentcolor}

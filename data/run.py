@@ -86,10 +86,10 @@ def main(cfg: DictConfig) -> None:
 
 def run(job: JobConfig, config: DataConfig) -> None:
     """Show samples, write answers, or both."""
-    if job.answers is None and job.inspect < 1:
-        raise ValueError("nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks")
     if job.inspect_html is not None and job.inspect < 1:
         raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
+    if job.answers is None and job.inspect < 1:
+        raise ValueError("nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks")
     if job.inspect > 0:
         tokenizer = _load_tokenizer(job.model["path"], job.model["trust_remote_code"])
         samples = load_samples(config, tokenizer, max(job.inspect, job.limit or 0))

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from copy import deepcopy
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -29,10 +30,16 @@ CASES = [
 
 
 @cache
+def _tiny() -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(TINY)
+    return tokenizer
+
+
+@cache
 def family_tokenizer(family: str, tagged: bool) -> PreTrainedTokenizerBase:
     """Return the embedded target's tokenizer with a family's special tokens and template, with or without its tags."""
     about = FAMILIES[family]
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = deepcopy(_tiny())
     known = [token for token in (about["bos"], about["eos"], *about["special"]) if token]
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in known], special_tokens=True)
     tokenizer.bos_token, tokenizer.eos_token = about["bos"] or None, about["eos"]
