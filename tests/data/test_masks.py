@@ -164,3 +164,21 @@ def test_the_templates_without_marks_are_the_same_but_for_them() -> None:
     for family in FAMILIES:
         template = (GOLDEN / f"{family}.jinja").read_text(encoding="utf-8")
         assert len(TAGS.findall(template)) % 2 == 0 < len(TAGS.findall(template))
+
+
+@pytest.mark.parametrize(
+    ("family", "wide", "narrow"),
+    [
+        ("gemma", "{{ ANSWER + '<end_of_turn>' }}", ("", "{{ '<end_of_turn>' }}")),
+        ("llama2", "{{ ' ' + ANSWER + ' ' + eos_token }}", ("{{ ' ' }}", "{{ ' ' + eos_token }}")),
+    ],
+)
+def test_marks_around_the_words_alone_train_the_blanks_and_the_end_too(
+    family: str, wide: str, narrow: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, answer = family_tokenizer(family, True), "message.content | trim"
+    before = "{%- generation -%}" + wide.replace("ANSWER", answer) + "{%- endgeneration -%}"
+    after = narrow[0] + "{% generation %}{{ " + answer + " }}{% endgeneration %}" + narrow[1]
+    assert before in str(tokenizer.chat_template)
+    monkeypatch.setattr(tokenizer, "chat_template", str(tokenizer.chat_template).replace(before, after))
+    assert golden(family, tagged=True) == (GOLDEN / f"{family}.txt").read_text(encoding="utf-8")

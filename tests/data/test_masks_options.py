@@ -207,3 +207,16 @@ def test_tools_are_read_as_json_too_and_prompts_have_them(write: Write, config: 
     (prompt, _) = training_prompts(config(path), tokenizer, None)
     assert first.token[: len(prompt.token)] == prompt.token
     assert '"name": "get_weather"' in tokenizer.decode(prompt.token)
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_reasoning_that_a_template_makes_of_content_is_masked(tagged: bool) -> None:
+    """gpt-oss writes what comes with a tool call as its analysis, which a chat that ends there still has."""
+    tokenizer = family_tokenizer("gpt_oss", tagged)
+    record = chat_record("gpt_oss", "tools")
+    calling = [*record.messages[:2], {**record.messages[2], "content": "Look it up."}]
+    (kept,) = masked(record._replace(messages=calling), tokenizer)
+    (cut,) = masked(record._replace(messages=calling), tokenizer, reasoning="cut")
+    assert kept.token == cut.token
+    assert "⟦<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant to=" in marked(kept, tokenizer)
+    assert "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant⟦ to=" in marked(cut, tokenizer)
