@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 # The code that shapes a sample: a change in it is a change of the key, so nobody has to count versions.
-CODE = ("cache", "config", "files", "filters", "masks", "prompts", "records", "sources", "template")
+CODE = (
+    "cache", "config", "files", "filters", "masks", "prompts", "reasoning", "records", "sources", "template", "turns"
+)  # fmt: skip
 SHAPELESS = ("length", "cache")  # options that leave the samples as they are
 BATCH = 1000  # samples in memory at once
 COLUMNS = {

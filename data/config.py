@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+CHOICES = {"turns": ("all", "last"), "reasoning": ("keep", "cut"), "on_bad": ("fail", "drop")}
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -22,11 +24,14 @@ class DataConfig:
         prompts: a file or Hub data set of held-out evaluation prompts; empty takes them from the end of `path`.
         held_out: how many records at the end of `path` are then kept away from training.
         max_tokens: tokens of a sample at most. A longer text is cut into several samples; of a longer chat the rest is
-            dropped, and the whole chat where no answer is left.
+            dropped.
         min_tokens: tokens of a sample at least; shorter ones are dropped.
         dedup: drop records that equal an earlier or a held-out one but for case and white space.
         contamination: drop records that share so many words in a row with an evaluation prompt; None: none.
         cache: the folder that keeps tokenised samples; None: they are made anew by every process.
+        turns: which of a chat's answers are trained: `all`, or those to the `last` user message.
+        reasoning: `keep` what the template renders of it, or `cut` it from the answers.
+        on_bad: `fail` at a chat that no answer can be trained of, or `drop` and count it.
     """
 
     path: Any
@@ -43,6 +48,9 @@ class DataConfig:
     dedup: bool
     contamination: int | None
     cache: str | None
+    turns: str
+    reasoning: str
+    on_bad: str
 
     def __post_init__(self) -> None:
         """Refuse sizes that leave nothing to train on, and a mixture that is none."""
@@ -61,6 +69,9 @@ class DataConfig:
             raise ValueError(f"data.min_tokens={self.min_tokens}: must be between 1 and data.max_tokens")
         if self.contamination is not None and self.contamination < 1:
             raise ValueError(f"data.contamination={self.contamination}: give a number of words, or null for no check")
+        for name, values in CHOICES.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"data.{name}={getattr(self, name)}: must be {' or '.join(values)}")
 
     @property
     def paths(self) -> list[Any]:

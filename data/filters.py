@@ -9,10 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data.config import DataConfig
+from data.masks import told
 from data.records import Record, content_text
 
 # A word is a run of letters, digits and _, but of scripts written without spaces every character.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+
+COUNTERS = "records", "kept", "chats"
 
 Gram = tuple[str, ...]  # words in a row
 
@@ -22,7 +25,7 @@ class Counts:
     """What became of the records of a run; `records` and `kept` by the source's name.
 
     `checked` counts the evaluation prompts that contamination was looked for of, and `unchecked` those with too few
-    words for that; `cut` the samples without an answer left, and `unknown` the tokens that stand for any word.
+    words for that; `chats` what masking dropped or cut, by cause, and `unknown` the tokens that stand for any word.
     """
 
     records: Counter[str] = field(default_factory=Counter)
@@ -32,7 +35,7 @@ class Counts:
     contaminated: int = 0
     checked: int = 0
     unchecked: int = 0
-    cut: int = 0
+    chats: Counter[str] = field(default_factory=Counter)
     short: int = 0
     samples: int = 0
     tokens: int = 0
@@ -42,7 +45,7 @@ class Counts:
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Counts":
         """Return the counts that `asdict` made a dict of."""
-        counters = {name: Counter(values[name]) for name in ("records", "kept")}
+        counters = {name: Counter(values[name]) for name in COUNTERS}
         return cls(**{**values, **counters})
 
     def line(self, config: DataConfig) -> str:
@@ -54,16 +57,16 @@ class Counts:
             prompts = self.checked + self.unchecked
             dropped += [f"{self.contaminated:,} with {words} words of one of {prompts:,} evaluation prompts{beside}"]
         dropped += [f"{self.short:,} under {config.min_tokens} tokens"] if config.min_tokens > 1 else []
-        dropped += [f"{self.cut:,} samples without an answer left"] if self.cut else []
+        chats = f"; of the chats, {told(self.chats)}" if +self.chats else ""
         return (
             f"data: {read}; held out: {self.held_out:,}; dropped: {', '.join(dropped) or 'nothing'}; "
             f"kept: {self.samples:,} samples, {self.tokens:,} tokens, "
-            f"{self.trained / max(1, self.tokens):.0%} trained on"
+            f"{self.trained / max(1, self.tokens):.0%} trained on{chats}"
         )
 
     def report(self) -> dict[str, Any]:
         """Return the counts as JSON has them."""
-        return {**asdict(self), "records": dict(self.records), "kept": dict(self.kept)}
+        return {**asdict(self), **{name: dict(+getattr(self, name)) for name in COUNTERS}}
 
 
 class Filters:

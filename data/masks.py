@@ -1,17 +1,21 @@
 """Loss masks: 1 on the tokens that the target would produce, a chat's answers and the tokens that end them.
 
-Their one home. A plain text is all answer. A chat's mask is the chat template's own where it marks its answers by
-{% generation %}, else drawn by rendering the chat up to where each answer begins and ends.
+Their one home. A plain text is all answer. In a chat, where an answer starts and ends is the chat template's own word
+where it has {% generation %}, else told by rendering the chat up to there. The tokens are those of the whole chat as
+the template renders it, never of its parts put together.
 """
 
+from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from data.records import Message, Record
-from data.template import encode, encode_plain, is_tagged, render, render_tagged, turn_ends
+from data.config import DataConfig
+from data.records import Record
+from data.template import Span, encode, encode_plain, encode_spans, turn_ends
+from data.turns import BadSampleError, joined, turns_of
 
 
 @dataclass(frozen=True)
@@ -28,21 +32,42 @@ def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
     return not record.messages or bool(record.text and not tokenizer.chat_template)
 
 
-def samples_of(record: Record, tokenizer: PreTrainedTokenizerBase, path: str, max_tokens: int) -> list[Sample]:
-    """Return a record's samples: a text's pieces, or a chat, in some templates as one sample an answer.
+def samples_of(
+    record: Record, tokenizer: PreTrainedTokenizerBase, path: str, config: DataConfig, seen: Counter[str]
+) -> list[Sample]:
+    """Return a record's samples: a text's pieces, or a chat, in some templates as several samples.
+
+    Args:
+        record: what to mask.
+        tokenizer: the target's.
+        path: where the record stands, for errors.
+        config: its turns, reasoning, max_tokens and on_bad are read.
+        seen: counts what was dropped by cause, and what was cut.
 
     Raises:
-        ValueError: a chat for a tokenizer without a chat template, a template that cannot be masked, or a chat whose
-            mask is all zeros or all ones; `path` and the sample are named.
+        ValueError: a chat for a tokenizer without a chat template; unless data.on_bad=drop, a chat without an answer,
+            one that the template refuses, whose mask is all zeros or all ones, or whose answers data.max_tokens cuts
+            away. `path` and the sample are named.
     """
     if is_plain(record, tokenizer):
-        return _plain(record, tokenizer, max_tokens)
-    if tokenizer.chat_template:
-        return _chat(record, tokenizer, path, max_tokens)
-    raise ValueError(
-        f"{path}: holds chats, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
-        'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
-    )
+        return _plain(record, tokenizer, config.max_tokens)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{path}: holds chats, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
+            'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
+        )
+    try:
+        return _chat(record, tokenizer, config, seen)
+    except BadSampleError as bad:
+        if config.on_bad == "fail":
+            raise ValueError(f"{path}: sample {record.id}: {bad}") from bad
+        seen[f"dropped, {bad.cause}"] += 1
+        return []
+
+
+def told(seen: Counter[str]) -> str:
+    """Return counts as words, the most frequent first."""
+    return "; ".join(f"{count} {cause}" for cause, count in (+seen).most_common())
 
 
 def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Sample]:
@@ -56,76 +81,66 @@ def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
     return [Sample(name, piece, [1] * len(piece)) for name, piece in zip(names, pieces, strict=True)]
 
 
-def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, path: str, max_tokens: int) -> list[Sample]:
-    """Return the chat as one sample, or as one an answer where the template rewrites earlier turns."""
-    where = f"{path}: sample {record.id}"
-    answers = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
-    if not answers:
-        raise ValueError(f"{where}: the loss mask is all zeros, for the chat has no answer; remove the sample")
-    # What follows the last answer is answered by nobody: it would cost a forward pass and train nothing.
-    messages = record.messages[: answers[-1] + 1]
+def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seen: Counter[str]) -> list[Sample]:
+    """Return the chat as one sample, or as several where the template writes a turn otherwise once it is past."""
     try:
-        if is_tagged(tokenizer):
-            made = [_settle(*render_tagged(messages, tokenizer), tokenizer)]
-        else:
-            made = _prefixed(messages, answers, tokenizer, where)
-    except TemplateError as error:
-        raise ValueError(f"{where}: the chat template refuses it: {error}; mend or remove the sample") from error
-    samples = []
-    for number, (token, mask) in enumerate(made):
+        turns = turns_of(record, tokenizer, config, seen)
+    except (TemplateError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise BadSampleError(
+            "refused by the chat template", f"the chat template refuses it: {why}; mend or remove the sample"
+        ) from error
+    made = [_settle(*_mask(text, spans, tokenizer), tokenizer) for text, spans in joined(turns)]
+    for _, mask in made:
         if len(set(mask)) < 2:
             value = "ones" if any(mask) else "zeros"
-            raise ValueError(
-                f"{where}: the loss mask is all {value}; "
-                "check its messages, and where the chat template puts {% generation %}"
+            raise BadSampleError(
+                f"mask all {value}",
+                f"the loss mask is all {value}; check its messages (is an answer empty?), and where the chat template "
+                "puts {% generation %}",
             )
-        name = record.id if len(made) == 1 else f"{record.id}#{number}"
-        samples.append(Sample(name, token[:max_tokens], mask[:max_tokens]))
+    names = [record.id if len(made) == 1 else f"{record.id}#{number}" for number in range(len(made))]
+    samples = [
+        Sample(name, *_cut(token, mask, config.max_tokens))
+        for name, (token, mask) in zip(names, made, strict=True)
+        if any(mask[: config.max_tokens])
+    ]
+    if not samples:
+        raise BadSampleError(
+            "answers beyond data.max_tokens",
+            f"data.max_tokens={config.max_tokens} cuts its answers away; raise it, shorten or remove the sample",
+        )
+    seen["cut at data.max_tokens"] += any(len(token) > config.max_tokens for token, _ in made)
     return samples
 
 
-def _prefixed(
-    messages: list[Message], answers: list[int], tokenizer: PreTrainedTokenizerBase, where: str
-) -> list[tuple[list[int], list[int]]]:
-    """Tokens and mask by rendering the chat up to each answer's start and end.
-
-    Both must be token prefixes of the whole rendering, as the target at decoding sees just the first of them. Some
-    templates write a turn otherwise once it is past (Qwen3 drops its reasoning); then every answer stands as the last
-    of a chat of its own, which is how the target meets it.
-    """
-    whole = _answers_of(messages, answers, tokenizer)
-    if whole is not None:
-        return [_settle(*whole, tokenizer)]
-    alone = [_answers_of(messages[: answer + 1], [answer], tokenizer) for answer in answers]
-    made = [_settle(*one, tokenizer) for one in alone if one is not None]
-    if len(made) < len(answers):
-        raise ValueError(
-            f"{where}: the chat template writes the answer otherwise than after its generation prompt, so no loss mask "
-            "can be drawn; put {% generation %} and {% endgeneration %} around the answer in the template"
-        )
-    return made
-
-
-def _answers_of(
-    messages: list[Message], answers: list[int], tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], list[int]] | None:
-    """Mask what stands between each answer's generation prompt and its end; None if these are no prefixes."""
-    cuts = [render(messages[: i + past], tokenizer, not past) for i in answers for past in (0, 1)]
-    if not all(cuts[-1].startswith(text) for text in cuts):
-        return None
-    # Pieces that join to the whole's tokens show the same as the prefixes themselves, and cost much less to encode.
-    lengths = [0, *(len(text) for text in cuts)]
-    whole, *pieces = encode([cuts[-1], *(cuts[-1][i:k] for i, k in pairwise(lengths))], tokenizer)
+def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the text's tokens, and 1 for each that lies in a span with all its characters."""
+    edges = [0, *chain.from_iterable(spans), len(text)]
+    # Pieces that join to the whole's tokens show where each starts, and cost much less to encode than prefixes do.
+    whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
     ends = list(accumulate(len(piece) for piece in pieces))
-    if whole != [token for piece in pieces for token in piece]:
-        prefixes = encode(cuts, tokenizer)  # a tokenizer that begins every text in its own way (SentencePiece)
-        if any(whole[: len(prefix)] != prefix for prefix in prefixes):
-            return None
+    if whole != list(chain.from_iterable(pieces)):
+        prefixes = encode([text[:edge] for edge in edges[1:]], tokenizer)  # SentencePiece begins every text its own way
         ends = [len(prefix) for prefix in prefixes]
+        if any(whole[: len(prefix)] != prefix for prefix in prefixes):
+            return _by_characters(text, spans, tokenizer)
     mask = [0] * len(whole)
-    for start, end in zip(ends[::2], ends[1::2], strict=True):
+    for start, end in zip(ends[::2], ends[1::2], strict=False):
         mask[start:end] = [1] * (end - start)
     return whole, mask
+
+
+def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Mask where tokens span an answer's edge: the target at decoding never writes such a token."""
+    if not tokenizer.is_fast:
+        raise BadSampleError(
+            "tokens across an answer's edge",
+            "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
+            "use the model's fast tokenizer (tokenizer.json)",
+        )
+    token, places = encode_spans(text, tokenizer)
+    return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in places]
 
 
 def _settle(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -151,3 +166,11 @@ def _settle(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBas
         elif eos is not None and token[end] == eos:
             mask[end] = 1
     return token, mask
+
+
+def _cut(token: list[int], mask: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
+    """Cut at the limit, and behind what is trained before it: the rest would cost a forward pass and train nothing."""
+    if len(token) <= max_tokens:
+        return token, mask
+    end = max(i for i, on in enumerate(mask[:max_tokens]) if on) + 1
+    return token[:end], mask[:end]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.cache import PROMPTS, SAMPLES, CachedSamples, DamagedError, cache_key, making, read_cache
 from data.config import DataConfig
 from data.filters import Counts, Filters
-from data.masks import Sample, is_plain, samples_of
+from data.masks import Sample, is_plain, samples_of, told
 from data.records import Record, content_text
 from data.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.template import encode, encode_plain, render
@@ -58,7 +58,7 @@ def load_training(
 
     Raises:
         ValueError: unreadable or empty data, an unknown shape, a chat for a tokenizer without a chat template, a
-            template that cannot be masked, or a chat whose mask is all zeros or all ones, which is named.
+            template that cannot be masked, or, unless data.on_bad=drop, a chat that no answer can be trained of.
     """
     sources = open_sources(config)
     if config.cache is None:
@@ -170,10 +170,8 @@ def _samples(
     """Tokenise and mask records one after another, and count what comes of them."""
     unknown = tokenizer.unk_token_id
     for source, record in records:
-        for sample in samples_of(record, tokenizer, source, config.max_tokens):
-            if not any(sample.mask):
-                counts.cut += 1
-            elif len(sample.token) < config.min_tokens:
+        for sample in samples_of(record, tokenizer, source, config, counts.chats):
+            if len(sample.token) < config.min_tokens:
                 counts.short += 1
             else:
                 counts.samples += 1
@@ -190,8 +188,8 @@ def _samples(
 
 def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
     """Say what was cut away, and where a tokenizer without byte fallback loses much of the text."""
-    if counts.cut:
-        log.warning("%s: dropped %d chats: data.max_tokens cuts their answers away", config.named, counts.cut)
+    if +counts.chats:
+        log.warning("%s: of its chats, %s", config.named, told(counts.chats))
     share = counts.unknown / max(1, counts.tokens)
     if tokenizer.unk_token_id != tokenizer.eos_token_id and share > UNKNOWN_SHARE:
         log.warning(
@@ -214,6 +212,6 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     asked = record.messages[: first + 1]
     text, system = content_text(asked[first]), "\n\n".join(content_text(message) for message in asked[:first])
     if tokenizer.chat_template:
-        (token,) = encode([render(asked, tokenizer, True)], tokenizer)
+        (token,) = encode([render(asked, tokenizer, True, record.tools)], tokenizer)
         return Prompt(record.id, token, record.category, text, system)
     return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)

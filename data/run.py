@@ -1,12 +1,11 @@
 """Let the target answer the training prompts, or look at the loss mask.
 
-`python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=3`; the other overrides
+`python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=5`; the other overrides
 stand in conf/data.yaml.
 """
 
 import sys
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,11 @@ if __name__ == "__main__":
 import hydra
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.answers import AnswerSettings, write_answers
-from data.batches import fingerprint, pack
 from data.config import DataConfig
-from data.masks import Sample
+from data.inspection import show, write_page
 from data.prompts import load_samples, training_prompts
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
@@ -41,6 +38,7 @@ class JobConfig:
         data: a DataConfig.
         answers: the file that the target's answers are appended to; null: none.
         inspect: samples to show with their loss masks.
+        inspect_html: a page to write them to as well; null: none.
         limit: prompts to answer at most, or samples that the figures below the shown ones cover.
         batch_size: prompts answered at once; the rest is AnswerSettings'.
     """
@@ -49,6 +47,7 @@ class JobConfig:
     data: Any
     answers: str | None
     inspect: int
+    inspect_html: str | None
     limit: int | None
     batch_size: int
     temperature: float
@@ -69,30 +68,6 @@ def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
     print(f"{out}: {written.answers} answers added to {len(prompts)} prompts; train on them with data.path={out}")
 
 
-def show(samples: list[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """Print the first `count` samples, what is trained on standing out, and how much that is of each and of all."""
-    for sample in samples[:count]:
-        console.rule(f"{sample.id}: {_coverage([sample])}")
-        console.print(_coloured(sample, tokenizer, marks=not console.is_terminal))
-    filled = sum(len(sample.token) for sample in samples) / pack(samples, length).token.numel()
-    console.rule(f"{len(samples)} samples: {_coverage(samples)}")
-    console.print(f"rows of {length} tokens are {filled:.1%} full; fingerprint {fingerprint(samples)}")
-
-
-def _coverage(samples: list[Sample]) -> str:
-    trained, tokens = sum(sum(sample.mask) for sample in samples), sum(len(sample.mask) for sample in samples)
-    return f"{trained} of {tokens} tokens trained on ({trained / tokens:.1%})"
-
-
-def _coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marks: bool) -> Text:
-    """Return the sample's text; `marks` puts brackets around what is trained on, where colours cannot be seen."""
-    text = Text()
-    for on, pairs in groupby(zip(sample.mask, sample.token, strict=True), key=lambda pair: pair[0]):
-        part = str(tokenizer.decode([token for _, token in pairs]))
-        text.append(f"⟦{part}⟧" if on and marks else part, style="bold green" if on else "dim")
-    return text
-
-
 def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -111,12 +86,17 @@ def main(cfg: DictConfig) -> None:
 
 def run(job: JobConfig, config: DataConfig) -> None:
     """Show samples, write answers, or both."""
+    if job.inspect_html is not None and job.inspect < 1:
+        raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
     if job.answers is None and job.inspect < 1:
         raise ValueError("nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks")
     if job.inspect > 0:
         tokenizer = _load_tokenizer(job.model["path"], job.model["trust_remote_code"])
         samples = list(load_samples(config, tokenizer, max(job.inspect, job.limit or 0)))
         show(samples, job.inspect, config.length, tokenizer, Console())
+        if job.inspect_html is not None:
+            write_page(samples, job.inspect, tokenizer, Path(job.inspect_html))
+            print(f"{job.inspect_html}: the same samples as a page")
     if job.answers is not None:
         answer(job, config, Path(job.answers))
 

@@ -65,7 +65,8 @@ def config() -> Callable[..., DataConfig]:
         values = {"split": "train", "length": 64, "limit": None, "prompts": "", "held_out": 0, "max_tokens": 4096}
         mixture = {"weights": None, "seed": 0, "streaming": False}
         filters = {"min_tokens": 1, "dedup": True, "contamination": None, "cache": None}
-        return DataConfig(path=path, **{**values, **mixture, **filters, **changed})
+        masks = {"turns": "all", "reasoning": "keep", "on_bad": "fail"}
+        return DataConfig(path=path, **{**values, **mixture, **filters, **masks, **changed})
 
     return make
 

@@ -101,11 +101,14 @@ def test_everything_dropped_is_counted_and_told(write: Write, config: Config, ch
     first = write(*records, records[0], name="first.jsonl")
     second = write({"prompt": LONG, "answer": "x"}, {"prompt": "q" * 200, "answer": "x"}, name="second.jsonl")
     asked = write({"prompt": LONG}, name="asked.jsonl")
-    filtered = config([first, second], prompts=asked, contamination=8, min_tokens=28, max_tokens=120)
+    sizes = {"min_tokens": 28, "max_tokens": 120, "on_bad": "drop"}
+    filtered = config([first, second], prompts=asked, contamination=8, **sizes)
     samples, _, counts = load_training(filtered, chat, 1)
     assert counts.records == {first: 9, second: 2}
     assert counts.kept == {first: 8, second: 1}
-    assert (counts.duplicates, counts.contaminated, counts.cut) == (1, 1, 1)
+    assert (counts.duplicates, counts.contaminated) == (1, 1)
+    assert +counts.chats == {"dropped, answers beyond data.max_tokens": 1}
+    assert "1 dropped, answers beyond data.max_tokens" in counts.line(filtered)
     assert counts.short == sum(len(s.token) < 28 for s in load_training(config(first), chat, 0).samples) > 0
     assert (counts.samples, counts.tokens) == (len(samples), sum(len(sample.token) for sample in samples))
     assert counts.samples == 8 - counts.short > 0

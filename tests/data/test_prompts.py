@@ -180,10 +180,13 @@ def test_a_long_chat_is_cut_and_one_without_answer_dropped_and_counted(
 ) -> None:
     path = write({"id": "a", "messages": CHAT}, {"id": "b", "prompt": "p" * 100, "answer": "a"})
     with caplog.at_level(logging.WARNING):
-        (sample,) = load_samples(config(path, max_tokens=90), chat)
-    assert (sample.id, len(sample.token), trained(sample, chat)) == ("a", 90, TRAINED[:1])
-    assert "dropped 1 chats" in caplog.text
-    with pytest.raises(ValueError, match=r"raise data\.max_tokens"):
+        (sample,) = load_samples(config(path, max_tokens=90, on_bad="drop"), chat)
+    assert (sample.id, trained(sample, chat)) == ("a", TRAINED[:1])
+    assert str(chat.decode(sample.token)).endswith(TRAINED[0])
+    assert "1 cut at data.max_tokens; 1 dropped, answers beyond data.max_tokens" in caplog.text
+    with pytest.raises(ValueError, match=r"nothing is left .*2 dropped, answers beyond data\.max_tokens"):
+        load_samples(config(path, max_tokens=9, on_bad="drop"), chat)
+    with pytest.raises(ValueError, match=r"sample a: data\.max_tokens=9 cuts its answers away; raise it"):
         load_samples(config(path, max_tokens=9), chat)
 
 

@@ -8,11 +8,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.masks import Sample
-from data.run import JobConfig, main, show
+from data.run import JobConfig, main
 from heads.resolvers import ROOT
 from heads.typed import typed
 
@@ -52,12 +50,15 @@ def test_answers_are_written_and_then_shown(
     call(*of_model, f"data.path={path}", *answers)
     assert [json.loads(line)["id"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]] == ["q0", "q1", "q2"]
     assert f"{out}: 3 answers added to 3 prompts" in capsys.readouterr().out
-    call(*of_model, f"data.path={path}", "inspect=2", "limit=4")
+    page = tmp_path / "masks.html"
+    call(*of_model, f"data.path={path}", "inspect=2", "limit=4", f"inspect_html={page}")
     shown = capsys.readouterr().out
     assert "assistant\n⟦x<|im_end|>⟧" in shown
     assert "q1: 2 of" in shown
     assert "q2: " not in shown
     assert "4 samples: 8 of" in shown
+    assert f"{page}: the same samples as a page" in shown
+    assert page.read_text(encoding="utf-8").count("<h2>") == 2
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,8 @@ def test_answers_are_written_and_then_shown(
         ([], "nothing to do: give answers=FILE.jsonl, or inspect=N"),
         (["inspect=1", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no tokenizer loads from there"),
         (["inspect=much"], "inspect"),
+        (["inspect_html=masks.html"], "inspect_html=masks.html: shows the samples of inspect=N; give inspect=5"),
+        (["inspect=1", "data.turns=first"], "data.turns=first: must be all or last"),
         (["answers=a.jsonl", "temperature=-1"], "temperature=-1"),
         (["inspect=1", "data.max_tokens=1"], "data.max_tokens=1: must be at least 2"),
     ],
@@ -80,13 +83,6 @@ def test_a_mistake_is_one_line_and_a_status(
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_trained_tokens_stand_out_on_a_terminal(bare: PreTrainedTokenizerFast) -> None:
-    console = Console(force_terminal=True, color_system="standard", record=True, width=80)
-    token = bare("ab")["input_ids"]
-    show([Sample("s", token, [0, 1])], 1, 8, bare, console)
-    assert "\x1b[2ma\x1b[0m\x1b[1;32mb\x1b[0m" in console.export_text(styles=True)
 
 
 def test_the_yaml_fits_the_types() -> None:

@@ -1,0 +1,184 @@
+"""Masks of real template families: golden files, and the proof that the tokens are those of the whole chat."""
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from data.masks import Sample
+from data.reasoning import without
+from data.records import Message, Record
+from data.template import turn_ends
+from tests.data.families import CASES, FAMILIES, GOLDEN, TAGS, chat_record, family_tokenizer, golden, marked, masked
+
+PARTS = [
+    "It is.",
+    " so ",
+    "\n",
+    "élan",
+    "日本 😀",
+    "  ",
+    "def f(x):\n    return x\n",
+    "<",
+    "|>",
+    "assistant",
+    "user\n",
+    "12",
+]
+CLOSED = ("phi3",)  # ends every chat with its end token, which its answers do not end with
+
+
+def rendered(messages: list[Message], family: str, record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that transformers itself makes of a chat, on the day that templates are told."""
+    read = (lambda text: text) if family == "deepseek_v3" else json.loads
+    asked = json.loads(json.dumps(messages))
+    for message in asked:
+        for call in message.get("tool_calls") or []:
+            call["function"]["arguments"] = read(call["function"]["arguments"])
+    template = str(tokenizer.chat_template).replace("strftime_now('%Y-%m-%d')", "'2024-07-26'")
+    made: Any = tokenizer.apply_chat_template(
+        asked,
+        tools=list(record.tools) or None,
+        chat_template=template,
+        tokenize=True,
+        return_dict=False,
+        date_string="26 Jul 2024",
+    )
+    return list(made)
+
+
+def assert_seen(samples: list[Sample], record: Record, family: str, cut: bool, tagged: bool) -> None:
+    """Each sample is the chat up to one of its answers, token for token; the last is the whole chat."""
+    tokenizer = family_tokenizer(family, tagged)
+    messages = [without(message) for message in record.messages] if cut else record.messages
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    chats = [rendered(messages[: i + 1], family, record, tokenizer) for i in answers]
+    if family in CLOSED:
+        assert all(chat[-1] == tokenizer.eos_token_id for chat in chats)
+        chats = [chat[:-1] for chat in chats]
+    assert all(sample.token in chats for sample in samples)
+    assert samples[-1].token == chats[-1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_files(family: str) -> None:
+    assert golden(family, tagged=False) == (GOLDEN / f"{family}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_templates_own_marks_and_rendered_turns_give_the_same_masks(family: str) -> None:
+    assert "generation" in str(family_tokenizer(family, True).chat_template)
+    assert "{%- generation" not in str(family_tokenizer(family, False).chat_template)
+    assert golden(family, tagged=True) == (GOLDEN / f"{family}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize(("family", "chat", "reasoning"), CASES)
+def test_the_tokens_are_those_that_the_model_sees(family: str, chat: str, reasoning: str, tagged: bool) -> None:
+    record = chat_record(family, chat)
+    samples = masked(record, family_tokenizer(family, tagged), reasoning=reasoning)
+    assert_seen(samples, record, family, reasoning == "cut", tagged)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_text_is_masked_exactly(family: str) -> None:
+    """Blanks, part of a marker, many bytes a character: the same mask by marks and by turns, never everything."""
+    rng = random.Random(family)
+    for number in range(6):
+        texts = ["".join(rng.choices(PARTS, k=rng.randint(1, 6))) for _ in range(4)]
+        told = ["user: " + texts[0], texts[1], "user: " + texts[2], texts[3]]
+        roles = ["user", "assistant"] * 2
+        record = Record(str(number), "", [{"role": r, "content": t} for r, t in zip(roles, told, strict=True)], "")
+        by_turns = masked(record, family_tokenizer(family, False))
+        assert [(s.token, s.mask) for s in by_turns] == [
+            (s.token, s.mask) for s in masked(record, family_tokenizer(family, True))
+        ]
+        assert_seen(by_turns, record, family, False, False)
+        for sample in by_turns:
+            assert set(sample.mask) == {0, 1}
+            shown = marked(sample, family_tokenizer(family, False))
+            assert len(re.findall("⟦", shown)) <= 2
+            assert texts[3].strip() in shown[shown.rfind("⟦") :] or len(by_turns) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tagged", [False, True])
+def test_an_empty_answer_trains_its_end_alone(family: str, tagged: bool) -> None:
+    tokenizer = family_tokenizer(family, tagged)
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": ""}]
+    (sample,) = masked(Record("a", "", messages, ""), tokenizer)
+    trained = [token for token, on in zip(sample.token, sample.mask, strict=True) if on]
+    assert 0 < len(trained) < 6
+    assert trained[-1] in turn_ends(tokenizer)
+    assert "Why" not in tokenizer.decode(trained)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tagged", [False, True])
+def test_markers_within_texts_move_no_edge(family: str, tagged: bool) -> None:
+    """A user who writes an answer of the assistant's, and an assistant who writes a turn of the user's."""
+    tokenizer = family_tokenizer(family, tagged)
+    shown = marked(masked(chat_record(family, "plain"), tokenizer)[-1], tokenizer)
+    header = shown[: shown.rfind("⟦")].rpartition("And now?")[2].replace("<think>\n\n</think>\n\n", "")
+    end = shown[shown.rfind("élan.") + 5 :].split("⟧")[0].strip()
+    forged, quoted = f"Go.{end}{header} Faked.{end} Yes?", f"Write{end}{header} this."
+    messages = [{"role": "user", "content": forged}, {"role": "assistant", "content": quoted}]
+    (sample,) = masked(Record("a", "", messages, ""), tokenizer)
+    shown = marked(sample, tokenizer)
+    assert (shown.count("⟦"), shown.count("⟧")) == (1, 1)
+    assert "Faked" in shown[: shown.index("⟦")]
+    assert shown[shown.index("⟦") :].split("⟦")[1].strip().startswith(quoted) or family == "gpt_oss"
+    assert "this." in shown[shown.index("⟦") : shown.index("⟧")]
+
+
+@pytest.mark.parametrize("family", [name for name, about in FAMILIES.items() if "tools" in about["chats"]])
+def test_tool_calls_are_trained_and_tool_results_are_not(family: str) -> None:
+    tokenizer = family_tokenizer(family, False)
+    samples = masked(chat_record(family, "tools"), tokenizer)
+    trained = re.findall("⟦(.*?)⟧", "".join(marked(sample, tokenizer) for sample in samples), re.DOTALL)
+    assert len(trained) == 3
+    assert ["get_weather" in text and "Paris" in text for text in trained].count(True) == 1
+    assert [text for text in trained if "18 °C" in text] == [text for text in trained if "Mild" in text]
+
+
+@pytest.mark.parametrize("spelling", ["{% # %}", "{%- # -%}", "{%#%}", "{%-#-%}", "{%  #  %}", "{%- # %}", "{% # -%}"])
+def test_every_spelling_of_the_mark_is_seen(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = family_tokenizer("gemma", True)
+    template = str(tokenizer.chat_template)
+    spelled = re.sub(r"\{%- ((?:end)?generation) -%\}", lambda mark: spelling.replace("#", mark[1]), template)
+    monkeypatch.setattr(tokenizer, "chat_template", spelled)
+    assert spelled.count(spelling.replace("#", "generation")) == 1
+    assert golden("gemma", tagged=True) == (GOLDEN / "gemma.txt").read_text(encoding="utf-8")
+
+
+def test_a_mark_in_a_comment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = family_tokenizer("chatml", False)
+    monkeypatch.setattr(tokenizer, "chat_template", "{# no {% generation %} here #}" + str(tokenizer.chat_template))
+    assert golden("chatml", tagged=False) == (GOLDEN / "chatml.txt").read_text(encoding="utf-8")
+
+
+def test_the_templates_without_marks_are_the_same_but_for_them() -> None:
+    for family in FAMILIES:
+        template = (GOLDEN / f"{family}.jinja").read_text(encoding="utf-8")
+        assert len(TAGS.findall(template)) % 2 == 0 < len(TAGS.findall(template))
+
+
+@pytest.mark.parametrize(
+    ("family", "wide", "narrow"),
+    [
+        ("gemma", "{{ ANSWER + '<end_of_turn>' }}", ("", "{{ '<end_of_turn>' }}")),
+        ("llama2", "{{ ' ' + ANSWER + ' ' + eos_token }}", ("{{ ' ' }}", "{{ ' ' + eos_token }}")),
+    ],
+)
+def test_marks_around_the_words_alone_train_the_blanks_and_the_end_too(
+    family: str, wide: str, narrow: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, answer = family_tokenizer(family, True), "message.content | trim"
+    before = "{%- generation -%}" + wide.replace("ANSWER", answer) + "{%- endgeneration -%}"
+    after = narrow[0] + "{% generation %}{{ " + answer + " }}{% endgeneration %}" + narrow[1]
+    assert before in str(tokenizer.chat_template)
+    monkeypatch.setattr(tokenizer, "chat_template", str(tokenizer.chat_template).replace(before, after))
+    assert golden(family, tagged=True) == (GOLDEN / f"{family}.txt").read_text(encoding="utf-8")

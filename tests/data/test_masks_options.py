@@ -1,0 +1,222 @@
+"""What the options leave of a chat, what becomes of bad ones, and tokens that span the edge of an answer."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from data.config import DataConfig
+from data.masks import samples_of
+from data.prompts import load_samples, training_prompts
+from data.reasoning import reasoning_of, skip, without
+from data.records import Record, parse
+from tests.data.chatml import PLAIN, TAGGED, Tokens
+from tests.data.families import CHATS, chat_record, family_tokenizer, marked, masked
+from tests.tokenizers import trained
+
+Write = Callable[..., str]
+Config = Callable[..., DataConfig]
+
+NO_END = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'the cat: ' + m.content + ' the dog: ' }}"
+    "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+)
+SPACED_TAGGED = SPACED.replace("{{ m.content + '\n' }}", "{% generation %}{{ m.content + '\n' }}{% endgeneration %}")
+
+
+def told(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize(
+    ("family", "chat", "texts"),
+    [
+        ("chatml", "plain", ["Now too, élan.<|im_end|>"]),
+        ("llama3", "tools", ["Welcome.<|eot_id|>"]),
+        ("qwen3", "reasoning", ["<think>\n4 * 3 = 12.\n</think>\n\n12<|im_end|>"]),
+        ("gpt_oss", "plain", ["<|channel|>final<|message|>Now too, élan.<|return|>"]),
+    ],
+)
+def test_the_last_turn_alone(family: str, chat: str, texts: list[str], tagged: bool) -> None:
+    tokenizer = family_tokenizer(family, tagged)
+    whole = masked(chat_record(family, chat), tokenizer)[-1]
+    (sample,) = masked(chat_record(family, chat), tokenizer, turns="last")
+    assert sample.token == whole.token
+    assert [part.split("⟧")[0] for part in marked(sample, tokenizer).split("⟦")[1:]] == texts
+
+
+def test_a_last_turn_has_its_tool_calls_and_ends_where_nobody_answers() -> None:
+    tokenizer = family_tokenizer("qwen25", False)
+    record = chat_record("qwen25", "tools")
+    (sample,) = masked(record._replace(messages=record.messages[:-1]), tokenizer, turns="last")
+    shown = marked(sample, tokenizer)
+    assert shown.count("⟦") == 2
+    assert "⟦<tool_call>" in shown
+    assert shown.endswith("⟦Mild: 18 °C.<|im_end|>⟧\n")
+
+
+def test_reasoning_that_is_quoted_is_no_reasoning() -> None:
+    tokenizer = family_tokenizer("chatml", False)
+    record = Record("a", "", told("Why?", "<think>a</think>Use <think>b</think>."), "")
+    (sample,) = masked(record, tokenizer, reasoning="cut")
+    assert marked(sample, tokenizer).endswith("⟦Use <think>b</think>.<|im_end|>⟧\n")
+    user = {"role": "user", "content": "<think>a</think>b"}
+    assert without(user) == user
+
+
+@pytest.mark.parametrize(
+    ("message", "reasoning"),
+    [
+        ({"content": "b", "reasoning_content": "a"}, "a"),
+        ({"content": "b", "thinking": "a"}, "a"),
+        ({"content": "b", "reasoning": "a"}, "a"),
+        ({"content": " <think>\na\n</think>\n\nb"}, " \na\n\n\n"),
+        ({"content": "[THINK]a[/THINK]b"}, "a"),
+        ({"content": "b"}, ""),
+    ],
+)
+def test_reasoning_under_all_its_names(message: dict[str, Any], reasoning: str) -> None:
+    answer = {"role": "assistant", **message}
+    assert reasoning_of(answer) == reasoning
+    assert without(answer) == {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "cut", "left"),
+    [
+        ("A:|<think>\n\n</think>\n\nyes", False, "yes"),
+        ("A:|<think>so</think>yes", False, "<think>so</think>yes"),
+        ("A:|<think>so</think>yes", True, "yes"),
+        ("A:<think>\n|\n</think>\n\nyes", False, "yes"),
+        ("A:<think>\n|so\n</think>\n\nyes", True, "yes"),
+        ("A:<think>\n|so\n</think>\n\nyes", False, "so\n</think>\n\nyes"),
+        ("A:|<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final", True, "<|channel|>final"),
+        ("A:|yes <think>so</think>", True, "yes <think>so</think>"),
+    ],
+)
+def test_where_training_starts_in_an_answer(text: str, cut: bool, left: str) -> None:
+    given, answer = text.split("|", 1)
+    whole = given + answer
+    assert whole[skip(whole, len(given), len(whole), cut) :] == left
+
+
+def test_what_a_template_does_to_a_chat_is_counted(
+    caplog: pytest.LogCaptureFixture, write: Write, config: Config
+) -> None:
+    path = write({"id": "a", **CHATS["think"]}, {"id": "b", **CHATS["plain"]})
+    load_samples(config(path), family_tokenizer("deepseek_r1", False))
+    assert "of its chats, 1 whose reasoning the chat template leaves out" in caplog.text
+    caplog.clear()
+    load_samples(config(path, reasoning="cut"), family_tokenizer("deepseek_r1", False))
+    assert caplog.text == ""
+    (sample,) = masked(parse({"id": "b", **CHATS["plain"]}, 0, "f"), family_tokenizer("mistral", False))
+    assert "Be brief." not in marked(sample, family_tokenizer("mistral", False))
+    load_samples(config(write({"id": "b", **CHATS["plain"]})), family_tokenizer("mistral", False))
+    assert "behind another text than its generation prompt" in caplog.text
+
+
+def test_bad_chats_fail_by_name_or_are_dropped_and_counted(
+    tokenizer_with: Tokens, write: Write, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = {
+        "no answer": {"id": "no", "messages": told("Why?")},
+        "mask all zeros": {"id": "empty", "messages": told("Why?", "")},
+        "answers beyond data.max_tokens": {"id": "long", "messages": told("Why?" * 20, "So.")},
+    }
+    tokenizer = tokenizer_with(NO_END)
+    good = {"id": "good", "messages": told("Why?", "So.")}
+    for record in bad.values():
+        with pytest.raises(ValueError, match=rf"data.jsonl: sample {record['id']}: .*set data\.on_bad=drop$") as caught:
+            load_samples(config(write(good, record), max_tokens=40), tokenizer)
+        assert "\n" not in str(caught.value)
+    with caplog.at_level(logging.WARNING):
+        (sample,) = load_samples(config(write(good, *bad.values()), max_tokens=40, on_bad="drop"), tokenizer)
+    assert sample.id == "good"
+    assert all(f"1 dropped, {cause}" in caplog.text for cause in bad)
+
+
+def test_chats_whose_later_samples_are_too_long_keep_the_others() -> None:
+    tokenizer = family_tokenizer("qwen3", False)
+    first, second = masked(chat_record("qwen3", "plain"), tokenizer)
+    assert len(first.token) < 70 < len(second.token)
+    (kept,) = masked(chat_record("qwen3", "plain"), tokenizer, max_tokens=len(first.token))
+    assert kept == first
+
+
+@pytest.mark.parametrize("changed", [{"turns": "first"}, {"reasoning": "drop"}, {"on_bad": "warn"}])
+def test_an_unknown_choice_is_refused(config: Config, changed: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=rf"data\.{next(iter(changed))}=\w+: must be \w+ or \w+"):
+        config("x", **changed)
+
+
+@pytest.mark.parametrize("template", [SPACED, SPACED_TAGGED])
+@pytest.mark.parametrize("kind", ["bytes", "metaspace", "sentencepiece"])
+def test_a_token_across_the_edge_of_an_answer_is_not_trained(
+    kind: str, template: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt ends with a blank that the whole's tokens have in the answer's first word."""
+    tokenizer = trained(kind)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    record = Record("a", "", told("a mat", "the other cat", "a cat", "the old mat"), "")
+    (sample,) = samples_of(record, tokenizer, "f", config("f"), Counter())
+    text = "the cat: a mat the dog: the other cat\nthe cat: a cat the dog: the old mat\n"
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert sample.token[: len(whole)] == whole
+    assert sample.mask[: len(whole)] != [1] * len(whole)
+    runs = [part.split("⟧")[0] for part in marked(sample, tokenizer).replace("</s>", "").split("⟦")[1:]]
+    assert [run.strip() for run in runs] == ["other cat", "old mat"]
+
+
+def test_a_tokenizer_that_tells_no_characters_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = trained("bytes")
+    monkeypatch.setattr(tokenizer, "chat_template", SPACED)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    with pytest.raises(ValueError, match=r"sample a: its tokens span the edge of an answer, .*use the model's fast"):
+        samples_of(Record("a", "", told("a mat", "the other cat"), ""), tokenizer, "f", config("f"), Counter())
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED])
+def test_content_in_parts_is_its_text(tokenizer_with: Tokens, template: str, write: Write, config: Config) -> None:
+    parts = [{"type": "text", "text": "So "}, {"type": "text", "text": "it is."}]
+    path = write({"id": "a", "messages": [*told("Why?"), {"role": "assistant", "content": parts}]})
+    tokenizer = tokenizer_with(template)
+    (sample,) = load_samples(config(path), tokenizer)
+    assert marked(sample, tokenizer).endswith("⟦So it is.<|im_end|>⟧\n")
+
+
+def test_a_template_that_cannot_join_what_it_gets_is_named(
+    tokenizer_with: Tokens, write: Write, config: Config
+) -> None:
+    path = write({"id": "a", "messages": told("Why?", "So.")})
+    with pytest.raises(ValueError, match=r"sample a: the chat template refuses it: .*; mend or remove the sample"):
+        load_samples(config(path), tokenizer_with("{{ 'x' + 1 }}"))
+
+
+def test_tools_are_read_as_json_too_and_prompts_have_them(write: Write, config: Config) -> None:
+    tools = CHATS["tools"]["tools"]
+    path = write({"id": "a", **CHATS["tools"]}, {"id": "a", **CHATS["tools"], "tools": json.dumps(tools)})
+    tokenizer = family_tokenizer("qwen25", False)
+    first, second = load_samples(config(path), tokenizer)
+    assert first.token == second.token
+    (prompt, _) = training_prompts(config(path), tokenizer, None)
+    assert first.token[: len(prompt.token)] == prompt.token
+    assert '"name": "get_weather"' in tokenizer.decode(prompt.token)
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_reasoning_that_a_template_makes_of_content_is_masked(tagged: bool) -> None:
+    """gpt-oss writes what comes with a tool call as its analysis, which a chat that ends there still has."""
+    tokenizer = family_tokenizer("gpt_oss", tagged)
+    record = chat_record("gpt_oss", "tools")
+    calling = [*record.messages[:2], {**record.messages[2], "content": "Look it up."}]
+    (kept,) = masked(record._replace(messages=calling), tokenizer)
+    (cut,) = masked(record._replace(messages=calling), tokenizer, reasoning="cut")
+    assert kept.token == cut.token
+    assert "⟦<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant to=" in marked(kept, tokenizer)
+    assert "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant⟦ to=" in marked(cut, tokenizer)
