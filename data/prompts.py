@@ -63,7 +63,7 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
     raw = read_records(path, split="")
     if set(raw[0]) == set(Prompt._fields):
         return [Prompt(**record) for record in islice(raw, limit)]
-    return [_prompt(record, tokenizer) for record in islice(parse_all(raw, range(len(raw)), path), limit)]
+    return [prompt_of(record, tokenizer) for record in islice(parse_all(raw, range(len(raw)), path), limit)]
 
 
 def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
@@ -76,12 +76,12 @@ def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, lim
     """Return prompts that training never sees: those of `config.prompts`, else from the held-out end of the data."""
     if config.prompts:
         return load_prompts(config.prompts, tokenizer, limit)
-    return [_prompt(record, tokenizer) for record in islice(_records(config, held_out=True), limit)]
+    return [prompt_of(record, tokenizer) for record in islice(_records(config, held_out=True), limit)]
 
 
-def training_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
-    """Return the prompts of the records that are trained on, for the target to answer."""
-    return [_prompt(record, tokenizer) for record in islice(_records(config, held_out=False), limit)]
+def training_records(config: DataConfig, limit: int | None) -> list[Record]:
+    """Return the records that are trained on, whole, for the target to answer."""
+    return list(islice(_records(config, held_out=False), limit))
 
 
 def _records(config: DataConfig, held_out: bool) -> Iterator[Record]:
@@ -102,7 +102,7 @@ def _warn_of_unknown(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, 
         )
 
 
-def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """Return the first question of a chat after the chat template, or without one, or the opening of a plain text."""
     if is_plain(record, tokenizer):
         token = encode_plain(record.text, tokenizer)

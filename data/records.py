@@ -25,12 +25,16 @@ SHAPES = (
 
 
 class Record(NamedTuple):
-    """One document: `messages` of a chat with OpenAI's role names, else empty; `text` of a plain one, else empty."""
+    """One document: `messages` of a chat with OpenAI's role names, else empty; `text` of a plain one, else empty.
+
+    `tools` are the definitions of the tools that a chat may call.
+    """
 
     id: str
     category: str
     messages: list[Message]
     text: str
+    tools: tuple[Any, ...] = ()
 
 
 @runtime_checkable
@@ -78,7 +82,13 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
     text = raw.get("text") or ""
     if messages is None and not isinstance(raw.get("text"), str):
         raise ValueError(f"{path}: record {name} has the keys {sorted(raw)}; the shapes read are {SHAPES}")
-    return Record(name, str(raw.get("category") or ""), messages or [], text)
+    return Record(
+        name,
+        str(raw.get("category") or ""),
+        messages or [],
+        text,
+        tuple(tools if isinstance(tools := raw.get("tools"), list) else ()),
+    )
 
 
 def parse_all(raw: RawRecords, indices: range, path: str) -> Iterator[Record]:

@@ -1,7 +1,9 @@
 """The tokenizer's side of a text: its chat template, its encoding, and the tokens that end a turn."""
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +12,7 @@ from data.records import Message
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATE_DATE = "26 Jul 2024"  # Llama 3's own default; without it a resumed run would see the new day's tokens
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def is_tagged(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -17,12 +20,19 @@ def is_tagged(tokenizer: PreTrainedTokenizerBase) -> bool:
     return GENERATION.search(tokenizer.get_chat_template()) is not None
 
 
-def render(messages: list[Message], tokenizer: PreTrainedTokenizerBase, generation_prompt: bool) -> str:
-    """Return the chat in the template's words, ready for the target's answer if `generation_prompt`."""
+def render(
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    generation_prompt: bool,
+    options: Mapping[str, Any] = NOTHING,
+) -> str:
+    """Return the chat in the template's words, ready for the target's answer if `generation_prompt`.
+
+    `options` are further values for the template, such as `tools` or `enable_thinking`.
+    """
+    values = {"date_string": TEMPLATE_DATE, **options}
     return str(
-        tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt, date_string=TEMPLATE_DATE
-        )
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt, **values)
     )
 
 
