@@ -19,6 +19,7 @@ from data.prompts import prompt_of
 from data.records import Message, Record
 from data.template import encode, render
 from inference.rng import hashed
+from inference.stream import UNFINISHED
 
 FIXED = ("messages", "tools", "add_generation_prompt")  # what the template gets from the chat itself
 
@@ -90,6 +91,7 @@ class Reply(NamedTuple):
     finished: bool
     reasoning: str = ""
     tool_calls: tuple[Any, ...] = ()
+    token: tuple[int, ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -227,7 +229,7 @@ class Document:
         self.id, self.tokenizer, self.settings = record.id, tokenizer, settings
         self.prompt = prompt_of(record, tokenizer)
         self.room = context - settings.max_new_tokens
-        self.text, self.cause, self.asked = "", "", False
+        self.answer, self.text, self.cause, self.asked = "", "", "", False
 
     def ask(self) -> list[int] | None:
         """Return the opening, once."""
@@ -245,21 +247,21 @@ class Document:
             self.cause = "unfinished"
             if not self.settings.keep_unfinished:
                 return
+        # Decoded as one: many a tokenizer drops the blank before a text's first word.
+        text = str(self.tokenizer.decode([*self.prompt.token, *reply.token], skip_special_tokens=True))
         if not reply.text.strip():
             self.cause = self.cause or "empty"
         elif not round_trips(reply.text, self.tokenizer):
             self.cause = "round_trip"
         else:
-            self.text = reply.text
+            self.answer, self.text = reply.text, text if reply.finished else text.rstrip(UNFINISHED)
 
     def outcome(self) -> Outcome:
         """Return prompt, answer and both as one text; behind a chat template the first two would make it a chat."""
-        if not self.text:
+        if not self.answer:
             return Outcome(self.id, None, 0, self.cause)
-        opening = str(self.tokenizer.decode(self.prompt.token, skip_special_tokens=True))
-        whole = {"text": opening + self.text}
-        parts = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": self.text}
-        return Outcome(self.id, {"id": self.id, **parts, **whole}, 1, self.cause)
+        parts = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": self.answer}
+        return Outcome(self.id, {"id": self.id, **parts, "text": self.text}, 1, self.cause)
 
     def seed(self) -> int:
         """Return the seed of the answer."""

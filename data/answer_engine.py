@@ -25,10 +25,9 @@ from inference.limits import check_tree
 from inference.policy import TreeConfig
 from inference.sample import Sampling
 from inference.session import Generation, Settings
+from inference.stream import UNFINISHED
 from inference.target import Target
 from inference.verify import COUPLED
-
-UNFINISHED_CHARACTER = "\ufffd"
 
 
 class Engine:
@@ -96,7 +95,7 @@ class Engine:
         finished = made.finish == "eos"
         token = made.tokens[:-1] if finished else made.tokens
         text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
-        return Reply(text if finished else text.rstrip(UNFINISHED_CHARACTER), finished)
+        return Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token))
 
 
 def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any], target: Target) -> Drafter:
