@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPResponse
 from typing import Any
-
-import httpx
+from urllib.error import URLError
+from urllib.request import HTTPErrorProcessor, Request, build_opener
 
 from data.answer_chats import Reply
 
@@ -73,14 +74,25 @@ class EndpointError(Exception):
         self.cause, self.detail, self.retry, self.after = cause, " ".join(detail.split())[:SHOWN], retry, after
 
 
+class AsItIs(HTTPErrorProcessor):
+    """Lets every status through: what becomes of it is decided here, and no request follows a redirect."""
+
+    def http_response(self, request: Request, response: HTTPResponse) -> HTTPResponse:
+        """Return the response."""
+        return response
+
+    https_response = http_response
+
+
 class Client:
     """The connection to an endpoint; its methods may be called from several threads."""
 
     def __init__(self, url: str, config: EndpointConfig, key: str | None) -> None:
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII alone")
         self.url, self.config = url.rstrip("/"), config
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-        self.http = httpx.Client(headers=headers, timeout=config.timeout, limits=limits)
+        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self.opener = build_opener(AsItIs)
         self.stop = threading.Event()  # nobody waits for a retry any more
 
     def served(self) -> tuple[str, int]:
@@ -121,27 +133,22 @@ class Client:
         raise AssertionError("the last attempt returns or raises")
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        deadline, data = time.monotonic() + self.config.timeout, bytearray()
+        deadline = time.monotonic() + self.config.timeout
+        data = None if body is None else json.dumps(body).encode()
         try:
-            with self.http.stream(method, self.url + path, json=body) as response:
-                for piece in response.iter_bytes():
-                    data += piece
-                    if time.monotonic() > deadline:
-                        raise EndpointError("timeout", f"no whole reply within {self.config.timeout:g} s", True)
-        except httpx.TimeoutException as error:
-            raise EndpointError(
-                "timeout", f"no reply within {self.config.timeout:g} s ({type(error).__name__})", True
-            ) from error
-        except httpx.HTTPError as error:
-            raise EndpointError("unreachable", f"{type(error).__name__}: {error}", True) from error
-        text = data.decode(errors="replace")
-        status = response.status_code
+            request = Request(self.url + path, data, self.headers, method=method)
+            with self.opener.open(request, timeout=self.config.timeout) as response:
+                status, headers, text = response.status, response.headers, self._read(response, deadline)
+        except (OSError, HTTPException) as error:
+            reason = error.reason if isinstance(error, URLError) else error
+            if isinstance(reason, TimeoutError):
+                raise EndpointError("timeout", f"no reply within {self.config.timeout:g} s", True) from error
+            raise EndpointError("unreachable", f"{type(reason).__name__}: {reason}", True) from error
         if status in REMEDIES:
             raise ValueError(f"{self.url}{path}: {status} ({' '.join(text.split())[:SHOWN]}); {REMEDIES[status]}")
         if status != 200:
-            raise EndpointError(
-                f"http_{status}", text, status in TEMPORARY or status >= 500, retry_after(response.headers)
-            )
+            after = retry_after(headers.get("Retry-After", ""))
+            raise EndpointError(f"http_{status}", text, status in TEMPORARY or status >= 500, after)
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -149,6 +156,17 @@ class Client:
         if not isinstance(value, dict):
             raise EndpointError("not_json", text)
         return value
+
+    def _read(self, response: HTTPResponse, deadline: float) -> str:
+        """Return the body, which must come whole and in time, however small the pieces."""
+        data = bytearray()
+        while piece := response.read1():
+            data += piece
+            if time.monotonic() > deadline:
+                raise EndpointError("timeout", f"no whole reply within {self.config.timeout:g} s", True)
+        if response.length:
+            raise EndpointError("unreachable", f"the reply broke off {response.length} bytes before its end", True)
+        return data.decode(errors="replace")
 
 
 def read_reply(data: Mapping[str, Any], model: str) -> Reply:
@@ -191,9 +209,8 @@ def read_call(call: Any) -> dict[str, Any]:
         raise EndpointError("content", f"a tool call that is none: {call!r}") from error
 
 
-def retry_after(headers: httpx.Headers) -> float | None:
+def retry_after(asked: str) -> float | None:
     """Return the seconds that a server asks to be left alone, which it says as a number or as a date."""
-    asked = headers.get("retry-after", "")
     try:
         return max(0.0, float(asked))
     except ValueError:

@@ -49,6 +49,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, *_: Any) -> None:
         """Keep quiet."""
@@ -93,7 +94,7 @@ def honest(handler: Handler, reply: dict[str, Any]) -> None:
 
 def status(code: int, text: str = "", **headers: str) -> Send:
     """Refuse with a status."""
-    return lambda handler, reply: handler.send(code, text, **headers)
+    return lambda handler, _: handler.send(code, text, **headers)
 
 
 def text(made: Callable[[str], str]) -> Send:
@@ -114,6 +115,12 @@ def choice(**fields: Any) -> Send:
 def message(**fields: Any) -> Send:
     """Send the reply with other fields in its message."""
     return lambda handler, reply: choice(message={**reply["choices"][0]["message"], **fields})(handler, reply)
+
+
+def reasoned_away(handler: Handler, reply: dict[str, Any]) -> None:
+    """Send reasoning that took all the tokens."""
+    lost = {"role": "assistant", "content": None, "reasoning_content": "w1"}
+    choice(message=lost, finish_reason="length")(handler, reply)
 
 
 def reset(handler: Handler, reply: dict[str, Any]) -> None:

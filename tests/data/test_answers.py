@@ -16,7 +16,9 @@ from data.masks import Sample
 from data.prompts import load_samples
 from data.records import Record, parse
 from data.template import encode, render
+from heads.eagle import Eagle
 from heads.resolvers import ROOT
+from heads.store import save_head
 from inference.drafters.plain import Plain
 from inference.target import Target
 from tests.data import answering
@@ -114,6 +116,22 @@ def together(out: Path, how: Any, world: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_a_trained_head_drafts_and_changes_nothing(tmp_path: Path) -> None:
+    target = answering.target()
+    layer = {
+        "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None, "rope_theta": 10000.0,
+        "rope_scaling": None, "norm_eps": 1e-5, "length": 12,
+    }  # fmt: skip
+    config = Eagle.Config(name="eagle", layers=1, bias=True, lm_head="shared", draft_vocab=None, **layer)
+    tree = {"kind": "chain", "depth": 3, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
+    save_head(tmp_path / "run" / "head", Eagle(config, target.ends), target.spec, tree)
+    drafter = drafter_of({"plain": {}}, str(tmp_path / "run"), NO_TREE, target)
+    assert drafter.tree == "chain-3"
+    answer(tmp_path / "plain", settings(1.0))
+    write_answers(work(records(), settings(1.0)), Engine(target, drafter, settings(1.0), 2), tmp_path / "head")
+    assert (tmp_path / "head").read_bytes() == (tmp_path / "plain").read_bytes()
 
 
 def test_a_longer_call_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:

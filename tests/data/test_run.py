@@ -15,6 +15,8 @@ from data.masks import Sample
 from data.run import JobConfig, main, show
 from heads.resolvers import ROOT
 from heads.typed import typed
+from tests.data.answering import words
+from tests.data.chat_server import Server
 
 Call = Callable[..., None]
 
@@ -51,13 +53,35 @@ def test_answers_are_written_and_then_shown(
     answers = [f"answers={out}", "keep_unfinished=true", "max_new_tokens=5", "batch_size=2", "limit=3"]
     call(*of_model, f"data.path={path}", *answers)
     assert [json.loads(line)["id"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]] == ["q0", "q1", "q2"]
-    assert f"{out}: 3 answers added to 3 prompts" in capsys.readouterr().out
+    assert f"{out}: 3 answers in 3 of 3 chats; train on them with data.path={out}" in capsys.readouterr().out
     call(*of_model, f"data.path={path}", "inspect=2", "limit=4")
     shown = capsys.readouterr().out
     assert "assistant\n⟦x<|im_end|>⟧" in shown
     assert "q1: 2 of" in shown
     assert "q2: " not in shown
     assert "4 samples: 8 of" in shown
+
+
+def test_an_endpoint_answers_instead_of_the_target(
+    call: Call,
+    write: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    words().save_pretrained(tmp_path / "tokenizer")
+    path, out = write(*({"id": f"q{i}", "question": f"w{i}"} for i in range(3))), tmp_path / "a.jsonl"
+    with Server() as server:
+        call(
+            f"model.path={tmp_path / 'tokenizer'}", "model.device=cpu", f"data.path={path}", "data.held_out=0",
+            f"answers={out}", f"by={server.url}", "endpoint.api_key_env=MY_KEY", "max_new_tokens=8",
+        )  # fmt: skip
+        assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["q0", "q1", "q2"]
+    assert "secret" not in (tmp_path / "a.jsonl.meta.json").read_text()
+    assert f"{out}: 3 answers in 3 of 3 chats" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -67,6 +91,9 @@ def test_answers_are_written_and_then_shown(
         (["inspect=1", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no tokenizer loads from there"),
         (["inspect=much"], "inspect"),
         (["answers=a.jsonl", "temperature=-1"], "temperature=-1"),
+        (["answers=a.jsonl", "by=ftp://x"], "by=ftp://x: give engine, or the URL of an endpoint"),
+        (["answers=a.jsonl", "endpoint.timeout=0"], "endpoint.timeout=0.0: must be positive"),
+        (["answers=a.jsonl", "+endpoint.retry=0"], "endpoint.retry is not a known key"),
         (["inspect=1", "data.max_tokens=1"], "data.max_tokens=1: must be at least 2"),
     ],
 )
