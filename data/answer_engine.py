@@ -67,8 +67,9 @@ class Engine:
             self._settle(answering, waiting)
 
     def describe(self) -> dict[str, Any]:
-        """Return the target as heads know it, and its numbers."""
-        return {"by": "engine", "target": {**asdict(self.target.spec), "dtype": str(self.target.dtype)}}
+        """Return the target as heads know it, and the type of its numbers; what it is called changes nothing."""
+        spec = {key: value for key, value in asdict(self.target.spec).items() if key != "name"}
+        return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
 
     @torch.inference_mode()
     def _admit(self, token: list[int], seed: int) -> Generation:

@@ -100,7 +100,13 @@ def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
         source_of(config),
         settings,
         job.batch_size if job.by == "engine" else job.endpoint.concurrency,
-        {"by": job.by, "run": job.run, "drafter": job.drafter, "batch_size": job.batch_size},
+        {
+            "model": job.model["path"],
+            "by": job.by,
+            "run": job.run,
+            "drafter": job.drafter,
+            "batch_size": job.batch_size,
+        },
     )
     share = Share(state.process_index, state.num_processes, state.wait_for_everyone)
     meta = write_answers(work, answerer_of(job, settings), out, share)
