@@ -1,174 +1,119 @@
 """Let the frozen target answer the prompts, so that heads train on what the target itself would say.
 
-Plain batched decoding by transformers' `generate`. The file is JSON Lines, `{"id", "prompt", "answer"}`, and where the
-prompt had one, `"system"`; for a target without a chat template `"text"` holds both, as one plain document. `data.path`
-reads it. It grows by one batch at a time, and a second call goes on where the first one stopped.
+Who answers is our engine or an endpoint. The file is JSON Lines, `{"id", "messages"}` with the target's answer to each
+of the user's turns, its earlier answers in view; for a plain text `{"id", "text"}`. `data.path` reads it. Every process
+takes its share of the chats; a call that was stopped goes on, and the file is the same as if it had not been.
 """
 
-import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
-import torch
-from jaxtyping import Int
+from rich.console import Console
 from rich.progress import track
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from data.prompts import Prompt
+from data.answer_chats import Answerer, AnswerSettings, Outcome, Talk, talk_of
+from data.answer_files import Answers
+from data.config import DataConfig
+from data.files import content_hash
+from data.records import Record
 
 log = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class Answerer(Protocol):
-    """What answers: a `Target`."""
+class Share(NamedTuple):
+    """This process's part of the work: rank of how many, and what waits until all processes are there."""
 
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
-    eos: frozenset[int]
-    context: int
-    device: torch.device
+    rank: int
+    world: int
+    wait: Callable[[], object]
 
 
-@dataclass(frozen=True)
-class AnswerSettings:
-    """How the target answers.
+ALONE = Share(0, 1, lambda: None)
+
+
+class Work(NamedTuple):
+    """What is to be answered, and how.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_p: 1 is off (Holtzman et al., 2020).
-        max_new_tokens: tokens of an answer at most.
-        keep_unfinished: keep answers that reach that without an end token.
-        seed: of the sampling; a batch's draws depend on it and the batch's place alone.
+        records: the chats and texts, in the order that the file will have.
+        source: what tells where they are from, as `source_of` has it.
+        settings: the sampling.
+        sync_every: after so many chats the disk is waited for.
+        notes: what else the provenance should say; unlike the settings it may change from call to call.
     """
 
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    keep_unfinished: bool
-    seed: int
-
-    def __post_init__(self) -> None:
-        """Refuse settings that no sampler takes."""
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1:
-            raise ValueError(
-                f"temperature={self.temperature}, top_p={self.top_p}, max_new_tokens={self.max_new_tokens}: "
-                "they must be at least 0, in (0, 1], and at least 1"
-            )
+    records: Sequence[Record]
+    source: dict[str, Any]
+    settings: AnswerSettings
+    sync_every: int
+    notes: dict[str, Any]
 
 
-class Written(NamedTuple):
-    """What a call did: answers written, unfinished ones left out, prompts too long for the context left out."""
+def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALONE) -> dict[str, Any] | None:
+    """Write the target's answers to `out`, but for the chats that it or its parts already hold.
 
-    answers: int
-    unfinished: int
-    too_long: int
-
-
-def write_answers(
-    target: Answerer, prompts: Sequence[Prompt], settings: AnswerSettings, out: Path, batch_size: int
-) -> Written:
-    """Append the target's answers to `out`, but for the prompts whose ids it already holds.
+    Returns:
+        the provenance, which stands in `out`.meta.json, on the main process; None on others.
 
     Raises:
-        ValueError: no prompt fits the context, no answer could ever count as finished, or `out` is not such a file.
+        ValueError: settings that cannot work; `out` is not such a file, was begun with other settings or is being
+            written by another job; no chat was answered; or the answerer gives up.
     """
-    if not target.eos and not settings.keep_unfinished:
-        raise ValueError("the target has no end token, so no answer ever ends; set keep_unfinished=true")
-    room = target.context - settings.max_new_tokens
-    fitting = [prompt for prompt in prompts if len(prompt.token) <= room]
-    if not fitting:
+    work.settings.options(answerer.tokenizer)
+    if answerer.context <= work.settings.max_new_tokens:
         raise ValueError(
-            f"no prompt leaves max_new_tokens={settings.max_new_tokens} free in the target's context of "
-            f"{target.context} tokens; lower max_new_tokens or give shorter prompts"
+            f"max_new_tokens={work.settings.max_new_tokens} leaves no room for a prompt in the target's context of "
+            f"{answerer.context} tokens; lower it"
         )
-    done = _resume(out)
-    answers = unfinished = 0
-    starts = range(0, len(fitting), batch_size)
-    with out.open("a", encoding="utf-8") as file, torch.random.fork_rng():
-        for start in track(starts, description="answers"):
-            batch = [prompt for prompt in fitting[start : start + batch_size] if prompt.id not in done]
-            if not batch:
-                continue
-            torch.manual_seed(settings.seed + start)
-            made = _answer(target, batch, settings)
-            lines = [_line(target, p, token) for p, token in zip(batch, made, strict=True) if token is not None]
-            answers, unfinished = answers + len(lines), unfinished + len(batch) - len(lines)
-            file.write("".join(lines))
-            file.flush()
-    written = Written(answers, unfinished, len(prompts) - len(fitting))
-    if written.unfinished or written.too_long:
-        log.warning("%s: %s; raise max_new_tokens for unfinished ones, lower it for too long ones", out, written)
-    return written
+    answers = Answers(out)
+    settings = {**answerer.describe(), "data": work.source, **asdict(work.settings)}
+    if share.rank:
+        share.wait()
+        _answer(work, answerer, answers, share)
+        share.wait()
+        return None
+    with answers.held():
+        answers.begin(settings)
+        share.wait()
+        before = len(answers.settled())
+        _answer(work, answerer, answers, share)
+        share.wait()
+        notes = {**work.notes, "world_size": share.world, "settled_before": before}
+        meta = answers.merge([record.id for record in work.records], settings, notes)
+    for kind in ("shortened", "left_out", "failed"):
+        if meta["counts"][kind]:
+            log.warning("%s: %s: %s", out, kind.replace("_", " "), meta["counts"][kind])
+    return meta
 
 
-def _resume(out: Path) -> set[str]:
-    """Return the ids that `out` holds, after cutting off a last line that was not written to its end."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not out.exists():
-        return set()
-    data = out.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    try:
-        done = {str(json.loads(line)["id"]) for line in whole.splitlines()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{out}: holds lines that are no answers ({error!r}); name another file") from error
-    if len(whole) < len(data):
-        with out.open("r+b") as file:
-            file.truncate(len(whole))
-    return done
+def _answer(work: Work, answerer: Answerer, answers: Answers, share: Share) -> None:
+    """Answer this process's chats that are not settled yet."""
+    settled = answers.settled()
+    mine = [record for record in work.records[share.rank :: share.world] if record.id not in settled]
 
+    def talks() -> Iterator[Talk]:
+        for record in mine:
+            yield talk_of(record, answerer.tokenizer, work.settings, answerer.context)
 
-def _answer(target: Answerer, batch: list[Prompt], settings: AnswerSettings) -> list[list[int] | None]:
-    """Answer one batch; None stands for an answer that was not finished and is not kept."""
-    token, attention = _left_padded([prompt.token for prompt in batch], pad=min(target.eos, default=0))
-    with _own_generation_config(target.model), torch.no_grad():
-        made = target.model.generate(
-            input_ids=token.to(target.device),
-            attention_mask=attention.to(target.device),
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=settings.temperature > 0,
-            temperature=settings.temperature or 1.0,
-            top_p=settings.top_p if settings.temperature else 1.0,
-            top_k=0,
-            eos_token_id=sorted(target.eos) or None,
-            pad_token_id=min(target.eos, default=0),
+    console = Console(stderr=True)
+    quiet = share.rank > 0 or not console.is_terminal
+    outcomes = answerer.answer(talks()) if mine else iter(())
+    with answers.part(share.rank, share.world) as part:
+        shown: Iterator[Outcome] = iter(
+            track(outcomes, "answers", total=len(mine), console=console, transient=True, disable=quiet)
         )
-    rows: list[list[int]] = made[:, token.shape[1] :].tolist()
-    ends = [next((i for i, token in enumerate(row) if token in target.eos), None) for row in rows]
-    return [
-        None if end is None and not settings.keep_unfinished else row[:end] for row, end in zip(rows, ends, strict=True)
-    ]
+        for number, outcome in enumerate(shown, 1):
+            part.write(outcome)
+            if number % work.sync_every == 0:
+                part.sync()
+        part.sync()
 
 
-def _left_padded(tokens: list[list[int]], pad: int) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    longest = max(len(token) for token in tokens)
-    rows = [[pad] * (longest - len(token)) + token for token in tokens]
-    attention = [[0] * (longest - len(token)) + [1] * len(token) for token in tokens]
-    return torch.tensor(rows), torch.tensor(attention)
-
-
-def _line(target: Answerer, prompt: Prompt, answer: list[int]) -> str:
-    tokenizer = target.tokenizer
-    line = {"id": prompt.id, "prompt": prompt.text, "answer": tokenizer.decode(answer, skip_special_tokens=True)}
-    if prompt.system:
-        line["system"] = prompt.system
-    if not tokenizer.chat_template:
-        line["text"] = tokenizer.decode([*prompt.token, *answer], skip_special_tokens=True)
-    return json.dumps(line, ensure_ascii=False) + "\n"
-
-
-@contextmanager
-def _own_generation_config(model: Any) -> Iterator[None]:
-    """Take away the generation settings that came with the model: `generate` would fill ours up with them."""
-    saved = model.generation_config
-    model.generation_config = type(saved)()
-    try:
-        yield
-    finally:
-        model.generation_config = saved
+def source_of(config: DataConfig) -> dict[str, Any]:
+    """Return what tells the prompts' sources from others: their names, and of files what they hold."""
+    files = [Path(path).expanduser() for path in config.paths]
+    held = [content_hash(file) if file.is_file() else name for file, name in zip(files, config.paths, strict=True)]
+    return {"sources": held, "weights": config.weights, "seed": config.seed, "split": config.split}

@@ -89,7 +89,7 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
         return [Prompt(**record) for record in islice(source, limit)]
-    return [_prompt(record, tokenizer) for _, record in islice(read_all(source), limit)]
+    return [prompt_of(record, tokenizer) for _, record in islice(read_all(source), limit)]
 
 
 def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
@@ -102,12 +102,12 @@ def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, lim
     """Return prompts that training never sees: those of `config.prompts`, else from the held-out end of the data."""
     if config.prompts:
         return load_prompts(config.prompts, tokenizer, limit)
-    return [_prompt(record, tokenizer) for record in islice(_records(config, held_out=True), limit)]
+    return [prompt_of(record, tokenizer) for record in islice(_records(config, held_out=True), limit)]
 
 
-def training_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
-    """Return the prompts of the records that are trained on, for the target to answer."""
-    return [_prompt(record, tokenizer) for record in islice(_records(config, held_out=False), limit)]
+def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
+    """Return the records that are trained on, whole, for the target to answer."""
+    return list(islice(_records(config, held_out=False), limit))
 
 
 def _records(config: DataConfig, held_out: bool) -> Iterator[Record]:
@@ -153,7 +153,7 @@ def _prepare(
     """Return the held-out prompts, the counts, which grow with the samples, and the samples as they are made."""
     parts = divide(sources, config)
     kept = [record for _, record in held_out_records(parts)]
-    held_out = [_prompt(record, tokenizer) for record in kept]
+    held_out = [prompt_of(record, tokenizer) for record in kept]
     evaluation = [prompt.text for prompt in held_out]
     if config.contamination is not None:
         others = [name for name in (config.prompts, workload) if name]
@@ -199,7 +199,7 @@ def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig
         )
 
 
-def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """Return the first question of a chat after the chat template, or without one, or the opening of a plain text."""
     if is_plain(record, tokenizer):
         token = encode_plain(record.text, tokenizer)

@@ -1,11 +1,13 @@
 """Let the target answer the training prompts, or look at the loss mask.
 
 `python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=5`; the other overrides
-stand in conf/data.yaml.
+stand in conf/data.yaml. Under `accelerate launch` or torchrun the processes share the prompts.
 """
 
+import os
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +15,29 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hydra
+import torch
+from accelerate import PartialState
 from omegaconf import DictConfig
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.answers import AnswerSettings, write_answers
+from data.answer_chats import Answerer, AnswerSettings
+from data.answer_endpoint import Endpoint
+from data.answer_engine import Engine, drafter_of
+from data.answers import Share, Work, source_of, write_answers
 from data.config import DataConfig
+from data.endpoint import Client, EndpointConfig
 from data.inspection import show, write_page
-from data.prompts import load_samples, training_prompts
+from data.prompts import load_samples, records_to_answer
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
 from inference.target import Target
 
 register_resolvers()
+
+PATIENCE = timedelta(days=30)  # of a process that has answered its share, with the others
+URLS = ("http://", "https://")
 
 
 @dataclass(frozen=True)
@@ -36,16 +47,26 @@ class JobConfig:
     Attributes:
         model: the target; its path, dtype, quantize, adapter, device and trust_remote_code are read here.
         data: a DataConfig.
-        answers: the file that the target's answers are appended to; null: none.
+        answers: the file that the target's answers are written to; null: none.
+        by: who answers: engine, our own, or the URL of an OpenAI-compatible endpoint.
+        run: a head that drafts our engine's answers, its run's folder or Hub id.
+        drafter: a source that drafts them, its name and options; `plain` is none.
+        tree: of the head; a null is what it was saved with.
+        endpoint: how the URL is asked.
         inspect: samples to show with their loss masks.
         inspect_html: a page to write them to as well; null: none.
         limit: prompts to answer at most, or samples that the figures below the shown ones cover.
-        batch_size: prompts answered at once; the rest is AnswerSettings'.
+        batch_size: chats that our engine answers at once; the rest is AnswerSettings'.
     """
 
     model: Any
     data: Any
     answers: str | None
+    by: str
+    run: str | None
+    drafter: dict[str, Any]
+    tree: dict[str, Any]
+    endpoint: EndpointConfig
     inspect: int
     inspect_html: str | None
     limit: int | None
@@ -55,17 +76,58 @@ class JobConfig:
     max_new_tokens: int
     keep_unfinished: bool
     seed: int
+    thinking: bool | None
+    template_args: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        """Refuse a `by` that is nobody."""
+        if self.by != "engine" and not self.by.startswith(URLS):
+            raise ValueError(f"by={self.by}: give engine, or the URL of an endpoint, such as http://localhost:8000/v1")
+
+    def settings(self) -> AnswerSettings:
+        """Return how the target answers."""
+        length = self.max_new_tokens, self.keep_unfinished
+        return AnswerSettings(self.temperature, self.top_p, *length, self.seed, self.thinking, self.template_args)
 
 
 def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
     """Write the target's answers to the training prompts and say how many there are."""
-    settings = AnswerSettings(job.temperature, job.top_p, job.max_new_tokens, job.keep_unfinished, job.seed)
+    settings = job.settings()
+    state = PartialState(cpu=job.model["device"] == "cpu", timeout=PATIENCE)
+    work = Work(
+        records_to_answer(config, job.limit),
+        source_of(config),
+        settings,
+        job.batch_size if job.by == "engine" else job.endpoint.concurrency,
+        {
+            "model": job.model["path"],
+            "by": job.by,
+            "run": job.run,
+            "drafter": job.drafter,
+            "batch_size": job.batch_size,
+        },
+    )
+    share = Share(state.process_index, state.num_processes, state.wait_for_everyone)
+    meta = write_answers(work, answerer_of(job, settings), out, share)
+    if meta is not None:
+        counts = meta["counts"]
+        said = f"{counts['answers']} answers in {counts['chats']} of {counts['prompts']} chats"
+        again = "; run the same command again for those that failed" if counts["failed"] else ""
+        print(f"{out}: {said}; train on them with data.path={out}{again}")
+    if torch.distributed.is_initialized():
+        state.destroy_process_group()
+
+
+def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
+    """Return who answers, ready to."""
     model = job.model
+    if job.by != "engine":
+        client = Client(job.by, job.endpoint, os.environ.get(job.endpoint.api_key_env))
+        return Endpoint(client, _load_tokenizer(model["path"], model["trust_remote_code"]), settings)
     how = model["trust_remote_code"], model.get("quantize"), model.get("adapter")
     target = Target.load(model["path"], model["dtype"], model["device"], *how)
-    prompts = training_prompts(config, target.tokenizer, job.limit)
-    written = write_answers(target, prompts, settings, out, job.batch_size)
-    print(f"{out}: {written.answers} answers added to {len(prompts)} prompts; train on them with data.path={out}")
+    drafter = drafter_of(job.drafter, job.run, job.tree, target)
+    return Engine(target, drafter, settings, job.batch_size)
 
 
 def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATE_DAY = datetime(2024, 7, 26)  # Llama 3's own default; without it a resumed run would see the new day's tokens
 DATE: dict[str, Any] = {"date_string": TEMPLATE_DAY.strftime("%d %b %Y")}
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def is_tagged(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> bool:
@@ -33,9 +35,16 @@ def _has_blocks(template: str) -> bool:
 
 
 def render(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, generation_prompt: bool, tools: Sequence[Message] = ()
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    generation_prompt: bool,
+    tools: Sequence[Message] = (),
+    options: Mapping[str, Any] = NOTHING,
 ) -> str:
-    """Return the chat in the template's words, ready for the target's answer if `generation_prompt`."""
+    """Return the chat in the template's words, ready for the target's answer if `generation_prompt`.
+
+    `options` are further values for the template, such as `enable_thinking`.
+    """
     return _as_it_takes_them(
         messages,
         lambda told: str(
@@ -45,7 +54,7 @@ def render(
                 chat_template=_template(tokenizer, tools),
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                **DATE,
+                **{**DATE, **options},
             )
         ),
     )

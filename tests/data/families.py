@@ -59,7 +59,8 @@ def chat_record(family: str, chat: str) -> Record:
 def masked(record: Record, tokenizer: PreTrainedTokenizerBase, **changed: Any) -> list[Sample]:
     """Return a record's samples under some options."""
     values: dict[str, Any] = {"turns": "all", "reasoning": "keep", "on_bad": "fail", "max_tokens": 4096}
-    fixed: Any = {"split": "", "length": 64, "limit": None, "prompts": "", "held_out": 0}
+    values |= {"min_tokens": 1, "dedup": False, "contamination": None, "cache": None, "weights": None, "seed": 0}
+    fixed: Any = {"split": "", "length": 64, "limit": None, "prompts": "", "held_out": 0, "streaming": False}
     return samples_of(
         record, tokenizer, "f.jsonl", DataConfig(path="f.jsonl", **fixed, **{**values, **changed}), Counter()
     )

@@ -1,154 +1,253 @@
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.answers import AnswerSettings, Written, write_answers
+from data.answer_engine import Engine, drafter_of
+from data.answers import Share, source_of, write_answers
 from data.config import DataConfig
-from data.prompts import Prompt, load_prompts, load_samples
+from data.masks import Sample
+from data.prompts import load_samples
+from data.records import Record, parse
+from data.template import encode, render
+from heads.eagle import Eagle
+from heads.resolvers import ROOT
+from heads.store import save_head
+from inference.drafters.plain import Plain
+from inference.target import Target
+from tests.data import answering
+from tests.data.answering import LENGTH, chat, records, settings, work
 
-Write = Callable[..., str]
-LENGTH = 12
-
-
-@pytest.fixture
-def target(chat: PreTrainedTokenizerFast) -> Any:
-    """Return a random toy target that ends some answers early and others late."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(chat),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            initializer_range=0.6,  # so lively that its answers differ
-        )
-    ).eval()
-    ends = frozenset({chat.eos_token_id, *range(100, 130)})
-    return SimpleNamespace(model=model, tokenizer=chat, eos=ends, context=64, device=torch.device("cpu"))
+SUFFIX = {
+    "mode": "path", "depth": 16, "tokens": 8, "factor": 1.0, "offset": 0.0, "min_probability": 0.1, "memory": True,
+    "memory_nodes": 1000,
+}  # fmt: skip
+LOOKUP = {"ngram_min": 1, "ngram_max": 2, "tokens": 4, "match": "last"}
+DRAFTERS: dict[str, Any] = {"plain": {}, "suffix": SUFFIX, "prompt_lookup": LOOKUP}
+NO_TREE = dict.fromkeys(("kind", "depth", "top_k", "nodes", "paths", "widths"))
 
 
-@pytest.fixture
-def prompts(chat: PreTrainedTokenizerFast, write: Write) -> list[Prompt]:
-    questions = ["why", "how is it", "when", "who was it", "where to", "is it", "so", "and now"]
-    return load_prompts(write(*({"id": q, "prompt": q} for q in questions), name="prompts.jsonl"), chat, None)
+def engine(how: Any = None, batch_size: int = 3, drafter: str = "plain", of: Target | None = None) -> Engine:
+    target = of or answering.target()
+    return Engine(
+        target, drafter_of({drafter: DRAFTERS[drafter]}, None, NO_TREE, target), how or settings(), batch_size
+    )
 
 
-def settings(temperature: float = 0.0, keep_unfinished: bool = True, seed: int = 0) -> AnswerSettings:
-    return AnswerSettings(temperature, 0.9, LENGTH, keep_unfinished, seed)
+def answer(out: Path, how: Any = None, of: list[Record] | None = None, **changed: Any) -> list[dict[str, Any]]:
+    write_answers(work(records() if of is None else of, how), engine(how, **changed), out)
+    return lines(out)
 
 
-def lines(path: Path) -> list[dict[str, str]]:
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def greedy(target: Any, prompt: Prompt) -> tuple[str, bool]:
-    """Decode one prompt step by step without a cache; return the answer and whether it ended."""
-    token = list(prompt.token)
-    for _ in range(LENGTH):
-        token.append(int(target.model(torch.tensor([token])).logits[0, -1].argmax()))
-        if token[-1] in target.eos:
-            return str(target.tokenizer.decode(token[len(prompt.token) : -1], skip_special_tokens=True)), True
-    return str(target.tokenizer.decode(token[len(prompt.token) :], skip_special_tokens=True)), False
+def meta(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.with_name(out.name + ".meta.json").read_text())
+    return found
 
 
-def test_batched_greedy_answers_are_the_single_ones(target: Any, prompts: list[Prompt], tmp_path: Path) -> None:
-    expected = [greedy(target, prompt) for prompt in prompts]
-    assert len({answer for answer, _ in expected}) > 4
-    assert {ended for _, ended in expected} == {True, False}
-    written = write_answers(target, prompts, settings(), tmp_path / "all.jsonl", 3)
-    assert written == Written(len(prompts), 0, 0)
-    assert [line["answer"] for line in lines(tmp_path / "all.jsonl")] == [answer for answer, _ in expected]
-    assert [(line["id"], line["prompt"]) for line in lines(tmp_path / "all.jsonl")] == [(p.id, p.text) for p in prompts]
-    finished = [answer for answer, ended in expected if ended]
-    written = write_answers(target, prompts, settings(keep_unfinished=False), tmp_path / "some.jsonl", 3)
-    assert [line["answer"] for line in lines(tmp_path / "some.jsonl")] == finished
-    assert written == Written(len(finished), len(prompts) - len(finished), 0)
+def greedy(record: Record, target: Target) -> list[str]:
+    """Answer a chat's turns step by step without a cache."""
+    said: list[Any] = []
+    answers = []
+    for question in [message for message in record.messages if message["role"] == "user"]:
+        said.append(question)
+        (token,) = encode([render(said, target.tokenizer, True)], target.tokenizer)
+        made: list[int] = []
+        while len(made) < LENGTH and not target.eos & set(made):
+            made.append(int(target.model(torch.tensor([token + made])).logits[0, -1].argmax()))
+        ended = made[-1] in target.eos
+        answers.append(str(target.tokenizer.decode(made[:-1] if ended else made)))
+        said.append({"role": "assistant", "content": answers[-1]})
+        if not ended:
+            break
+    return answers
 
 
-def test_the_models_own_generation_settings_do_not_leak_in(target: Any, prompts: list[Prompt], tmp_path: Path) -> None:
-    write_answers(target, prompts, settings(), tmp_path / "plain.jsonl", 4)
-    own = GenerationConfig(repetition_penalty=50.0, top_k=1, max_length=3, no_repeat_ngram_size=1)
-    target.model.generation_config = own
-    write_answers(target, prompts, settings(), tmp_path / "own.jsonl", 4)
-    assert lines(tmp_path / "own.jsonl") == lines(tmp_path / "plain.jsonl")
-    assert target.model.generation_config is own
+def test_each_turn_is_answered_in_view_of_the_targets_own_answers(tmp_path: Path) -> None:
+    expected = [greedy(record, answering.target()) for record in records()]
+    assert len({text for answers in expected for text in answers}) > 8
+    assert {len(answers) for answers in expected} == {1, 2, 3}
+    made = answer(tmp_path / "a.jsonl")
+    for record, line, answers in zip(records(), made, expected, strict=True):
+        assert line["id"] == record.id
+        assert [m["content"] for m in line["messages"] if m["role"] == "assistant"] == answers
+        asked = [m for m in record.messages if m["role"] == "user"][: len(answers)]
+        assert [m for m in line["messages"] if m["role"] == "user"] == asked
+    assert meta(tmp_path / "a.jsonl")["counts"]["answers"] == sum(map(len, expected))
 
 
-def test_a_second_call_goes_on_after_a_truncated_line(target: Any, prompts: list[Prompt], tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    write_answers(target, prompts, settings(temperature=1.0), whole, 2)
-    data = whole.read_bytes()
-    ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
-    cut.write_bytes(data[: ends[3] + 9])
-    assert write_answers(target, prompts, settings(temperature=1.0), cut, 2).answers == len(prompts) - 4
-    assert cut.read_bytes() == data
-    assert write_answers(target, prompts, settings(temperature=1.0), cut, 2).answers == 0
-    assert cut.read_bytes() == data
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_batch_drafter_and_processes_leave_the_bytes_alone(temperature: float, tmp_path: Path) -> None:
+    how = settings(temperature)
+    answer(tmp_path / "one", how, batch_size=1)
+    expected = (tmp_path / "one").read_bytes()
+    for name, changed in {
+        "batch": {"batch_size": 4},
+        "suffix": {"drafter": "suffix"},
+        "lookup": {"drafter": "prompt_lookup", "batch_size": 2},
+    }.items():
+        answer(tmp_path / name, how, **changed)
+        assert (tmp_path / name).read_bytes() == expected
+    together(tmp_path / "ranks", how, 3)
+    assert (tmp_path / "ranks").read_bytes() == expected
+    answer(tmp_path / "seed", settings(temperature, seed=1))
+    assert ((tmp_path / "seed").read_bytes() == expected) == (temperature == 0)
 
 
-def test_sampling_follows_its_seed_and_leaves_the_callers_alone(
-    target: Any, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        write_answers(target, prompts, settings(temperature=1.5, seed=seed), tmp_path / name, 4)
-    assert torch.equal(torch.get_rng_state(), before)
-    a, b, c = ((tmp_path / name).read_text() for name in "abc")
-    assert a == b
-    assert a != c
+def together(out: Path, how: Any, world: int) -> None:
+    """Answer with several processes' shares, as threads with an engine each."""
+    barrier = threading.Barrier(world)
+    engines = [engine(how, 2, of=Target(answering.model(), answering.words(), "toy")) for _ in range(world)]
+
+    def run(rank: int) -> None:
+        write_answers(work(records(), how), engines[rank], out, Share(rank, world, barrier.wait))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
-def test_what_was_written_is_trained_on_after_the_same_prompt(
-    target: Any, write: Write, tmp_path: Path, config: Callable[..., DataConfig]
-) -> None:
-    told = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "why"}]
-    prompts = load_prompts(write({"id": "a", "messages": told}), target.tokenizer, None)
-    write_answers(target, prompts, settings(), tmp_path / "a.jsonl", 1)
-    (sample,) = load_samples(config(str(tmp_path / "a.jsonl")), target.tokenizer)
-    assert sample.token[: sample.mask.index(1)] == prompts[0].token
+def test_a_trained_head_drafts_and_changes_nothing(tmp_path: Path) -> None:
+    target = answering.target()
+    layer = {
+        "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None, "rope_theta": 10000.0,
+        "rope_scaling": None, "norm_eps": 1e-5, "length": 12,
+    }  # fmt: skip
+    config = Eagle.Config(name="eagle", layers=1, bias=True, lm_head="shared", draft_vocab=None, **layer)
+    tree = {"kind": "chain", "depth": 3, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
+    save_head(tmp_path / "run" / "head", Eagle(config, target.ends), target.spec, tree)
+    drafter = drafter_of({"plain": {}}, str(tmp_path / "run"), NO_TREE, target)
+    assert drafter.tree == "chain-3"
+    answer(tmp_path / "plain", settings(1.0))
+    write_answers(work(records(), settings(1.0)), Engine(target, drafter, settings(1.0), 2), tmp_path / "head")
+    assert (tmp_path / "head").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_a_longer_call_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    how = settings(1.0)
+    answer(tmp_path / "whole", how)
+    answer(tmp_path / "grown", how, records()[:4])
+    answer(tmp_path / "grown", how, drafter="suffix", batch_size=2)
+    assert (tmp_path / "grown").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert meta(tmp_path / "grown")["settled_before"] == 4
+    answer(tmp_path / "grown", how, records()[:2])
+    assert (tmp_path / "grown").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_unfinished_answers_end_the_chat_or_are_kept_as_its_last(tmp_path: Path) -> None:
+    kept = answer(tmp_path / "kept")
+    cut = {id_ for kind in ("shortened", "left_out") for id_ in meta(tmp_path / "kept")[kind].get("unfinished", [])}
+    finished = answer(tmp_path / "finished", settings(keep_unfinished=False))
+    noted = meta(tmp_path / "finished")
+    assert set(noted["shortened"]["unfinished"]) | set(noted["left_out"]["unfinished"]) == cut
+    assert noted["shortened"]["unfinished"]
+    assert noted["left_out"]["unfinished"]
+    expected = [{**line, "messages": line["messages"][:-2]} if line["id"] in cut else line for line in kept]
+    assert finished == [line for line in expected if line["messages"]]
+    assert [line["id"] for line in expected if not line["messages"]] == noted["left_out"]["unfinished"]
+
+
+def test_a_turn_that_does_not_fit_ends_the_chat_there(tmp_path: Path) -> None:
+    long = " ".join(["w7"] * 80)
+    chats = [chat("0", long), chat("1", "w1", long), chat("2", "w2")]
+    made = answer(tmp_path / "a", settings(max_new_tokens=20), chats)
+    assert [(line["id"], len(line["messages"])) for line in made] == [("1", 2), ("2", 2)]
+    noted = meta(tmp_path / "a")
+    assert (noted["shortened"]["context"], noted["left_out"]) == (["1"], {"context": ["0"]})
+    with pytest.raises(ValueError, match=r"none of 1 chats was answered: 1 context \(the next prompt leaves no room"):
+        answer(tmp_path / "b", settings(max_new_tokens=20), chats[:1])
+    with pytest.raises(ValueError, match="max_new_tokens=96 leaves no room for a prompt in the target's context of 96"):
+        answer(tmp_path / "c", settings(max_new_tokens=96))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.meta.json"]
+
+
+def test_no_end_token_a_bad_batch_and_two_drafters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = answering.target()
+    monkeypatch.setattr(target, "eos", frozenset())
+    with pytest.raises(ValueError, match="set keep_unfinished=true"):
+        engine(settings(keep_unfinished=False))
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        engine(batch_size=0)
+    for options, run, message in (
+        (DRAFTERS, None, "one source drafts the answers"),
+        ({"head": {}}, None, "drafter=head needs run="),
+        ({"suffix": SUFFIX}, "outputs/x", "give one of the two"),
+        ({"nonesuch": {}}, None, "no source is called 'nonesuch'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            drafter_of(options, run, NO_TREE, target)
+    assert isinstance(drafter_of({"plain": {}}, None, NO_TREE, target), Plain)
+
+
+def trained(sample: Sample, tokenizer: Any) -> list[str]:
+    """Return the words of each trained stretch of a sample."""
+    marked = [token if on else None for token, on in zip(sample.token, sample.mask, strict=True)]
+    spans: list[list[int]] = [[]]
+    for token in marked:
+        if token is None:
+            spans.append([])
+        else:
+            spans[-1].append(token)
+    return [tokenizer.decode(span) for span in spans if span]
+
+
+def test_what_was_written_is_trained_on_whole_and_in_place(tmp_path: Path, config: Callable[..., DataConfig]) -> None:
+    tokenizer = answering.words()
+    made = answer(tmp_path / "a.jsonl")
+    samples = load_samples(config(str(tmp_path / "a.jsonl")), tokenizer)
+    assert [sample.id for sample in samples] == [line["id"] for line in made]
+    for sample, line in zip(samples, made, strict=True):
+        answers = [m["content"] for m in line["messages"] if m["role"] == "assistant"]
+        assert trained(sample, tokenizer) == [f"{text} <|end|>" for text in answers]
+        assert list(sample.token) == encode([render(line["messages"], tokenizer, False)], tokenizer)[0]
 
 
 def test_a_target_without_template_writes_plain_text(
-    target: Any, bare: PreTrainedTokenizerFast, write: Write, tmp_path: Path, config: Callable[..., DataConfig]
+    write: Callable[..., str], tmp_path: Path, config: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target.tokenizer = bare
-    (prompt,) = load_prompts(write({"text": "a tale of old"}), bare, None)
-    write_answers(target, [prompt], settings(), tmp_path / "a.jsonl", 1)
-    (line,) = lines(tmp_path / "a.jsonl")
-    assert line["text"] == "a tale" + line["answer"]
+    target = answering.target()
+    bare = answering.words(None)
+    monkeypatch.setattr(target, "tokenizer", bare)
+    record = parse({"id": "t", "text": "w1 w2 w3 w4"}, 0, "f")
+    (line,) = answer(tmp_path / "a.jsonl", of=[record])
+    assert line["prompt"] == "w1 w2"
+    assert line["text"] == line["prompt"] + " " + line["answer"]
     (sample,) = load_samples(config(str(tmp_path / "a.jsonl")), bare)
     assert all(sample.mask)
+    assert bare.decode(sample.token[:-1]) == line["text"]
 
 
-def test_prompts_that_leave_no_room_are_left_out(target: Any, prompts: list[Prompt], tmp_path: Path) -> None:
-    long = Prompt("long", [5] * (target.context - LENGTH + 1), "", "…")
-    assert write_answers(target, [long, *prompts], settings(), tmp_path / "a", 4) == Written(len(prompts), 0, 1)
-    with pytest.raises(ValueError, match=r"no prompt leaves max_new_tokens=12 free .* 64 tokens; lower max_new_tokens"):
-        write_answers(target, [long], settings(), tmp_path / "b", 4)
+def test_a_files_digest_tells_it_from_another(write: Callable[..., str], config: Callable[..., DataConfig]) -> None:
+    same = [source_of(config(write({"text": text}, name=name))) for text, name in (("a", "x"), ("a", "y"), ("b", "x"))]
+    assert same[0] == same[1] != same[2]
+    hub = source_of(config("me/hub"))
+    assert hub == source_of(config("me/hub")) != source_of(config("me/other"))
+    assert hub != source_of(config("me/hub", split="test"))
+    assert source_of(config(["me/hub", "me/other"])) not in (hub, source_of(config(["me/other", "me/hub"])))
 
 
-def test_no_end_token_and_foreign_files_are_refused(target: Any, prompts: list[Prompt], tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("a story\n")
-    with pytest.raises(ValueError, match="holds lines that are no answers"):
-        write_answers(target, prompts, settings(), tmp_path / "a", 4)
-    assert (tmp_path / "a").read_text() == "a story\n"
-    target.eos = frozenset()
-    with pytest.raises(ValueError, match="set keep_unfinished=true"):
-        write_answers(target, prompts, settings(keep_unfinished=False), tmp_path / "b", 4)
-    assert write_answers(target, prompts, settings(), tmp_path / "b", 4).answers == len(prompts)
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "tokens"), [(-1.0, 1.0, 1), (1.0, 0.0, 1), (1.0, 1.1, 1), (1.0, 1.0, 0)]
-)
-def test_impossible_settings_are_refused(temperature: float, top_p: float, tokens: int) -> None:
-    with pytest.raises(ValueError, match="must be at least 0"):
-        AnswerSettings(temperature, top_p, tokens, False, 0)
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(write: Callable[..., str], tmp_path: Path) -> None:
+    answering.model().save_pretrained(tmp_path / "toy")
+    answering.words().save_pretrained(tmp_path / "toy")
+    chats = write(*({"id": record.id, "messages": record.messages} for record in records()))
+    for name, launcher in (("one", []), ("two", ["-m", "torch.distributed.run", "--nproc_per_node=2"])):
+        subprocess.run(
+            [sys.executable, *launcher, str(ROOT / "data" / "run.py"), f"model.path={tmp_path / 'toy'}",
+             "model.device=cpu", "model.dtype=float32", f"data.path={chats}", "data.held_out=0", "keep_unfinished=true",
+             f"answers={tmp_path / name}", f"max_new_tokens={LENGTH}"],
+            check=True, cwd=ROOT, timeout=200,
+        )  # fmt: skip
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert (meta(tmp_path / "one")["world_size"], meta(tmp_path / "two")["world_size"]) == (1, 2)

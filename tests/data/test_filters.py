@@ -116,7 +116,7 @@ def test_everything_dropped_is_counted_and_told(write: Write, config: Config, ch
     line = counts.line(filtered)
     assert "second.jsonl 1 of 2 records" in line
     assert "1 duplicates, 1 with 8 words of one of 1 evaluation prompts" in line
-    assert f"{counts.short} under 28 tokens, 1 samples without an answer left" in line
+    assert f"{counts.short} under 28 tokens; kept: " in line
     assert Counts.read(json.loads(json.dumps(counts.report()))) == counts
     assert asdict(counts).keys() == counts.report().keys()
 

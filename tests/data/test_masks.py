@@ -33,11 +33,12 @@ CLOSED = ("phi3",)  # ends every chat with its end token, which its answers do n
 
 def rendered(messages: list[Message], family: str, record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that transformers itself makes of a chat, on the day that templates are told."""
-    read = (lambda text: text) if family == "deepseek_v3" else json.loads
+    as_text = family == "deepseek_v3"
     asked = json.loads(json.dumps(messages))
     for message in asked:
         for call in message.get("tool_calls") or []:
-            call["function"]["arguments"] = read(call["function"]["arguments"])
+            given = call["function"]["arguments"]
+            call["function"]["arguments"] = json.dumps(given, ensure_ascii=False) if as_text else given
     template = str(tokenizer.chat_template).replace("strftime_now('%Y-%m-%d')", "'2024-07-26'")
     made: Any = tokenizer.apply_chat_template(
         asked,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.masks import samples_of
-from data.prompts import load_samples, training_prompts
+from data.prompts import load_prompts, load_samples
 from data.reasoning import reasoning_of, skip, without
 from data.records import Record, parse
 from tests.data.chatml import PLAIN, TAGGED, Tokens
@@ -202,9 +202,9 @@ def test_tools_are_read_as_json_too_and_prompts_have_them(write: Write, config: 
     tools = CHATS["tools"]["tools"]
     path = write({"id": "a", **CHATS["tools"]}, {"id": "a", **CHATS["tools"], "tools": json.dumps(tools)})
     tokenizer = family_tokenizer("qwen25", False)
-    first, second = load_samples(config(path), tokenizer)
+    first, second = load_samples(config(path, dedup=False), tokenizer)
     assert first.token == second.token
-    (prompt, _) = training_prompts(config(path), tokenizer, None)
+    (prompt, _) = load_prompts(path, tokenizer, None)
     assert first.token[: len(prompt.token)] == prompt.token
     assert '"name": "get_weather"' in tokenizer.decode(prompt.token)
 

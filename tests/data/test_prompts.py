@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.masks import Sample
-from data.prompts import OPENING, held_out_prompts, load_prompts, load_samples, save_prompts, training_prompts
+from data.prompts import OPENING, held_out_prompts, load_prompts, load_samples, records_to_answer, save_prompts
 from tests.data.chatml import PLAIN, TAGGED, Tokens
 
 Write = Callable[..., str]
@@ -203,7 +203,7 @@ def test_limits_and_the_held_out_end(bare: PreTrainedTokenizerFast, write: Write
     assert ids(3, limit=2) == list("01")
     assert [p.id for p in held_out_prompts(config(path, held_out=2), bare, None)] == list("45")
     assert [p.id for p in held_out_prompts(config(path, held_out=2), bare, 1)] == ["4"]
-    assert [p.id for p in training_prompts(config(path, held_out=2), bare, None)] == list("0123")
+    assert [p.id for p in records_to_answer(config(path, held_out=2), None)] == list("0123")
     with pytest.raises(ValueError, match=r"6 records, data.held_out=6 leaves none"):
         ids(held_out=6)
 

@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from data.run import JobConfig, main
 from heads.resolvers import ROOT
 from heads.typed import typed
+from tests.data.answering import words
+from tests.data.chat_server import Server
 
 Call = Callable[..., None]
 
@@ -49,7 +51,7 @@ def test_answers_are_written_and_then_shown(
     answers = [f"answers={out}", "keep_unfinished=true", "max_new_tokens=5", "batch_size=2", "limit=3"]
     call(*of_model, f"data.path={path}", *answers)
     assert [json.loads(line)["id"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]] == ["q0", "q1", "q2"]
-    assert f"{out}: 3 answers added to 3 prompts" in capsys.readouterr().out
+    assert f"{out}: 3 answers in 3 of 3 chats; train on them with data.path={out}" in capsys.readouterr().out
     page = tmp_path / "masks.html"
     call(*of_model, f"data.path={path}", "inspect=2", "limit=4", f"inspect_html={page}")
     shown = capsys.readouterr().out
@@ -61,6 +63,28 @@ def test_answers_are_written_and_then_shown(
     assert page.read_text(encoding="utf-8").count("<h2>") == 2
 
 
+def test_an_endpoint_answers_instead_of_the_target(
+    call: Call,
+    write: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    words().save_pretrained(tmp_path / "tokenizer")
+    path, out = write(*({"id": f"q{i}", "question": f"w{i}"} for i in range(3))), tmp_path / "a.jsonl"
+    with Server() as server:
+        call(
+            f"model.path={tmp_path / 'tokenizer'}", "model.device=cpu", f"data.path={path}", "data.held_out=0",
+            f"answers={out}", f"by={server.url}", "endpoint.api_key_env=MY_KEY", "max_new_tokens=8",
+        )  # fmt: skip
+        assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["q0", "q1", "q2"]
+    assert "secret" not in (tmp_path / "a.jsonl.meta.json").read_text()
+    assert f"{out}: 3 answers in 3 of 3 chats" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -70,6 +94,9 @@ def test_answers_are_written_and_then_shown(
         (["inspect_html=masks.html"], "inspect_html=masks.html: shows the samples of inspect=N; give inspect=5"),
         (["inspect=1", "data.turns=first"], "data.turns=first: must be all or last"),
         (["answers=a.jsonl", "temperature=-1"], "temperature=-1"),
+        (["answers=a.jsonl", "by=ftp://x"], "by=ftp://x: give engine, or the URL of an endpoint"),
+        (["answers=a.jsonl", "endpoint.timeout=0"], "endpoint.timeout=0.0: must be positive"),
+        (["answers=a.jsonl", "+endpoint.retry=0"], "endpoint.retry is not a known key"),
         (["inspect=1", "data.max_tokens=1"], "data.max_tokens=1: must be at least 2"),
     ],
 )

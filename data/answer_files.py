@@ -1,0 +1,252 @@
+"""Answers on disk: a part for every process while they are written, in the end one file in the prompts' order.
+
+    FILE.parts/settings.json        what shapes the answers; another call goes on only with the same
+    FILE.parts/R-of-W.jsonl         what became of each chat, an Outcome a line
+    FILE, FILE.meta.json            what the parts are merged into, each whole or not at all; then the parts go
+
+A part grows line by line, and only its own process writes to it. Whoever is killed loses the line at hand and what the
+device still held; the next call, of any number of processes, cuts off what is no whole line and answers the rest.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from data.answer_chats import CAUSES, Outcome
+
+SCHEMA = 1
+
+
+class Place(NamedTuple):
+    """Where a chat's line stands, and what became of the chat; `whole` if the line is the file's own and no part's."""
+
+    file: Path
+    start: int
+    end: int
+    whole: bool
+    answers: int = 0
+    cause: str = ""
+    left_out: bool = False
+
+
+class Answers:
+    """The files of one call's answers."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.meta = out.with_name(out.name + ".meta.json")
+        self.parts = out.with_name(out.name + ".parts")
+        self.known = self.parts / "settings.json"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other jobs away from the parts; a process that dies lets go.
+
+        Raises:
+            ValueError: another job is at work on them.
+        """
+        self.parts.mkdir(parents=True, exist_ok=True)
+        with (self.parts / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{self.out}: another job is writing it; wait for it, or name another file") from None
+            try:
+                yield
+            finally:
+                if self.parts.is_dir() and not self.known.is_file():
+                    shutil.rmtree(self.parts)  # nothing was begun
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Note what shapes the answers, or compare it with what an earlier call noted.
+
+        Raises:
+            ValueError: the answers there were written otherwise, or by nobody that says how.
+        """
+        noted = self.known if self.known.is_file() else self.meta
+        if not noted.is_file():
+            if self.out.exists():
+                raise ValueError(f"{self.out}: is there without {self.meta.name}, so not ours; name another file")
+        else:
+            before = _read_json(noted)["settings"]
+            differing = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
+            if differing:
+                was, now = ({key: each.get(key) for key in differing} for each in (before, settings))
+                raise ValueError(
+                    f"{self.out}: was begun with {json.dumps(was)}, now asked for with {json.dumps(now)}; name another "
+                    f"file, or remove {self.out.name}*"
+                )
+        replace(self.known, json.dumps({"settings": settings}))
+
+    def settled(self) -> dict[str, Place]:
+        """Return where every chat stands that needs no answer any more, whichever processes wrote it.
+
+        Raises:
+            ValueError: a line that is none of ours.
+        """
+        noted = _read_json(self.meta) if self.meta.is_file() else {"left_out": {}, "shortened": {}}
+        found = {
+            id_: Place(self.meta, 0, 0, False, 0, cause, True)
+            for cause, ids in noted["left_out"].items()
+            for id_ in ids
+        }
+        for file in self._parts():
+            for start, end, line in _lines(file):
+                if not line["failed"]:
+                    left_out = line["chat"] is None
+                    found[line["id"]] = Place(file, start, end, False, line["answers"], line["cause"], left_out)
+        if self.out.is_file():
+            shortened = {id_: cause for cause, ids in noted["shortened"].items() for id_ in ids}
+            for start, end, line in _lines(self.out):
+                count = sum(message["role"] == "assistant" for message in line.get("messages", ())) or 1
+                found[line["id"]] = Place(self.out, start, end, True, count, shortened.get(line["id"], ""))
+        return found
+
+    def failures(self) -> dict[str, str]:
+        """Return the cause of every failure since the last merge, by the chat's id; a later call may have mended it."""
+        return {line["id"]: line["cause"] for file in self._parts() for _, _, line in _lines(file) if line["failed"]}
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.parts.glob("*-of-*.jsonl"))
+
+    @contextmanager
+    def part(self, rank: int, world: int) -> Iterator["Part"]:
+        """Open this process's part behind its last whole line."""
+        path = self.parts / f"{rank:05d}-of-{world:05d}.jsonl"
+        with path.open("ab") as file:
+            file.truncate(whole_lines(path))
+            yield Part(file)
+
+    def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
+        """Join everything to one file in the order of `ids`, others behind, and write down where it came from.
+
+        Returns:
+            the provenance.
+
+        Raises:
+            ValueError: there is no answer at all.
+        """
+        found = self.settled()
+        order = [id_ for id_ in ids if id_ in found] + sorted(found.keys() - set(ids))
+        kept = [id_ for id_ in order if not found[id_].left_out]
+        ended = {
+            "shortened": _by_cause({id_: found[id_].cause for id_ in kept}),
+            "left_out": _by_cause({id_: found[id_].cause for id_ in order if found[id_].left_out}),
+            "failed": _by_cause({id_: cause for id_, cause in self.failures().items() if id_ not in found}),
+        }
+        counts = {kind: {cause: len(those) for cause, those in causes.items()} for kind, causes in ended.items()}
+        if not kept:
+            shutil.rmtree(self.parts)
+            why = counts["left_out"] | counts["failed"]
+            raise ValueError(
+                f"{self.out}: none of {len(ids)} chats was answered: "
+                + "; ".join(f"{count} {cause} ({CAUSES.get(cause, 'the endpoint')})" for cause, count in why.items())
+            )
+        sha256 = self._join([found[id_] for id_ in kept])
+        answers = sum(found[id_].answers for id_ in kept)
+        totals = {"prompts": len(ids), "chats": len(kept), "answers": answers, **counts}
+        meta = {"schema": SCHEMA, "settings": settings, **notes, "counts": totals, **ended, "sha256": sha256}
+        replace(self.meta, json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+        shutil.rmtree(self.parts)
+        return meta
+
+    def _join(self, places: list[Place]) -> str:
+        digest, draft = hashlib.sha256(), self.parts / "merged"
+        handles = {file: file.open("rb") for file in {place.file for place in places}}
+        with draft.open("wb") as merged:
+            for place in places:
+                handle = handles[place.file]
+                handle.seek(place.start)
+                line = handle.read(place.end - place.start)
+                data = line if place.whole else _encoded(json.loads(line)["chat"])
+                digest.update(data)
+                merged.write(data)
+            merged.flush()
+            os.fsync(merged.fileno())
+        for handle in handles.values():
+            handle.close()
+        os.replace(draft, self.out)
+        _sync_folder(self.out.parent)
+        return digest.hexdigest()
+
+
+class Part:
+    """The file of one process."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+
+    def write(self, outcome: Outcome) -> None:
+        """Append what became of a chat, so that it outlives this process."""
+        self.file.write(_encoded(outcome._asdict()))
+        self.file.flush()
+
+    def sync(self) -> None:
+        """Let what was written outlive the machine's power too."""
+        os.fsync(self.file.fileno())
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
+    draft = path.with_name(path.name + ".new")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    _sync_folder(path.parent)
+
+
+def whole_lines(path: Path) -> int:
+    """Return the bytes of a file up to the end of its last whole line."""
+    data = path.read_bytes()
+    return data.rfind(b"\n") + 1
+
+
+def _by_cause(causes: dict[str, str]) -> dict[str, list[str]]:
+    """Return the ids of each cause; an empty cause is none."""
+    grouped: dict[str, list[str]] = {}
+    for id_, cause in causes.items():
+        if cause:
+            grouped.setdefault(cause, []).append(id_)
+    return grouped
+
+
+def _encoded(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, ensure_ascii=False) + "\n").encode()
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the whole lines of a file with where they begin and end."""
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield start, start + len(line), json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}: byte {start} begins a line that is no answer; remove the file") from error
+            start += len(line)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is damaged ({error}); remove it, and name another file") from error
+    return value
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

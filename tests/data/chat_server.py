@@ -1,0 +1,156 @@
+"""An OpenAI-compatible endpoint on this machine, which answers as it is told to: honestly, slowly, or not at all."""
+
+import hashlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MODEL = "served"
+
+Send = Callable[["Handler", dict[str, Any]], None]  # answers a request, given what an honest reply would be
+
+
+class Server(ThreadingHTTPServer):
+    """The server. `script` says how the next requests are answered, honestly where it has ended."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        self.script: list[Send] = []
+        self.always: Send = honest
+        self.models: Any = {"data": [{"id": MODEL, "max_model_len": 96}]}
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+        self.lock = threading.Lock()
+        self.over = threading.Event()
+
+    def __enter__(self) -> "Server":
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: Any) -> None:
+        """Keep quiet."""
+
+    def do_GET(self) -> None:
+        """List the models."""
+        self.send(200, json.dumps(self.server.models)) if self.path == "/v1/models" else self.send(404, "nothing here")
+
+    def do_POST(self) -> None:
+        """Complete a chat, as the script has it."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.bodies.append(body)
+            self.server.headers.append(self.headers)
+            answer = self.server.script.pop(0) if self.server.script else self.server.always
+        answer(self, completion(body))
+
+    def send(self, status: int, text: str, **headers: str) -> None:
+        """Send a whole response."""
+        data = text.encode(errors="surrogatepass")
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def completion(body: dict[str, Any]) -> dict[str, Any]:
+    """Return an honest reply: words drawn from the messages and the seed."""
+    key = json.dumps([body["messages"], body["seed"]])
+    drawn = hashlib.sha256(key.encode()).hexdigest()
+    text = " ".join(f"w{int(digit, 16)}" for digit in drawn[:5])
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    return {"id": f"chatcmpl-{drawn[:16]}", "object": "chat.completion", "model": body["model"], "choices": [choice]}
+
+
+def honest(handler: Handler, reply: dict[str, Any]) -> None:
+    """Send the reply."""
+    handler.send(200, json.dumps(reply))
+
+
+def status(code: int, text: str = "", **headers: str) -> Send:
+    """Refuse with a status."""
+    return lambda handler, _: handler.send(code, text, **headers)
+
+
+def text(made: Callable[[str], str]) -> Send:
+    """Send what is made of the reply's text."""
+    return lambda handler, reply: handler.send(200, made(json.dumps(reply)))
+
+
+def changed(**fields: Any) -> Send:
+    """Send the reply with other fields."""
+    return lambda handler, reply: handler.send(200, json.dumps({**reply, **fields}))
+
+
+def choice(**fields: Any) -> Send:
+    """Send the reply with other fields in its one choice."""
+    return lambda handler, reply: honest(handler, {**reply, "choices": [{**reply["choices"][0], **fields}]})
+
+
+def message(**fields: Any) -> Send:
+    """Send the reply with other fields in its message."""
+    return lambda handler, reply: choice(message={**reply["choices"][0]["message"], **fields})(handler, reply)
+
+
+def reasoned_away(handler: Handler, reply: dict[str, Any]) -> None:
+    """Send reasoning that took all the tokens."""
+    lost = {"role": "assistant", "content": None, "reasoning_content": "w1"}
+    choice(message=lost, finish_reason="length")(handler, reply)
+
+
+def reset(handler: Handler, reply: dict[str, Any]) -> None:
+    """Reset the connection."""
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.close_connection = True
+    handler.connection.close()
+
+
+def half(handler: Handler, reply: dict[str, Any]) -> None:
+    """Promise more bytes than come, and hang up."""
+    data = json.dumps(reply).encode()
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data[: len(data) // 2])
+    handler.close_connection = True
+
+
+def hanging(handler: Handler, reply: dict[str, Any]) -> None:
+    """Say nothing."""
+    handler.server.over.wait(20)
+    handler.close_connection = True
+
+
+def dripping(handler: Handler, reply: dict[str, Any]) -> None:
+    """Send a byte now and then, so that no single read takes long."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100000")
+    handler.end_headers()
+    while not handler.server.over.is_set():
+        handler.wfile.write(b" ")
+        time.sleep(0.02)

@@ -1,0 +1,158 @@
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from data.answer_chats import CAUSES, Conversation, Outcome, Reply, talk_of
+from data.answer_text import round_trips, split_reasoning, turns_of
+from data.records import Message, Record, parse
+from tests.data.answering import LENGTH, chat, settings, words
+from tests.data.chatml import Tokens
+
+CONTEXT = 96
+
+
+def said(*roles: str) -> list[Message]:
+    return [{"role": role, "content": f"w{i}"} for i, role in enumerate(roles)]
+
+
+def talk(record: Record, tokenizer: Any = None, **changed: Any) -> Any:
+    return talk_of(record, tokenizer or words(), settings(**changed), CONTEXT)
+
+
+def tell(record: Record, *replies: Reply, **changed: Any) -> Outcome:
+    made = talk(record, **changed)
+    for reply in replies:
+        assert made.ask() is not None
+        made.take(reply)
+    assert made.ask() is None
+    outcome: Outcome = made.outcome()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("roles", "turns"),
+    [
+        ("user", [[0]]),
+        ("user assistant user", [[0], [2]]),
+        ("system user assistant user assistant", [[0, 1], [3]]),
+        ("user assistant tool assistant user assistant", [[0], [4]]),
+        ("user user assistant system user", [[0, 1], [3, 4]]),
+        ("user assistant system", [[0]]),
+        ("assistant system", []),
+    ],
+)
+def test_turns_are_what_is_said_before_each_answer(roles: str, turns: list[list[int]]) -> None:
+    messages = said(*roles.split())
+    assert turns_of(messages) == [[messages[i] for i in turn] for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("w1 w2", ("", "w1 w2")),
+        ("<think>\nw1\n</think>\n\nw2", ("w1", "w2")),
+        ("w1 </think> w2", ("w1 ", " w2")),  # the template's prompt opened the block
+        ("<think>\n\n</think>\n\nw2", ("", "w2")),
+        ("<think> w1 w2", (" w1 w2", "")),  # it never ended
+    ],
+)
+def test_reasoning_is_what_stands_before_the_blocks_end(text: str, parts: tuple[str, str]) -> None:
+    assert split_reasoning(text) == parts
+
+
+def test_the_template_gets_tools_system_prompts_and_switches() -> None:
+    record = parse({"id": "a", "messages": said("system", "user"), "tools": [{"name": "w9"}]}, 0, "f")
+    made = talk(record, thinking=True)
+    assert words().decode(made.ask()) == (
+        "<|system|> w1 <|end|> <|system|> w9 <|end|> <|system|> w0 <|end|> <|user|> w1 <|end|> <|assistant|>"
+    )
+    assert words().decode(talk(chat("a", "w5")).ask()) == "<|user|> w5 <|end|> <|assistant|>"
+    switched = talk(chat("a", "w5"), template_args={"enable_thinking": True})
+    assert words().decode(switched.ask()).startswith("<|system|> w1")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"thinking": True}, r"thinking: the chat template of toy reads no enable_thinking; leave it out, or name"),
+        ({"template_args": {"effort": 1}}, r"template_args.effort: the chat template of toy reads no effort"),
+        ({"template_args": {"messages": []}}, r"template_args.messages: .* reads no messages"),
+    ],
+)
+def test_a_switch_that_the_template_does_not_have_is_refused(
+    changed: dict[str, Any], message: str, chat: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        settings(**changed).options(chat)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause"),
+    [
+        (Reply("w4", False), "unfinished"),
+        (Reply(" ", True), "empty"),
+        (Reply("<think> w1", True), "empty"),
+        (Reply("w1 other", True), "round_trip"),
+        (Reply("w1 <|user|> w2", True), "round_trip"),
+        (Reply("w1", True, reasoning="<|end|>"), "round_trip"),
+    ],
+)
+def test_a_bad_answer_ends_the_chat_before_it(reply: Reply, cause: str) -> None:
+    alone = tell(chat("a", "w1", "w2"), reply, keep_unfinished=False)
+    assert alone == Outcome("a", None, 0, cause)
+    later = tell(chat("a", "w1", "w2", "w3"), Reply("w7", True), reply, keep_unfinished=False)
+    assert later.chat is not None
+    assert [m["content"] for m in later.chat["messages"]] == ["w1", "w7"]
+    assert (later.answers, later.cause, later.failed) == (1, cause, False)
+    assert cause in CAUSES
+
+
+def test_an_unfinished_answer_may_be_kept_and_is_the_last() -> None:
+    outcome = tell(chat("a", "w1", "w2"), Reply("w4", False))
+    assert outcome.chat is not None
+    assert len(outcome.chat["messages"]) == 2
+    assert outcome.cause == "unfinished"
+
+
+def test_what_the_template_or_the_tokenizer_cannot_take_is_refused(tokenizer_with: Tokens) -> None:
+    strict = tokenizer_with("{{ raise_exception('no') if messages[0]['content'] == 'w1' }}{{ messages[0].content }}")
+    for record, tokenizer in ((chat("a", "w1"), strict), (chat("a", "w\ud83d"), words())):
+        made = talk(record, tokenizer)
+        assert made.ask() is None
+        assert made.outcome() == Outcome("a", None, 0, "refused")
+    empty = Conversation(parse({"id": "a", "messages": said("assistant")}, 0, "f"), words(), settings(), CONTEXT)
+    assert empty.ask() is None
+    assert empty.outcome().cause == "no_question"
+
+
+def test_a_seed_belongs_to_the_chat_and_the_turn() -> None:
+    first, other = talk(chat("a", "w1", "w2")), talk(chat("b", "w1"))
+    assert first.ask() == other.ask()
+    seeds = {first.seed(), other.seed(), talk(chat("a", "w1"), seed=1).seed()}
+    assert first.seed() == talk(chat("a", "w9")).seed()
+    first.take(Reply("w3", True))
+    assert len(seeds | {first.seed()}) == 4
+
+
+def test_an_answer_that_ends_exactly_at_the_context_fits() -> None:
+    room = CONTEXT - LENGTH - 3  # three special tokens
+    assert talk(chat("a", " ".join(["w1"] * room))).ask() is not None
+    assert tell(chat("a", " ".join(["w1"] * (room + 1)))).cause == "context"
+
+
+def test_what_survives_the_tokenizer(bare: PreTrainedTokenizerFast) -> None:
+    assert round_trips("naïve\n  日本 😀", bare)
+    assert not round_trips("\ud83d", bare)
+    assert not round_trips("a<|im_end|>b", bare)
+    assert not round_trips("w1 nonesuch", words())
+
+
+def test_plain_text_behind_a_chat_template_stays_plain(bare: PreTrainedTokenizerFast) -> None:
+    record = parse({"id": "a", "text": "w1 w2 w3 w4"}, 0, "f")
+    made = talk(record)
+    made.ask()
+    made.take(Reply("w5", True, token=(5,)))
+    assert made.outcome().chat == {"id": "a", "text": "w1 w2 w5"}
+    assert made.ask() is None

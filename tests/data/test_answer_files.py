@@ -1,0 +1,197 @@
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.answer_chats import Outcome
+from data.answer_files import Answers, Part
+from data.answers import Share, write_answers
+from tests.data.answering import Quick, quick_bytes, records, settings, work
+
+COUNT = 24
+KILLS = 20
+Events = Callable[[], None]
+
+
+def dies_at(event: int) -> Events:
+    """Return what is to be called at every write to disk, and kills this process without warning at one of them."""
+    left = [event]
+
+    def happen() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return happen
+
+
+def around(happen: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every step that a kill could fall between be an event; a line of a part counts twice, once half written."""
+
+    def write(part: Part, outcome: Outcome) -> None:
+        line = (json.dumps(outcome._asdict(), ensure_ascii=False) + "\n").encode()
+        for piece in (line[: len(line) // 2], line[len(line) // 2 :]):
+            part.file.write(piece)
+            part.file.flush()
+            happen()
+
+    def noisy(call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any) -> Any:
+            happen()
+            done = call(*args)
+            happen()
+            return done
+
+        return made
+
+    monkeypatch.setattr(Part, "write", write)
+    for module, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, noisy(getattr(module, name)))
+
+
+def attempt(out: Path, world: int, event: int) -> bool:
+    """Write with processes of which the first dies at an event, then the others; return whether all came through."""
+    context = multiprocessing.get_context("fork")  # no import, no wait
+    barrier = context.Barrier(world)
+
+    def run(rank: int) -> None:
+        logging.disable()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                around(dies_at(event), patch)
+            how = work(records(COUNT), settings(keep_unfinished=False))
+            write_answers(how, Quick(), out, Share(rank, world, barrier.wait))
+
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    processes[0].join()
+    if processes[0].exitcode != 0:
+        for process in processes[1:]:
+            process.kill()
+    for process in processes:
+        process.join()
+    return processes[0].exitcode == 0
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> bytes:
+    """Return what an undisturbed call writes: chats that are whole, shortened and left out."""
+    data = quick_bytes(records(COUNT), tmp_path / "whole")
+    counts = json.loads((tmp_path / "whole.meta.json").read_text())["counts"]
+    assert all(counts[kind]["unfinished"] for kind in ("shortened", "left_out"))
+    return data
+
+
+def test_a_job_killed_at_twenty_points_gives_the_same_bytes(whole: bytes, tmp_path: Path) -> None:
+    happened = [0]
+
+    def count() -> None:
+        happened[0] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        around(count, patch)
+        assert quick_bytes(records(COUNT), tmp_path / "counted") == whole
+    draw = random.Random(0)
+    points = sorted(draw.sample(range(1, happened[0] + 1), KILLS))
+    for point in points:
+        out = tmp_path / str(point) / "a"
+        out.parent.mkdir()
+        assert not attempt(out, 1, point)
+        assert quick_bytes(records(COUNT), out) == whole
+        assert sorted(path.name for path in out.parent.iterdir()) == ["a", "a.meta.json"]
+
+
+def test_kill_after_kill_at_changing_world_sizes_gives_the_same_bytes(whole: bytes, tmp_path: Path) -> None:
+    draw, out, kills = random.Random(1), tmp_path / "a", 0
+    for world in (1, 3, 2, 3, 1, 2):
+        kills += not attempt(out, world, draw.randrange(4, 16))
+    assert kills >= 4
+    assert attempt(out, 2, 10**9)
+    assert out.read_bytes() == whole
+
+
+def test_no_chat_is_answered_twice(whole: bytes, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class StopError(Exception):
+        pass
+
+    def stop(id_: str) -> None:
+        asked.append(id_)
+        if len(asked) == COUNT // 2:
+            raise StopError
+
+    how = work(records(COUNT), settings(keep_unfinished=False))
+    with pytest.raises(StopError):
+        write_answers(how, Quick(before=stop), tmp_path / "a")
+    write_answers(how, Quick(before=asked.append), tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == whole
+    assert len(asked) == COUNT + 1  # the one it stopped at came again, and none else
+    write_answers(how, Quick(before=asked.append), tmp_path / "a")
+    assert len(asked) == COUNT + 1
+
+
+def test_a_full_disk_is_named_and_loses_nothing(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = Part.write, [0]
+
+    def full(part: Part, outcome: Outcome) -> None:
+        written[0] += 1
+        if written[0] > 5:
+            part.file.write(b'{"id": ')
+            raise OSError(28, "No space left on device")
+        write(part, outcome)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            quick_bytes(records(COUNT), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    assert len(Answers(tmp_path / "a").settled()) == 5
+    assert quick_bytes(records(COUNT), tmp_path / "a") == whole
+
+
+def test_two_jobs_on_one_file_are_one_too_many(tmp_path: Path) -> None:
+    with (
+        Answers(tmp_path / "a").held(),
+        pytest.raises(ValueError, match="another job is writing it"),
+    ):
+        quick_bytes(records(2), tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_settings_and_foreign_files_are_refused_and_left_alone(tmp_path: Path) -> None:
+    before = quick_bytes(records(3), tmp_path / "a")
+    with pytest.raises(
+        ValueError, match=r'begun with \{"temperature": 0.0\}, now asked for with \{"temperature": 1.0\}'
+    ):
+        write_answers(work(records(3), settings(1.0, keep_unfinished=False)), Quick(), tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == before
+    (tmp_path / "b").write_text('{"id": "x", "prompt": "q", "answer": "a"}\n')
+    with pytest.raises(ValueError, match=r"b: is there without b.meta.json, so not ours; name another file"):
+        quick_bytes(records(3), tmp_path / "b")
+    (tmp_path / "a").write_text("no answer\n")
+    with pytest.raises(ValueError, match=r"a: byte 0 begins a line that is no answer"):
+        quick_bytes(records(3), tmp_path / "a")
+    (tmp_path / "a.meta.json").write_text("{")
+    with pytest.raises(ValueError, match=r"a.meta.json: is damaged"):
+        quick_bytes(records(3), tmp_path / "c"), quick_bytes(records(3), tmp_path / "a")
+
+
+def test_provenance_says_what_made_the_file(whole: bytes, tmp_path: Path) -> None:
+    meta = json.loads((tmp_path / "whole.meta.json").read_text())
+    counts = meta["counts"]
+    assert counts["prompts"] == COUNT == counts["chats"] + sum(counts["left_out"].values())
+    assert counts["answers"] == whole.count(b'"assistant"')
+    assert meta["settings"]["by"] == "quick"
+    assert meta["settings"]["data"] == {"path": "chats"}
+    assert meta["sha256"] == hashlib.sha256(whole).hexdigest()
