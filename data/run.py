@@ -1,7 +1,7 @@
-"""Let the target answer the training prompts, or look at the loss mask.
+"""Let the target answer the training prompts, look at the loss mask, or extract features.
 
-`python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=3`; the other overrides
-stand in conf/data.yaml.
+`python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=3`, or with
+`features=stored features.path=FOLDER head=…`; the other overrides stand in conf/data.yaml.
 """
 
 import sys
@@ -22,6 +22,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from data.answers import AnswerSettings, write_answers
 from data.batches import fingerprint, pack
 from data.config import DataConfig
+from data.extraction import Layers, extract_features
+from data.features import FeaturesConfig
 from data.masks import Sample
 from data.prompts import load_samples, training_prompts
 from heads.errors import user_errors
@@ -39,6 +41,10 @@ class JobConfig:
     Attributes:
         model: the target; its path, dtype, quantize, adapter, device and trust_remote_code are read here.
         data: a DataConfig.
+        features: a FeaturesConfig; with features=stored the features are extracted.
+        head, objective: whose feature layers are extracted; the objective is not read.
+        layers: the feature layers, in place of the head's; null: the head's.
+        vllm_prompts: the file to write the packed documents' tokens to, for vLLM; null: none.
         answers: the file that the target's answers are appended to; null: none.
         inspect: samples to show with their loss masks.
         limit: prompts to answer at most, or samples that the figures below the shown ones cover.
@@ -47,6 +53,11 @@ class JobConfig:
 
     model: Any
     data: Any
+    features: Any
+    head: Any
+    objective: Any
+    layers: list[int] | None
+    vllm_prompts: str | None
     answers: str | None
     inspect: int
     limit: int | None
@@ -106,19 +117,25 @@ def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
 def main(cfg: DictConfig) -> None:
     """Do what `answers` and `inspect` ask for."""
     with user_errors():
-        run(typed(JobConfig, cfg), typed(DataConfig, cfg.data))
+        run(typed(JobConfig, cfg), typed(DataConfig, cfg.data), typed(FeaturesConfig, cfg.features))
 
 
-def run(job: JobConfig, config: DataConfig) -> None:
-    """Show samples, write answers, or both."""
-    if job.answers is None and job.inspect < 1:
-        raise ValueError("nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks")
+def run(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
+    """Show samples, write answers, extract features, or several of these."""
+    extracting = features.mode != "live" or job.vllm_prompts is not None
+    if job.answers is None and job.inspect < 1 and not extracting:
+        raise ValueError(
+            "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
+            "features=stored features.path=FOLDER to extract features"
+        )
     if job.inspect > 0:
         tokenizer = _load_tokenizer(job.model["path"], job.model["trust_remote_code"])
         samples = load_samples(config, tokenizer, max(job.inspect, job.limit or 0))
         show(samples, job.inspect, config.length, tokenizer, Console())
     if job.answers is not None:
         answer(job, config, Path(job.answers))
+    if extracting:
+        extract_features(job.model, config, features, Layers(job.head, job.layers), job.vllm_prompts, print)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from heads import rows
 from heads.base import Draft, DraftHead, Features
+from heads.law import TopLaw, whole_law
 from train.losses import LOSSES, ObjectiveConfig, Rows
 
 CHUNK = 2**24  # logits of a chunk's rows, of one depth
@@ -28,6 +29,7 @@ def objective(
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
     chunk: int | None = CHUNK,
+    top: TopLaw | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
@@ -38,9 +40,10 @@ def objective(
         weight: what each row counts at each depth; rows of weight 0 are left out.
         config: the losses.
         chunk: logits of a chunk; None takes all rows at once by plain autograd: the reference.
+        top: the teacher where it was kept as the likeliest tokens of each row; None takes that of `last`.
     """
     flat = [tuple(None if part is None else part.flatten(0, 1) for part in draft) for draft in drafts]
-    work = Work(head, features, weight.flatten(1), config, chunk)
+    work = Work(head, features, weight.flatten(1), config, chunk, top)
     if config.depth_weights == "dpace":
         each = dpace(work, [state for state, *_ in flat if state is not None])
     else:
@@ -100,6 +103,7 @@ class Work(NamedTuple):
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
     chunk: int | None
+    top: TopLaw | None
 
     def size(self) -> int:
         """Return how many teacher rows make a chunk."""
@@ -123,8 +127,12 @@ class Work(NamedTuple):
     @torch.no_grad()
     def law(self, teacher: Int[Tensor, "n"]) -> Law:
         """Return the target's law at these rows."""
-        logits = self.head.ends.logits(self.features.last.flatten(0, 1)[teacher])
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        if self.top is not None:
+            kept = TopLaw(*(part.flatten(0, 1)[teacher] for part in self.top))
+            log_p = whole_law(kept, self.head.ends.vocab_size)
+        else:
+            logits = self.head.ends.logits(self.features.last.flatten(0, 1)[teacher])
+            log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         best, vocab = log_p.argmax(-1), self.head.vocab
         return Law(log_p, best) if vocab is None else Law(log_p[:, vocab.ids], vocab.place(best))
 

@@ -15,6 +15,7 @@ from heads.published import is_published
 from heads.rope import scaling_of
 from heads.store import TargetSpec, read_config
 from heads.typed import typed
+from inference.bare import Bare
 from inference.mtp import load_mtp
 from inference.target import Target
 from train.config import RunConfig
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 LAST_LAYER, CHECKPOINT = "last_layer", "checkpoint"  # what `init` may be besides a head
 
 
-def first_head(run: RunConfig, target: Target) -> nn.Module:
+def first_head(run: RunConfig, target: Target | Bare) -> nn.Module:
     """Return the head to train: a new one as `head` says, or what `init` names, config and weights.
 
     Raises:
@@ -33,6 +34,7 @@ def first_head(run: RunConfig, target: Target) -> nn.Module:
     """
     kind: Any = HEADS[run.head.name]
     if run.init in (LAST_LAYER, CHECKPOINT):
+        assert isinstance(target, Target)
         return mtp_from_target(run, target)
     if run.init is None:
         new: nn.Module = kind(run.head, target.ends)
