@@ -44,16 +44,28 @@ def shard_rows(config: FeaturesConfig, row_bytes: int) -> int:
     return max(1, config.shard_mb * MB // row_bytes)
 
 
+def spec_there(folder: Path, spec: StoreSpec) -> StoreSpec:
+    """Return the kind of the store that a folder holds, which may have more layers, or the given one for a new store.
+
+    Raises:
+        ValueError: the folder holds a store of something else.
+    """
+    if not (folder / META).exists():
+        return spec
+    store = FeatureStore(folder)
+    store.check(spec, tuple(MUST_AGREE))
+    return store.spec
+
+
 def estimate(folder: Path, spec: StoreSpec, budget_gb: float | None) -> Estimate:
     """Return what there is to extract into a folder; nothing is written.
 
     Raises:
-        ValueError: it does not fit the disk or the budget, or the folder holds a store of something else.
+        ValueError: it does not fit the disk or the budget.
     """
     left, held = spec.rows, 0
     if (folder / META).exists():
         store = FeatureStore(folder)
-        store.check(spec, tuple(MUST_AGREE))
         left, held = len(store.missing()), store.bytes()
     there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     found = Estimate(left, left * spec.row_bytes, shutil.disk_usage(there).free)
@@ -98,13 +110,13 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     others = [number for number in range(spec.shards) if number % world != rank]
     for number in track(mine + others, description="shards", disable=rank > 0):
         name = f"{number:06d}"
-        if store.whole(name):
+        rows = spec.shard(number)
+        if all(map(store.has, rows)):
             continue
         with claim(store.lock(name), wait=False) as free:
             store.refresh()
-            if not free or store.whole(name):
+            if not free or all(map(store.has, rows)):
                 continue
-            rows = spec.shard(number)
             groups = [rows[start : start + micro] for start in range(0, len(rows), micro)]
             store.write(name, rows, join(make(group) for group in groups))
             written += 1

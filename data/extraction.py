@@ -11,7 +11,7 @@ from accelerate import PartialState
 from data.batches import Packed, pack
 from data.coding import compute, join, to_row
 from data.config import DataConfig
-from data.extract import GB, Make, estimate, extract, shard_rows, timed
+from data.extract import GB, Make, estimate, extract, shard_rows, spec_there, timed
 from data.features import FeaturesConfig
 from data.prompts import load_samples
 from data.store import FeatureStore, Row, StoreSpec, packed_fingerprint
@@ -93,7 +93,8 @@ def extract_features(
         if state.is_main_process:
             say(f"{prompts}: the tokens of {write_prompts(packed, Path(prompts))} documents, for vLLM")
         return
-    spec, folder = spec_of(target, packed, layers.of(target), config), Path(str(config.path))
+    folder = Path(str(config.path))
+    spec = spec_there(folder, spec_of(target, packed, layers.of(target), config))
     there = estimate(folder, spec, config.budget_gb)
     make = _maker(target, packed, spec, config)
     if there.rows and state.is_main_process:

@@ -33,8 +33,8 @@ OPEN = 16  # shards kept open for reading at most
 TOP_BYTES = 8  # of a token and its log probability
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
-    "vocab": "vocabulary", "data": "fingerprint of the packed rows", "rows": "number of packed rows",
-    "length": "data.length", "layers": "feature layers", "dtype": "features.dtype", "teacher": "features.teacher",
+    "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed rows",
+    "rows": "number of packed rows", "layers": "feature layers", "dtype": "features.dtype", "teacher": "features.teacher",
     "k": "features.k",
 }  # fmt: skip
 
@@ -95,10 +95,11 @@ class StoreSpec:
 
 
 class Entry(NamedTuple):
-    """A shard's rows, in its order, and the SHA-256 of each."""
+    """A shard's rows, in its order, the SHA-256 of each, and the size of its file."""
 
     rows: list[int]
     digests: list[str]
+    bytes: int
 
 
 def packed_fingerprint(packed: Packed) -> str:
@@ -114,7 +115,7 @@ class FeatureStore:
 
     Attributes:
         spec: what it holds.
-        damaged: by name the shards whose entry is damaged, and why.
+        damaged: by name the shards that count for nothing, since they or their entries are damaged, and why.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -147,12 +148,14 @@ class FeatureStore:
         """Open the store in a folder, or make it where there is none.
 
         Raises:
-            ValueError: there is one of something else.
-            OSError: the disk refused.
+            ValueError: there is one of something else, or the disk refused.
         """
         with claim(folder / LOCKS / META, wait=True):
             if not (folder / META).exists():
-                write_checked(folder / META, {"format": FORMAT, **asdict(spec)})
+                try:
+                    write_checked(folder / META, {"format": FORMAT, **asdict(spec)})
+                except OSError as error:
+                    raise ValueError(f"{folder / META}: could not be written ({error.strerror}); free space") from error
         store = cls(folder)
         store.check(spec, tuple(MUST_AGREE))
         return store
@@ -168,7 +171,7 @@ class FeatureStore:
             if held != wanted and not (key == "layers" and set(wanted) < set(held)):
                 shown = f"{held} there and {wanted} here" if key != "target" else f"it is of {self.spec.name}"
                 raise ValueError(
-                    f"{self.folder}: features of something else, the {MUST_AGREE[key]} differs ({shown}); give "
+                    f"{self.folder}: holds other features than these, by the {MUST_AGREE[key]} ({shown}); give "
                     "another features.path, or the overrides that it was extracted with"
                 )
 
@@ -176,14 +179,23 @@ class FeatureStore:
         """Take in the shards that were finished since."""
         for file in sorted((self.folder / INDEX).glob("*.json")):
             if file.stem not in self.entries:
+                self.damaged.pop(file.stem, None)
                 try:
-                    content = read_checked(file)
+                    entry = self._entry(file)
                 except ValueError as error:
                     self.damaged[file.stem] = str(error)
-                    continue
-                self.damaged.pop(file.stem, None)
-                entry = self.entries[file.stem] = Entry(content["rows"], content["digests"])
-                self._places.update({row: (file.stem, place) for place, row in enumerate(entry.rows)})
+                else:
+                    self.entries[file.stem] = entry
+                    self._places.update({row: (file.stem, place) for place, row in enumerate(entry.rows)})
+
+    def _entry(self, file: Path) -> Entry:
+        content, shard = read_checked(file), self._shard(file.stem)
+        entry = Entry(content["rows"], content["digests"], content["bytes"])
+        if not shard.is_file():
+            raise ValueError(f"{shard}: is not there, though the index has it")
+        if shard.stat().st_size != entry.bytes:
+            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes in place of {entry.bytes}")
+        return entry
 
     def has(self, row: int) -> bool:
         """Whether a row is in a finished shard."""
@@ -193,13 +205,9 @@ class FeatureStore:
         """Return the rows that no finished shard holds."""
         return [row for row in range(self.spec.rows) if row not in self._places]
 
-    def whole(self, name: str) -> bool:
-        """Whether a shard is finished, as far as can be told without reading it."""
-        return name in self.entries and self._shard(name).is_file()
-
     def bytes(self) -> int:
         """Bytes of the finished shards."""
-        return sum(file.stat().st_size for file in (self.folder / SHARDS).glob("*.safetensors"))
+        return sum(entry.bytes for entry in self.entries.values())
 
     def read(self, row: int) -> Row:
         """Return a row's tensors, each with one row.
@@ -225,9 +233,10 @@ class FeatureStore:
             ValueError: the disk refused; no other shard is touched.
         """
         digests = [digest({key: part[i : i + 1] for key, part in tensors.items()}) for i in range(len(rows))]
+        content = save({key: part.contiguous() for key, part in tensors.items()})
         try:
-            write_whole(self._shard(name), save({key: part.contiguous() for key, part in tensors.items()}))
-            write_checked(self.folder / INDEX / f"{name}.json", {"rows": rows, "digests": digests})
+            write_whole(self._shard(name), content)
+            write_checked(self._index(name), {"rows": rows, "digests": digests, "bytes": len(content)})
         except OSError as error:
             raise ValueError(
                 f"{self.folder}: shard {name} could not be written ({error.strerror or error}); every other shard is "
@@ -238,6 +247,9 @@ class FeatureStore:
     def lock(self, name: str) -> Path:
         """Return the file to claim for a shard, or for another name that is none."""
         return self.folder / LOCKS / name
+
+    def _index(self, name: str) -> Path:
+        return self.folder / INDEX / f"{name}.json"
 
     def _shard(self, name: str) -> Path:
         return self.folder / SHARDS / f"{name}.safetensors"
@@ -252,7 +264,7 @@ class FeatureStore:
 
     def _damage(self, name: str, row: int, what: str) -> DamagedError:
         return DamagedError(
-            f"{self._shard(name)}: row {row} {what}; remove {self.folder / INDEX / name}.json and extract again, or "
+            f"{self._shard(name)}: row {row} {what}; remove {self._index(name)} and extract again, or "
             "give features.on_missing=compute"
         )
 

@@ -22,7 +22,7 @@ from train.start import CHECKPOINT, LAST_LAYER
 
 log = logging.getLogger(__name__)
 
-SAME = ("target", "quantize", "width", "vocab", "data", "rows", "length", "layers")
+SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layers")
 
 
 def load_target(run: RunConfig, place: str) -> Target | Bare:

@@ -120,9 +120,9 @@ class Loop:
             else:
                 if self.start < trainer.steps:  # a finished run that is resumed has written it
                     self.write_cost(trainer.steps)
+        finally:
             if said := self.source.close():
                 self.tracker.say(f"{said}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s")
-        finally:
             self.tracker.close()
             signal.signal(signal.SIGTERM, previous)
 
