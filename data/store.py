@@ -34,8 +34,8 @@ TOP_BYTES = 8  # of a token and its log probability
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
     "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed rows",
-    "rows": "number of packed rows", "layers": "feature layers", "dtype": "features.dtype", "teacher": "features.teacher",
-    "k": "features.k",
+    "rows": "number of packed rows", "layers": "feature layers", "dtype": "features.dtype",
+    "teacher": "features.teacher", "k": "features.k",
 }  # fmt: skip
 
 Row = dict[str, Tensor]

@@ -120,9 +120,12 @@ def test_another_extraction_into_the_same_folder_is_refused(
 ) -> None:
     words = ["features=stored", f"features.path={tmp_path}"]
     call(*words, "layers=[1]")
-    assert "by the data.length (32 there and 64 here)" in error_of(call, capsys, *words, "layers=[1]", "data.length=64")
-    assert "by the feature layers ((1,) there and (0,) here)" in error_of(call, capsys, *words, "layers=[0]")
-    assert "by the features.dtype (fp32 there and int8 here)" in error_of(call, capsys, *words, "features.dtype=int8")
+    for override, said in {
+        "data.length=64": "by the data.length (32 there and 64 here)",
+        "layers=[0]": "by the feature layers ((1,) there and (0,) here)",
+        "features.dtype=int8": "by the features.dtype (fp32 there and int8 here)",
+    }.items():
+        assert said in error_of(call, capsys, *words, "layers=[1]", override)
 
 
 def test_a_store_of_more_layers_is_gone_on_with_as_it_is(call: Call, tmp_path: Path) -> None:
