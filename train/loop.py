@@ -39,7 +39,7 @@ class Loss(nn.Module):
         self.unroll = torch.compile(unroll) if compiled else unroll
 
     def forward(
-        self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLaw | None
+        self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLaw | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Draft from the rows and weigh what comes of it."""
         head: Any = self.head

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["features=stored"], "features.path is missing"),
+        (["features=stored", "features.path=null"], "features.path is missing"),
         (["features=stored", "features.path=x", "features.dtype=int4"], "features.dtype is 'int4'"),
         (["features=stored", "features.path=x", "layers=[3]"], "layers is [3]: give different layers from 0 to 2"),
         (["features=stored", "features.path=x", "features.teacher=top_k", "features.k=41"], "features.k is 41"),
