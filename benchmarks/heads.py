@@ -30,6 +30,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from data.batches import pack, token_counts
+from data.features import Live
 from data.masks import Sample
 from data.prompts import held_out_prompts, load_samples
 from eval import metrics
@@ -85,7 +86,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     prune(head, token_counts(samples, target.ends.vocab_size))
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
-    loop = Loop(run, accelerator, target, head, batches, [], {})
+    loop = Loop(run, accelerator, target, head, batches, Live(target, batches), [], {})
     begin = time.process_time()
     for step in range(run.trainer.steps):
         loop.step(step)

@@ -1,7 +1,8 @@
-"""Let the target answer the training prompts, or look at the loss mask.
+"""Let the target answer the training prompts, look at the loss mask, or extract features.
 
-`python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=5`; the other overrides
-stand in conf/data.yaml. Under `accelerate launch` or torchrun the processes share the prompts.
+`python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=5`, or with
+`features=stored features.path=FOLDER head=…`; the other overrides stand in conf/data.yaml. Under `accelerate launch` or
+torchrun the processes share the work.
 """
 
 import os
@@ -27,6 +28,8 @@ from data.answer_engine import Engine, drafter_of
 from data.answers import Share, Work, source_of, write_answers
 from data.config import DataConfig
 from data.endpoint import Client, EndpointConfig
+from data.extraction import Layers, extract_features
+from data.features import FeaturesConfig
 from data.inspection import show, write_page
 from data.prompts import load_samples, records_to_answer
 from heads.errors import user_errors
@@ -47,6 +50,10 @@ class JobConfig:
     Attributes:
         model: the target; its path, dtype, quantize, adapter, device and trust_remote_code are read here.
         data: a DataConfig.
+        features: a FeaturesConfig; with features=stored the features are extracted.
+        head, objective: whose feature layers are extracted; the objective is not read.
+        layers: the feature layers, in place of the head's; null: the head's.
+        vllm_prompts: the file to write the packed documents' tokens to, for vLLM; null: none.
         answers: the file that the target's answers are written to; null: none.
         by: who answers: engine, our own, or the URL of an OpenAI-compatible endpoint.
         run: a head that drafts our engine's answers, its run's folder or Hub id.
@@ -61,6 +68,11 @@ class JobConfig:
 
     model: Any
     data: Any
+    features: Any
+    head: Any
+    objective: Any
+    layers: list[int] | None
+    vllm_prompts: str | None
     answers: str | None
     by: str
     run: str | None
@@ -143,15 +155,19 @@ def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
 def main(cfg: DictConfig) -> None:
     """Do what `answers` and `inspect` ask for."""
     with user_errors():
-        run(typed(JobConfig, cfg), typed(DataConfig, cfg.data))
+        run(typed(JobConfig, cfg), typed(DataConfig, cfg.data), typed(FeaturesConfig, cfg.features))
 
 
-def run(job: JobConfig, config: DataConfig) -> None:
-    """Show samples, write answers, or both."""
+def run(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
+    """Show samples, write answers, extract features, or several of these."""
     if job.inspect_html is not None and job.inspect < 1:
         raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
-    if job.answers is None and job.inspect < 1:
-        raise ValueError("nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks")
+    extracting = features.mode != "live" or job.vllm_prompts is not None
+    if job.answers is None and job.inspect < 1 and not extracting:
+        raise ValueError(
+            "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
+            "features=stored features.path=FOLDER to extract features"
+        )
     if job.inspect > 0:
         tokenizer = _load_tokenizer(job.model["path"], job.model["trust_remote_code"])
         samples = list(load_samples(config, tokenizer, max(job.inspect, job.limit or 0)))
@@ -161,6 +177,8 @@ def run(job: JobConfig, config: DataConfig) -> None:
             print(f"{job.inspect_html}: the same samples as a page")
     if job.answers is not None:
         answer(job, config, Path(job.answers))
+    if extracting:
+        extract_features(job.model, config, features, Layers(job.head, job.layers), job.vllm_prompts, print)
 
 
 if __name__ == "__main__":

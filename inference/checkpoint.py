@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from math import prod
 from pathlib import Path
 
 import torch
@@ -51,10 +52,23 @@ def fingerprint(model: PreTrainedModel, checkpoint: str) -> str:
             few |= _originals(checkpoint, quantised)
         except (OSError, ValueError, KeyError, SafetensorError):
             mark = QUANTISED
+    return mark + _digest(few)
+
+
+def fingerprint_on_disk(model: PreTrainedModel, checkpoint: str) -> str:
+    """Return the same of a model whose weights are not loaded, from its checkpoint.
+
+    Raises:
+        OSError, ValueError, KeyError, SafetensorError: a parameter cannot be read there, or is quantised.
+    """
+    return _digest(_originals(checkpoint, {name for name, _ in model.named_parameters()}))
+
+
+def _digest(few: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(few):
         digest.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-    return mark + digest.hexdigest()[:32]
+    return digest.hexdigest()[:32]
 
 
 def _plain(parameter: Tensor) -> bool:
@@ -75,8 +89,9 @@ def _originals(checkpoint: str, names: set[str]) -> dict[str, Shaped[Tensor, "N"
     for name in names:
         with safe_open(files[name], "pt") as opened:
             part = opened.get_slice(name)
-            rows = -(-FEW // max(1, part.get_shape()[-1]))
-            few[name] = part[:rows].flatten()[:FEW]
+            shape = part.get_shape()
+            rows = -(-FEW // max(1, prod(shape[1:])))
+            few[name] = part[: min(rows, shape[0])].flatten()[:FEW]
         if not _plain(nn.Parameter(few[name], requires_grad=False)):
             raise ValueError(f"{checkpoint}: {name} is quantised there")
     return few

@@ -59,3 +59,13 @@ def layer_shape(config: PreTrainedConfig) -> LayerShape:
         getattr(config, "head_dim", None) or config.hidden_size // heads,
         getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
     )
+
+
+def final_norm(base: nn.Module, layers: int) -> nn.Module:
+    """Return the norm behind the last of a base model's decoder layers: the last module with a vector beside them."""
+    for holder in base.modules():
+        if any(isinstance(part, nn.ModuleList) and len(part) == layers for part in holder.children()):
+            norms = [part for part in holder.children() if getattr(getattr(part, "weight", None), "ndim", 0) == 1]
+            if norms:
+                return norms[-1]
+    raise ValueError(f"{type(base).__name__}: no norm found behind its decoder layers; its last state cannot be normed")

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from data.config import DataConfig
+from data.features import FeaturesConfig
 from heads import HEADS
 from heads.typed import typed
 from inference.loading import AS_IT_IS, METHODS
@@ -72,8 +73,8 @@ class TrainerConfig:
         _at_least(
             "trainer", self, 1, "steps", "batch_tokens", "micro_tokens", "save_every", "keep", "log_every", "lr_width"
         )
-        _at_least("trainer", self, 1, "eval_every", "eval_prompts", "eval_tokens", "estimate_every", "patience")
-        _at_least("trainer", self, 0, "lr", "clip", "weight_decay", "seed")
+        _at_least("trainer", self, 1, "eval_every", "eval_tokens", "estimate_every", "patience")
+        _at_least("trainer", self, 0, "eval_prompts", "lr", "clip", "weight_decay", "seed")
         _fraction("trainer", self, "min_lr", "warmup", "ema", "momentum")
         _one_of("trainer", self, optimizer=("adamw", "muon"), precision=("auto", "bf16", "fp32"))
         _one_of("trainer", self, wandb=("off", "offline", "online"))
@@ -106,7 +107,7 @@ class LauncherConfig:
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """The evaluation that ends a run; `repeats` and `warmup` count timed and untimed passes over the prompts."""
+    """The evaluation that ends a run, none with 0 prompts; `repeats` and `warmup` count timed and untimed passes."""
 
     prompts: int
     max_new_tokens: int
@@ -117,9 +118,9 @@ class EvalSettings:
     dtype: str
 
     def __post_init__(self) -> None:
-        _at_least("eval", self, 1, "prompts", "repeats")
+        _at_least("eval", self, 1, "repeats")
         _at_least("eval", self, 2, "max_new_tokens")  # the first comes with the prompt, before any draft
-        _at_least("eval", self, 0, "warmup")
+        _at_least("eval", self, 0, "prompts", "warmup")
         _one_of("eval", self, dtype=("auto", *DTYPES))
         if not self.temperature or min(self.temperature) < 0:
             raise ValueError(f"eval.temperature is {self.temperature}: give one or more numbers, none below 0")
@@ -129,8 +130,8 @@ class EvalSettings:
 class RunConfig:
     """One training run, as conf/train.yaml composes it.
 
-    `head` is the Config of the head that `head.name` chooses; it, `peft`, `objective`, `data` and `tree` belong to the
-    modules that use them. `init` is a head to start from, whose Config then takes the place of `head`.
+    `head` is the Config of the head that `head.name` chooses; it, `peft`, `objective`, `data`, `features` and `tree`
+    belong to the modules that use them. `init` is a head to start from, whose Config then takes the place of `head`.
     """
 
     name: str
@@ -146,6 +147,7 @@ class RunConfig:
     peft: Any
     objective: Any
     data: Any
+    features: Any
     trainer: TrainerConfig
     launcher: LauncherConfig
     tree: Any
@@ -170,6 +172,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
         peft=peft_config(cfg.peft),
         objective=typed(ObjectiveConfig, cfg.objective),
         data=data,
+        features=typed(FeaturesConfig, cfg.features),
         tree=typed(TreeConfig, cfg.tree),
     )
     if run.trainer.optimizer == "muon" and run.launcher.deepspeed_stage is not None:

@@ -11,9 +11,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data.batches import Batch, Batches
-from data.features import batch_features
+from data.features import FeatureSource, Given
 from heads.base import Features, frozen_count, parameter_count
+from heads.law import TopLaw
 from heads.store import save_head
+from inference.bare import Bare
 from inference.target import Target
 from train import adapt, checkpoint
 from train.acceptance import Judge
@@ -36,27 +38,31 @@ class Loss(nn.Module):
         unroll: Any = head.unroll
         self.unroll = torch.compile(unroll) if compiled else unroll
 
-    def forward(self, features: Features, weight: Tensor, anchors: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLaw | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Draft from the rows and weigh what comes of it."""
         head: Any = self.head
-        return objective(head, self.unroll(features, self.config.depths, anchors), features, weight, self.config)
+        drafts = self.unroll(features, self.config.depths, anchors)
+        return objective(head, drafts, features, weight, self.config, top=top)
 
 
 class Loop:
     """One run, on every process alike; the main process alone measures and writes."""
 
     def __init__(
-        self, run: RunConfig, accelerator: Accelerator, target: Target, head: nn.Module, batches: Batches,
-        prompts: list[list[int]], resolved: dict[str, Any],
+        self, run: RunConfig, accelerator: Accelerator, target: Target | Bare, head: nn.Module, batches: Batches,
+        source: FeatureSource, prompts: list[list[int]], resolved: dict[str, Any],
     ) -> None:  # fmt: skip
         self.run, self.accelerator, self.target, self.head, self.batches = run, accelerator, target, head, batches
-        self.judge, self.out = Judge(target, prompts, run), Path(run.out)
+        self.judge = Judge(target, prompts, run) if isinstance(target, Target) and run.trainer.eval_prompts else None
+        self.source, self.out = source, Path(run.out)
         self.average = Average(head, run.trainer.ema)
         self.optimizer: Any
         self.module, self.optimizer = accelerator.prepare(
             Loss(head, run.objective, compiled=run.trainer.compile), optimizer(head, run.trainer)
         )
-        self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0, "seconds": 0.0}
+        self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0, "seconds": 0.0, "stall": 0.0}
         if run.resume:
             self.load()
         self.stopping = False
@@ -115,12 +121,14 @@ class Loop:
                 if self.start < trainer.steps:  # a finished run that is resumed has written it
                     self.write_cost(trainer.steps)
         finally:
+            if said := self.source.close():
+                self.tracker.say(f"{said}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s")
             self.tracker.close()
             signal.signal(signal.SIGTERM, previous)
 
     def step(self, step: int) -> bool:
         """Take one optimiser step on the global batch; return whether any process was told to stop."""
-        begin = time.perf_counter()
+        begin, stall = time.perf_counter(), self.source.stall
         trainer, device = self.run.trainer, self.accelerator.device
         micro = [self.drawn(batch, step) for batch in self.batches(step)]
         mine = sum(torch.stack([each.amount, each.trained.sum((1, 2))]) for _, _, each in micro)
@@ -130,9 +138,9 @@ class Loop:
         shared: Any = self.accelerator.reduce(torch.cat([mine.flatten(), flag]).to(device), "sum")
         (amount, trained), stopped = shared[:-1].view(2, -1).clamp_min(1), bool(shared[-1] > 0)
         totals: dict[str, Tensor] = {}
-        for i, (batch, anchors, weight) in enumerate(micro):
+        for i, ((batch, anchors, weight), given) in enumerate(zip(micro, self.source(step), strict=True)):
             scaled = weight.row.to(device) / amount[:, None, None]
-            loss, sums = self.backward(batch, step, anchors, scaled, last=i + 1 == len(micro))
+            loss, sums = self.backward(given, number(batch, step), anchors, scaled, last=i + 1 == len(micro))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip)
@@ -146,7 +154,9 @@ class Loop:
             means = {
                 name: each if name == "loss" else each / trained for name, each in zip(totals, packed, strict=True)
             }
-            self.report(step, means, float(norm), int(trained[0]), time.perf_counter() - begin)
+            spent = time.perf_counter() - begin, self.source.stall - stall
+            self.report(step, means, float(norm), int(trained[0]), spent)
+        self.progress["stall"] += self.source.stall - stall
         return stopped
 
     def counted(self, step: int) -> bool:
@@ -168,6 +178,7 @@ class Loop:
             "tokens": steps * self.run.trainer.batch_tokens,
             "flops": None if self.flops is None else self.flops * steps,
             "seconds": self.progress["seconds"],
+            "stall_seconds": self.progress["stall"],
         }
         if self.accelerator.is_main_process:
             (self.out / "training.json").write_text(json.dumps(cost, indent=2) + "\n")
@@ -184,23 +195,22 @@ class Loop:
         return batch, anchors, weights(batch.document, batch.mask, anchors, config)
 
     def backward(
-        self, batch: Batch, step: int, anchors: Tensor | None, weight: Tensor, *, last: bool
+        self, given: Given, drawn: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add one micro-batch's gradient; processes average theirs, hence the factor."""
-        config, device = self.run.objective, self.accelerator.device
-        features = batch_features(self.target, batch)
+        """Add one micro-batch's gradient, `drawn` its rows' numbers; processes average theirs, hence the factor."""
+        config, device, features = self.run.objective, self.accelerator.device, given.features
         if self.accelerator.mixed_precision == "no":
             dtype = next(self.head.parameters()).dtype
             features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
-        features = noisy(features, config.noise, self.run.trainer.seed, number(batch, step))
+        features = noisy(features, config.noise, self.run.trainer.seed, drawn)
         anchors = None if anchors is None else anchors.to(device)
 
         # What dropout leaves out follows from seed and step alone, as all that is drawn: a resumed run sees the same.
-        torch.manual_seed((self.run.trainer.seed * 1_000_003 + int(number(batch, step)[0])) % 2**63)
+        torch.manual_seed((self.run.trainer.seed * 1_000_003 + int(drawn[0])) % 2**63)
 
         def go() -> tuple[Tensor, dict[str, Tensor]]:
             with self.accelerator.autocast():
-                loss, sums = self.module(features, weight, anchors)
+                loss, sums = self.module(features, weight, anchors, given.top)
             self.accelerator.backward(loss * self.accelerator.num_processes)
             return loss, sums
 
@@ -209,8 +219,9 @@ class Loop:
         with self.accelerator.no_sync(self.module):
             return go()
 
-    def report(self, step: int, means: dict[str, Tensor], norm: float, rows: int, seconds: float) -> None:
-        """Log one step: the loss, its parts and the accuracy per depth, and the rates."""
+    def report(self, step: int, means: dict[str, Tensor], norm: float, rows: int, spent: tuple[float, float]) -> None:
+        """Log one step: the loss, its parts, the accuracy per depth, and the seconds it took, and waited for reads."""
+        seconds, stall = spent
         loss = float(means.pop("loss")[0])
         accuracy = means.pop("accuracy").tolist()
         record = {
@@ -222,13 +233,16 @@ class Loop:
             "grad_norm": norm,
             "rows": rows,
             "tokens_per_second": self.run.trainer.batch_tokens / seconds,
+            "stall_seconds": stall,
         }
         self.tracker.log(record)
 
     def measure(self, step: int) -> bool:
         """Measure τ with the real verifier, keep the head if it is the best; return whether patience has run out."""
         patience = self.run.trainer.patience
-        if self.accelerator.is_main_process:
+        if self.judge is None:
+            self.keep(self.average.state(self.head))
+        elif self.accelerator.is_main_process:
             weights = self.average.state(self.head)
             head = decoding_copy(self.head, weights, self.target)
             found = self.judge.tau(head)
@@ -237,8 +251,7 @@ class Loop:
             self.progress["stale"] = 0 if better else self.progress["stale"] + 1
             if better:
                 self.progress |= {"best_tau": tau, "best_step": step}
-                kept = self.run.out + "/head"
-                save_head(Path(kept), decoding_copy(self.head, weights, None), self.target.spec, vars(self.run.tree))
+                self.keep(weights)
             self.tracker.log({"step": step, **found, "best": better})
             low, high = found["tau_ci"] or (tau, tau)
             self.tracker.say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
@@ -247,9 +260,15 @@ class Loop:
         shared: Any = self.accelerator.reduce(stale, "sum")
         return patience is not None and bool(shared.item() >= patience)
 
+    def keep(self, weights: dict[str, Tensor]) -> None:
+        """Write a head with these weights to the run's folder."""
+        if self.accelerator.is_main_process:
+            head = decoding_copy(self.head, weights, None)
+            save_head(self.out / "head", head, self.target.spec, vars(self.run.tree))
+
     def estimate(self, step: int) -> None:
         """Log what one pass over recorded text says of the head."""
-        if self.accelerator.is_main_process:
+        if self.judge is not None and self.accelerator.is_main_process:
             head = decoding_copy(self.head, self.average.state(self.head), self.target)
             self.tracker.log({"step": step, "estimate": self.judge.estimate(head)})
 
@@ -259,7 +278,7 @@ def number(batch: Batch, step: int) -> Tensor:
     return batch.index + step * 10_000_019
 
 
-def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | None) -> Any:
+def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | Bare | None) -> Any:
     """Return a plain copy of the head with these weights, in the target's dtype, or in its own without a target."""
     copy = adapt.plain(head, weights).eval().requires_grad_(False)
     return copy.to(target.device, target.dtype) if target else copy

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from heads import rows
 from heads.base import Draft, DraftHead, Features
+from heads.law import TopLaw, whole_law
 from train.losses import LOSSES, Law, ObjectiveConfig, Rows
 
 AUTO = -1  # as many logits in a chunk as the device likes
@@ -32,6 +33,7 @@ def objective(
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
     chunk: int | None = AUTO,
+    top: TopLaw | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
@@ -42,9 +44,11 @@ def objective(
         weight: what each row counts at each depth; rows of weight 0 are left out.
         config: the losses.
         chunk: logits of a chunk, AUTO by the device; None takes all rows at once by plain autograd: the reference.
+        top: the teacher where it was kept as the likeliest tokens of each row; None takes that of `last`.
     """
     flat = [tuple(None if part is None else part.flatten(0, 1) for part in draft) for draft in drafts]
-    work = Work(head, features, weight.flatten(1), config, suited(head, weight.device.type) if chunk == AUTO else chunk)
+    size = suited(head, weight.device.type) if chunk == AUTO else chunk
+    work = Work(head, features, weight.flatten(1), config, size, top)
     if config.depth_weights == "dpace":
         each = dpace(work, [state for state, *_ in flat if state is not None])
     else:
@@ -104,6 +108,7 @@ class Work(NamedTuple):
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
     chunk: int | None
+    top: TopLaw | None
 
     def size(self) -> int:
         """Return how many teacher rows make a chunk."""
@@ -127,8 +132,12 @@ class Work(NamedTuple):
     @torch.no_grad()
     def law(self, teacher: Int[Tensor, "n"]) -> Law:
         """Return the target's law at these rows."""
-        logits = self.head.ends.logits(self.features.last.flatten(0, 1)[teacher])
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        if self.top is not None:
+            kept = TopLaw(*(part.flatten(0, 1)[teacher] for part in self.top))
+            log_p = whole_law(kept, self.head.ends.vocab_size)
+        else:
+            logits = self.head.ends.logits(self.features.last.flatten(0, 1)[teacher])
+            log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         best, vocab = log_p.argmax(-1), self.head.vocab
         return Law(log_p, best) if vocab is None else Law(log_p[:, vocab.ids], vocab.place(best))
 

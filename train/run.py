@@ -37,9 +37,10 @@ from heads.errors import user_errors
 from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
-from inference.target import Target, default_device, fast_dtype
+from inference.target import default_device, fast_dtype
 from train import adapt, launch, sweep
 from train.config import RunConfig, run_config
+from train.features import load_target, source_for
 from train.loop import Loop
 from train.plan import plan, table
 from train.start import CHECKPOINT, LAST_LAYER, check_start, first_head, settled
@@ -117,9 +118,7 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     check_start(run.peft, run.init)
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
     set_seed(run.trainer.seed)
-    model = run.model
-    place = str(accelerator.device)
-    target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
+    target = load_target(run, str(accelerator.device))
     run = settled(run, target)
     head: Any = first_head(run, target).to(accelerator.device)
     run = replace(run, head=head.config)
@@ -134,6 +133,8 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
         prune(head, token_counts(samples, target.ends.vocab_size))
     adapt.adapt(head, run.peft)
     packed = pack(samples, run.data.length)
+    batches = batches_for(run, packed, accelerator)
+    source = source_for(run, target, head, batches)
     if main:
         prepare_out(run, resolved)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
@@ -150,9 +151,9 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
         )
     accelerator.wait_for_everyone()
     held_out = [prompt.token for prompt in prompts]
-    Loop(run, accelerator, target, head, batches_for(run, packed, accelerator), held_out, resolved).train()
+    Loop(run, accelerator, target, head, batches, source, held_out, resolved).train()
     accelerator.wait_for_everyone()
-    if main:
+    if main and run.eval.prompts:
         report(run)
     accelerator.end_training()
 

@@ -15,6 +15,7 @@ from heads.published import is_published
 from heads.rope import scaling_of
 from heads.store import TargetSpec, read_config
 from heads.typed import typed
+from inference.bare import Bare
 from inference.mtp import load_mtp
 from inference.target import Target
 from train.adapt import FactorsConfig, WholeConfig
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # what `init` may be besides a head
 
 
-def settled(run: RunConfig, target: Target) -> RunConfig:
+def settled(run: RunConfig, target: Target | Bare) -> RunConfig:
     """Return the run with what `init=auto` means: the target's last layer for head=mtp if that is alike, or nothing.
 
     What the run writes down then says what it started from.
@@ -34,7 +35,7 @@ def settled(run: RunConfig, target: Target) -> RunConfig:
         return run
     if not isinstance(run.head, Mtp.Config):
         return replace(run, init=None)
-    odd = unlike(run, target)
+    odd = unlike(run, target) if isinstance(target, Target) else f"the layers of {target.name} are not loaded"
     if odd is None:
         return replace(run, init=LAST_LAYER)
     log.warning("the module starts from nothing: %s", odd)
@@ -53,7 +54,7 @@ def check_start(config: WholeConfig | FactorsConfig, init: str | None) -> None:
         )
 
 
-def first_head(run: RunConfig, target: Target) -> nn.Module:
+def first_head(run: RunConfig, target: Target | Bare) -> nn.Module:
     """Return the head to train: a new one as `head` says, or what `init` names, config and weights.
 
     Raises:
@@ -62,6 +63,7 @@ def first_head(run: RunConfig, target: Target) -> nn.Module:
     """
     kind: Any = HEADS[run.head.name]
     if run.init in (LAST_LAYER, CHECKPOINT):
+        assert isinstance(target, Target)
         return mtp_from_target(run, target)
     if run.init is None:
         new: nn.Module = kind(run.head, target.ends)

@@ -1,0 +1,44 @@
+"""Hidden states in fewer bits: pure functions, with a scale for each token's state of each layer.
+
+The error of a value x whose row's largest is m: fp32 none, bf16 |x| / 2^8 at most (twice what rounding to nearest
+gives), fp8 (e4m3) |x| / 2^4 + m / 448 / 2^10, int8 m / 127 / 2, each but for fp32's own rounding.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST = {"fp8": 448.0, "int8": 127.0}  # that the type holds: a row's largest value becomes it
+SCALE_BYTES = 4
+
+
+class Coded(NamedTuple):
+    """Values in a dtype of DTYPES, and where it has few bits a factor for each row of them."""
+
+    value: Shaped[Tensor, "*n D"]
+    scale: Float[Tensor, "*n"] | None
+
+
+def encode(x: Float[Tensor, "*n D"], dtype: str) -> Coded:
+    """Return finite values in `dtype`, a key of DTYPES."""
+    if dtype not in LARGEST:
+        return Coded(x.to(DTYPES[dtype]), None)
+    x, largest = x.float(), LARGEST[dtype]
+    scale = (x.abs().amax(-1) / largest).clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros has one too
+    scaled = (x / scale[..., None]).clamp(-largest, largest)
+    return Coded((scaled.round() if dtype == "int8" else scaled).to(DTYPES[dtype]), scale)
+
+
+def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
+    """Return the values as floats of `dtype`."""
+    if coded.scale is None:
+        return coded.value.to(dtype)
+    return (coded.value.float() * coded.scale[..., None]).to(dtype)
+
+
+def size(width: int, dtype: str) -> int:
+    """Return the bytes that one row of `width` values takes."""
+    return width * DTYPES[dtype].itemsize + (SCALE_BYTES if dtype in LARGEST else 0)

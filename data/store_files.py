@@ -1,0 +1,83 @@
+"""How a store's files are written: whole or not at all, with checksums, and each by one process at a time."""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHECKSUM = "sha256"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name beside it, flush it to the disk, and rename it.
+
+    Raises:
+        OSError: the disk refused; what stood there before is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        _flush(path.parent)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_checked(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object with a checksum of itself, whole or not at all."""
+    write_whole(path, (json.dumps({**content, CHECKSUM: checksum(content)}, indent=1) + "\n").encode())
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """Return what `write_checked` wrote.
+
+    Raises:
+        ValueError: it is not what was written.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        told = content.pop(CHECKSUM)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged, it is no JSON object with a checksum") from error
+    if told != checksum(content):
+        raise ValueError(f"{path}: damaged, its checksum is not that of its content")
+    return {str(key): value for key, value in content.items()}
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a JSON object, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def claim(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a name for a block, and say whether it was to be had; with `wait` it always is.
+
+    The kernel frees it when a process ends, however it ends. The empty file stays: removing it would let two hold it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _flush(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,171 @@
+"""The command that extracts features: what it says first, what it refuses, and what it leaves."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+from data import extract
+from data.batches import pack
+from data.config import DataConfig
+from data.prompts import load_samples
+from data.run import main
+from data.store import FeatureStore
+from inference.target import Target
+from tests.data.test_store import contents
+from tests.data.test_vllm_features import as_vllm
+from tests.train import jobs
+
+Call = Callable[..., None]
+
+
+class Job(NamedTuple):
+    """A toy target's folder, and the overrides that name it and its data."""
+
+    folder: Path
+    overrides: list[str]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("job")
+    made = [each for each in jobs.make(folder) if each.startswith(("model.", "data."))]
+    return Job(folder, [*made, "head=eagle3", "head.feature_layers=[0,1,2]", "features.dtype=fp32"])
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, job: Job) -> Call:
+    """Return a function that runs the command with overrides."""
+
+    def run(*overrides: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["run.py", *job.overrides, *overrides])
+        GlobalHydra.instance().clear()
+        main()
+
+    return run
+
+
+def error_of(call: Call, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        call(*overrides)
+    assert caught.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_it_estimates_extracts_and_goes_on(call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "store"
+    call("features=stored", f"features.path={folder}", "features.shard_mb=1")
+    said = capsys.readouterr().out
+    store = FeatureStore(folder)
+    assert store.spec.layers == (0, 1, 2)
+    assert store.missing() == []
+    assert f"{store.spec.rows} rows to extract: 0.00" in said
+    assert "about 0:00:0" in said
+    assert f"{folder}: {store.spec.shards} shards written by process 0" in said
+    before = contents(folder)
+    call("features=stored", f"features.path={folder}", "features.shard_mb=1")
+    assert f"{folder}: 0 shards written" in capsys.readouterr().out
+    assert contents(folder) == before
+
+
+def test_layers_may_be_named(call: Call, tmp_path: Path) -> None:
+    call("features=stored", f"features.path={tmp_path / 'a'}", "layers=[1]", "features.teacher=top_k", "features.k=4")
+    spec = FeatureStore(tmp_path / "a").spec
+    assert (spec.layers, spec.teacher, spec.k) == ((1,), "top_k", 4)
+    call("features=stored", f"features.path={tmp_path / 'b'}", "layers=[]")
+    assert FeatureStore(tmp_path / "b").spec.layers == ()
+
+
+def test_what_does_not_fit_is_refused_before_the_first_byte(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "store"
+    words = ["features=stored", f"features.path={folder}"]
+    said = error_of(call, capsys, *words, "features.budget_gb=0.0001")
+    assert "over features.budget_gb=0.0001; give features.dtype=int8" in said
+    usage: Any = extract.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(extract.shutil, "disk_usage", lambda _: usage)
+    assert "and the disk has 0.000 GB free" in error_of(call, capsys, *words)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["features=stored", "features.path=null"], "features.path is missing"),
+        (["features=stored", "features.path=x", "features.dtype=int4"], "features.dtype is 'int4'"),
+        (["features=stored", "features.path=x", "layers=[3]"], "layers is [3]: give different layers from 0 to 2"),
+        (["features=stored", "features.path=x", "features.teacher=top_k", "features.k=41"], "features.k is 41"),
+        (["features=stored", "features.path=x", "features.vllm=y", "features.vllm_layers=[1]"], "without [2, 3, 3]"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    call: Call, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str], named: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert named in error_of(call, capsys, *overrides)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_extraction_into_the_same_folder_is_refused(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["features=stored", f"features.path={tmp_path}"]
+    call(*words, "layers=[1]")
+    for override, said in {
+        "data.length=64": "by the data.length (32 there and 64 here)",
+        "layers=[0]": "by the feature layers ((1,) there and (0,) here)",
+        "features.dtype=int8": "by the features.dtype (fp32 there and int8 here)",
+    }.items():
+        assert said in error_of(call, capsys, *words, "layers=[1]", override)
+
+
+def test_a_store_of_more_layers_is_gone_on_with_as_it_is(call: Call, tmp_path: Path) -> None:
+    words = ["features=stored", f"features.path={tmp_path}", "features.shard_mb=1"]
+    call(*words)
+    before = contents(tmp_path)
+    (tmp_path / "index" / "000000.json").unlink()
+    call(*words, "layers=[2]")
+    assert contents(tmp_path) == before
+
+
+def test_from_vllms_files(call: Call, job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    call(f"vllm_prompts={prompts}")
+    target = Target.load(str(job.folder / "target"), "float32", "cpu")
+    path = str(job.folder / "text.txt")
+    config = DataConfig(path=path, split="", length=32, limit=None, prompts="", held_out=4, max_tokens=64)
+    packed = pack(load_samples(config, target.tokenizer), 32)
+    assert f"the tokens of {len(prompts.read_text().splitlines())} documents, for vLLM" in capsys.readouterr().out
+    as_vllm(target, tmp_path / "vllm", packed, [1, 2, 3])
+    assert (tmp_path / "prompts.jsonl").read_text().count("\n") > 50
+    live, theirs = tmp_path / "live", tmp_path / "theirs"
+    call("features=stored", f"features.path={live}", "layers=[0,1]")
+    words = [f"features.path={theirs}", f"features.vllm={tmp_path / 'vllm'}", "features.vllm_layers=[1,2,3]"]
+    call("features=stored", *words, "layers=[0,1]")
+    ours, others = FeatureStore(live), FeatureStore(theirs)
+    assert ours.spec == others.spec
+    for row in range(ours.spec.rows):
+        real = packed.document[row] >= 0
+        for name, part in ours.read(row).items():
+            assert torch.allclose(part[0, real], others.read(row)[name][0, real], atol=1e-2)
+
+
+@pytest.mark.slow
+def test_two_processes_leave_what_one_leaves(call: Call, job: Job, tmp_path: Path) -> None:
+    words = [*job.overrides, "features=stored", "features.shard_mb=1"]
+    call("features=stored", f"features.path={tmp_path / 'one'}", "features.shard_mb=1")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu"]
+    two = [*launch, "--mixed_precision", "no", "--dynamo_backend", "no", "data/run.py", *words]
+    done = subprocess.run([*two, f"features.path={tmp_path / 'two'}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert "on 2 processes" in done.stdout

@@ -1,0 +1,260 @@
+"""Features read ahead: the live ones up to rounding, whatever the store lacks, and what a hybrid run keeps."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.batches import Batches, Packed
+from data.coding import States, Wanted, compute, join, split, to_row
+from data.extract import extract
+from data.extraction import spec_of
+from data.features import FeaturesConfig, Given, Live
+from data.keeper import Keeper
+from data.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
+from data.stored import Fallback, Stored
+from heads.law import whole_law
+from inference.target import Target
+from tests import toys
+from tests.data import stores
+from tests.data.test_store import contents, flip
+
+LAYERS = (0, 2)
+
+
+def config(**changed: Any) -> FeaturesConfig:
+    values: dict[str, Any] = {
+        "mode": "stored", "path": "x", "dtype": "fp32", "teacher": "state", "k": 6, "budget_gb": None,
+        "on_missing": "fail", "shard_mb": 1, "prefetch": 3, "micro_rows": 2, "vllm": None, "vllm_layers": [],
+    }  # fmt: skip
+    return FeaturesConfig(**values | changed)
+
+
+@pytest.fixture
+def packed() -> Packed:
+    return stores.packed()
+
+
+@pytest.fixture
+def target() -> Target:
+    made = toys.target()
+    made.feature_layers = LAYERS
+    return made
+
+
+def batches(packed: Packed, rank: int = 0, world: int = 1) -> Batches:
+    return Batches(packed, 4, 2, 0, rank, world)
+
+
+def extracted(folder: Path, target: Target, packed: Packed, **changed: Any) -> FeatureStore:
+    spec = spec_of(target, packed, LAYERS, config(**changed)).sharded(3)
+    store = FeatureStore.create(folder, spec)
+    extract(store, lambda rows: made(target, packed, store, rows), 2, 0, 1)
+    return store
+
+
+def made(target: Target, packed: Packed, store: FeatureStore, rows: list[int]) -> Row:
+    return compute(target, packed.token[rows].long(), packed.document[rows].long(), store.spec)
+
+
+def stored(
+    store: FeatureStore, of: Batches, fallback: Fallback | None = None, layers: tuple[int, ...] = LAYERS
+) -> Stored:
+    return Stored(store, of, Wanted(layers, torch.float32), torch.device("cpu"), 3, fallback)
+
+
+def fallback(target: Target, store: FeatureStore, keeper: Keeper | None = None) -> Fallback:
+    return Fallback(lambda token, document: compute(target, token, document, store.spec), keeper)
+
+
+def steps(source: Any, count: int) -> list[Given]:
+    return [given for step in range(count) for given in source(step)]
+
+
+def same(ours: list[Given], theirs: list[Given], share: float) -> None:
+    """Check features against others; they may differ by a share of each state's largest value."""
+    assert len(ours) == len(theirs) > 0
+    for (a, _), (b, _) in zip(ours, theirs, strict=True):
+        real = b.document >= 0
+        assert torch.equal(a.token, b.token)
+        assert torch.equal(a.document, b.document)
+        for mine, other in ((a.hidden, b.hidden), (a.last, b.last)):
+            assert mine.shape == other.shape
+            allowed = share * other.abs().amax(-1, keepdim=True)
+            assert ((mine - other).abs() <= allowed)[real].all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [("fp32", 1e-5), ("bf16", 2**-8), ("int8", 1.01 / 254), ("fp8", 1.01 / 2**4)]
+)
+def test_stored_features_are_the_live_ones_up_to_rounding(
+    tmp_path: Path, target: Target, packed: Packed, dtype: str, share: float
+) -> None:
+    store = extracted(tmp_path, target, packed, dtype=dtype)
+    source = stored(store, batches(packed))
+    same(steps(source, 9), steps(Live(target, batches(packed)), 9), share)
+    assert source.read == 36
+    assert "36 rows read, 0 computed" in source.close()
+
+
+def test_bf16_of_a_bf16_target_is_bit_for_bit(tmp_path: Path, packed: Packed) -> None:
+    target = toys.target("llama", torch.bfloat16)
+    target.feature_layers = LAYERS
+    store = extracted(tmp_path, target, packed, dtype="bf16")
+    rows = [0, 1]
+    given = Live(target, Batches(packed, 2, 2, 0, 0, 1))
+    token, document = packed.token[rows].long(), packed.document[rows].long()
+    live = given.target.features(token, document)
+    held = join(store.read(row) for row in rows)
+    assert torch.equal(held["hidden"], live.hidden)
+    assert torch.equal(held["last"], live.last)
+
+
+def test_fewer_layers_are_chosen_from_more(tmp_path: Path, target: Target, packed: Packed) -> None:
+    store = extracted(tmp_path, target, packed)
+    all_of, one, none = (steps(stored(store, batches(packed), layers=layers), 1)[0] for layers in (LAYERS, (2,), ()))
+    assert torch.equal(one.features.hidden, all_of.features.hidden[:, :, 1:])
+    assert none.features.hidden.shape == (2, 16, 0, 32)
+    assert torch.equal(none.features.last, all_of.features.last)
+
+
+def test_the_top_of_the_law_stands_in_for_the_last_state(tmp_path: Path, target: Target, packed: Packed) -> None:
+    store = extracted(tmp_path, target, packed, teacher="top_k", k=toys.VOCAB)
+    (given, *_), (live, *_) = steps(stored(store, batches(packed)), 1), steps(Live(target, batches(packed)), 1)
+    assert given.top is not None
+    assert given.features.last.shape == (2, 16, 0)
+    true = target.ends.logits(live.features.last).log_softmax(-1)
+    real = live.features.document >= 0
+    assert torch.allclose(whole_law(given.top, toys.VOCAB)[real], true[real], atol=1e-4)
+
+
+def test_every_rank_reads_its_own_rows(tmp_path: Path, target: Target, packed: Packed) -> None:
+    store = extracted(tmp_path, target, packed)
+    for rank in range(3):
+        of = batches(packed, rank, 3)
+        same(steps(stored(FeatureStore(tmp_path), of), 4), steps(Live(target, of), 4), 1e-5)
+    assert store.missing() == []
+
+
+def test_a_step_may_be_any(tmp_path: Path, target: Target, packed: Packed) -> None:
+    source, live = stored(extracted(tmp_path, target, packed), batches(packed)), Live(target, batches(packed))
+    for step in (5, 6, 2, 2, 9):
+        same(list(source(step)), list(live(step)), 1e-5)
+
+
+def test_a_missing_row_is_named_or_computed(tmp_path: Path, target: Target, packed: Packed) -> None:
+    store = extracted(tmp_path, target, packed)
+    (tmp_path / INDEX / "000000.json").unlink()
+    store = FeatureStore(tmp_path)
+    with pytest.raises(DamagedError, match=r"row [012] is in no shard; extract it, or give features.on_missing"):
+        steps(stored(store, batches(packed)), 9)
+    source = stored(store, batches(packed), fallback(target, store))
+    same(steps(source, 9), steps(Live(target, batches(packed)), 9), 1e-5)
+    assert 0 < source.computed < source.read
+
+
+def test_a_damaged_row_is_named_or_computed_with_a_warning(
+    tmp_path: Path, target: Target, packed: Packed, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = extracted(tmp_path, target, packed)
+    flip(tmp_path / SHARDS / "000001.safetensors", 0.7)
+    with pytest.raises(DamagedError, match=r"000001\.safetensors: row [345]"):
+        steps(stored(store, batches(packed)), 9)
+    with caplog.at_level(logging.WARNING):
+        source = stored(store, batches(packed), fallback(target, store))
+        same(steps(source, 9), steps(Live(target, batches(packed)), 9), 1e-5)
+    assert "000001.safetensors" in caplog.text
+    assert source.computed > 0
+
+
+def test_a_computed_row_is_rounded_as_a_stored_one(tmp_path: Path, target: Target, packed: Packed) -> None:
+    whole = extracted(tmp_path / "whole", target, packed, dtype="int8")
+    empty = FeatureStore.create(tmp_path / "empty", whole.spec)
+    ours = steps(stored(whole, batches(packed)), 6)
+    same(steps(stored(empty, batches(packed), fallback(target, empty)), 6), ours, 2e-2)
+
+
+def hybrid(folder: Path, target: Target, packed: Packed, budget: float | None) -> Stored:
+    spec = spec_of(target, packed, LAYERS, config(mode="hybrid")).sharded(3)
+    store = FeatureStore.create(folder, spec)
+    return stored(store, batches(packed), fallback(target, store, Keeper(FeatureStore(folder), budget)))
+
+
+def test_a_hybrid_run_keeps_what_it_computes(tmp_path: Path, target: Target, packed: Packed) -> None:
+    rows = len(packed.token)
+    source = hybrid(tmp_path, target, packed, None)
+    epoch = -(-rows // 4)
+    same(steps(source, epoch), steps(Live(target, batches(packed)), epoch), 1e-5)
+    said = source.close()
+    store = FeatureStore(tmp_path)
+    assert store.missing() == []
+    assert f"{rows} kept in {tmp_path}" in said
+    again = hybrid(tmp_path, target, packed, None)
+    same(steps(again, epoch), steps(Live(target, batches(packed)), epoch), 1e-5)
+    again.close()
+    assert again.computed == 0
+    for row in range(rows):
+        wanted = split(made(target, packed, store, [row]))[0]
+        assert all(torch.allclose(store.read(row)[name], wanted[name], atol=1e-5) for name in wanted)
+
+
+def test_two_hybrid_runs_share_a_store(tmp_path: Path, target: Target, packed: Packed) -> None:
+    one, two = (hybrid(tmp_path, target, packed, None) for _ in range(2))
+    for step in range(5):
+        for source in (one, two):
+            assert list(source(step))
+    one.close()
+    two.close()
+    store = FeatureStore(tmp_path)
+    rows = [row for entry in store.entries.values() for row in entry.rows]
+    assert len(rows) == len(set(rows))
+    assert store.missing() == []
+    assert store.damaged == {}
+
+
+def test_the_budget_is_kept_and_training_goes_on(
+    tmp_path: Path, target: Target, packed: Packed, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = spec_of(target, packed, LAYERS, config(mode="hybrid"))
+    with caplog.at_level(logging.WARNING):
+        source = hybrid(tmp_path, target, packed, budget=7.5 * spec.row_bytes)
+        same(steps(source, 9), steps(Live(target, batches(packed)), 9), 1e-5)
+        source.close()
+    assert "the disk budget is used up" in caplog.text
+    store = FeatureStore(tmp_path)
+    assert 0 < store.bytes() <= 7.5 * spec.row_bytes
+    assert not any(file.startswith("shards/.") for file in contents(tmp_path))
+
+
+def test_waiting_is_counted(tmp_path: Path, target: Target, packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = extracted(tmp_path, target, packed)
+    read = store.read
+
+    def slow(row: int) -> Row:
+        time.sleep(0.01)
+        return read(row)
+
+    monkeypatch.setattr(store, "read", slow)
+    source = stored(store, batches(packed))
+    steps(source, 1)
+    assert source.stall >= 0.02
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("mode", "dead"), ("dtype", "int4"), ("teacher", "none"), ("on_missing", "ask"), ("k", 0), ("path", None)],
+)
+def test_a_bad_value_is_named(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"features.{key}") as error:
+        config(**{key: value})
+    assert "\n" not in str(error.value)
+
+
+def test_states_that_are_not_finite_are_refused(tmp_path: Path, target: Target, packed: Packed) -> None:
+    spec = spec_of(target, packed, LAYERS, config())
+    bad = States(torch.full((1, 16, 2, 32), float("inf")), torch.zeros(1, 16, 32))
+    with pytest.raises(ValueError, match="a hidden state is not finite"):
+        to_row(bad, target.ends, spec)

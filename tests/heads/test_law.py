@@ -1,0 +1,25 @@
+import pytest
+import torch
+
+from heads.law import top_law, whole_law
+
+
+@pytest.mark.parametrize("k", [1, 5, 40])
+def test_the_whole_is_a_law_with_the_same_top(k: int) -> None:
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 3
+    top = top_law(logits, k)
+    law, true = whole_law(top, 40), logits.log_softmax(-1)
+    assert torch.allclose(law.exp().sum(-1), torch.ones(6))
+    assert torch.allclose(law.gather(-1, top.ids), true.gather(-1, top.ids), atol=1e-5)
+    rest = law.exp().scatter(-1, top.ids, 0)
+    assert torch.allclose(rest.sum(-1), true.exp().scatter(-1, top.ids, 0).sum(-1), atol=1e-6)
+    others = rest[rest > 0].view(6, -1)
+    assert torch.allclose(others, others[:, :1].expand_as(others))
+
+
+def test_a_law_of_one_token_stays_finite() -> None:
+    logits = torch.full((1, 40), -1e4)
+    logits[0, 7] = 0
+    law = whole_law(top_law(logits, 3), 40)
+    assert law.isfinite().all()
+    assert law.argmax(-1).tolist() == [7]

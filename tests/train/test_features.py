@@ -1,0 +1,164 @@
+"""Training from a store: the losses of live training, without the target where nothing asks for it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from data.extraction import Layers, extract_features
+from data.features import FeaturesConfig
+from data.store import SHARDS, FeatureStore
+from heads.hub import load_found
+from heads.medusa import Medusa
+from heads.resolvers import ROOT, register_resolvers
+from inference.bare import Bare
+from inference.target import Target
+from tests.train import jobs
+from train.config import RunConfig, run_config
+from train.run import train
+
+Train = Callable[..., dict[int, float]]
+HEADS = {
+    "eagle3": ["head=eagle3", "head.feature_layers=[0,1,2]"],
+    "medusa": ["head=medusa"],
+}
+OFF = ["trainer.eval_prompts=0", "eval.prompts=0"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [*jobs.make(tmp_path_factory.mktemp("job")), "trainer.steps=3", "trainer.save_every=3", *OFF]
+
+
+def configured(overrides: list[str]) -> tuple[RunConfig, dict[str, Any]]:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("train", overrides)
+    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+    return run_config(cfg), resolved
+
+
+@pytest.fixture
+def trained(base: list[str], tmp_path: Path) -> Train:
+    """Return a function that trains with overrides, and returns the losses of every step."""
+
+    def run(name: str, *overrides: str) -> dict[int, float]:
+        train(*configured([*base, f"out={tmp_path / name}", *overrides]))
+        return jobs.losses(tmp_path / name)
+
+    return run
+
+
+def extracted(base: list[str], folder: Path, head: str, *overrides: str) -> list[str]:
+    """Extract the features that a head reads, and return the overrides to train from them."""
+    words = ["features=stored", f"features.path={folder}"]
+    run, resolved = configured([*base, *HEADS[head], *words, *overrides])
+    config: FeaturesConfig = run.features
+    extract_features(resolved["model"], run.data, config, Layers(resolved["head"], None), None, lambda _: None)
+    return words
+
+
+def close(ours: dict[int, float], theirs: dict[int, float], share: float) -> bool:
+    assert ours.keys() == theirs.keys()
+    return all(abs(ours[step] - theirs[step]) <= share * abs(theirs[step]) for step in theirs)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_loss_is_that_of_live_training(base: list[str], trained: Train, tmp_path: Path, head: str) -> None:
+    live = trained("live", *HEADS[head])
+    exact = extracted(base, tmp_path / "exact", head, "features.dtype=fp32")
+    assert close(trained("exact", *HEADS[head], *exact), live, 1e-5)
+    rounded = extracted(base, tmp_path / "rounded", head)
+    found = trained("rounded", *HEADS[head], *rounded)
+    assert close(found, live, 0.02)
+    assert found != live
+    hybrid = ["features=hybrid", f"features.path={tmp_path / 'hybrid'}", "features.dtype=fp32"]
+    assert close(trained("hybrid", *HEADS[head], *hybrid), live, 1e-5)
+    assert len(FeatureStore(tmp_path / "hybrid").missing()) < FeatureStore(tmp_path / "hybrid").spec.rows
+
+
+def test_the_layers_are_not_loaded_and_the_head_is_kept(
+    base: list[str], trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = extracted(base, tmp_path / "store", "medusa")
+    target = Target.load(base[0].partition("=")[2], "float32", "cpu")
+    monkeypatch.setattr(Target, "load", None)
+    losses = trained("run", *HEADS["medusa"], *words)
+    assert sorted(losses) == list(range(1, 4))
+    head: Any = load_found(tmp_path / "run" / "head", target.ends, target.spec)
+    assert isinstance(head, Medusa)
+    cost = json.loads((tmp_path / "run" / "training.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    waited = sum(line["stall_seconds"] for line in lines)
+    assert cost["stall_seconds"] == pytest.approx(waited)
+    assert 0 <= cost["stall_seconds"] < cost["seconds"]
+    rows = 3 * 256 // 32
+    assert f"features: {rows} rows read, 0 computed; waited" in capsys.readouterr().err
+
+
+def test_a_target_whose_ends_do_not_load_alone_is_loaded_whole(
+    base: list[str], trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = extracted(base, tmp_path / "store", "medusa")
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(Bare, "load", refuse)
+    assert len(trained("run", *HEADS["medusa"], *words)) == 3
+
+
+def test_a_law_of_all_tokens_trains_as_the_last_state(base: list[str], trained: Train, tmp_path: Path) -> None:
+    top = ["features.dtype=fp32", "features.teacher=top_k", "features.k=40"]
+    words = extracted(base, tmp_path / "whole", "eagle3", *top)
+    live = trained("live", *HEADS["eagle3"])
+    assert close(trained("whole", *HEADS["eagle3"], *words), live, 1e-4)
+    few = extracted(base, tmp_path / "few", "eagle3", *top[:2], "features.k=3")
+    found = trained("few", *HEADS["eagle3"], *few)
+    assert close(found, live, 0.3)
+    assert not close(found, live, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["head=medusa"], "this head reads it; extract with features.teacher=state"),
+        ([*HEADS["eagle3"], "objective.noise=0.1"], "objective.noise adds to it"),
+        ([*HEADS["eagle3"], "+objective.losses.smooth_l1=1.0"], "objective.losses.smooth_l1 compares with it"),
+    ],
+)
+def test_who_reads_the_last_state_refuses_a_law(
+    base: list[str], trained: Train, tmp_path: Path, extra: list[str], message: str
+) -> None:
+    words = extracted(base, tmp_path / "store", "eagle3", "features.teacher=top_k", "features.k=3")
+    with pytest.raises(ValueError, match=message):
+        trained("run", *extra, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_store_that_lacks_rows_fails_at_once_or_computes(base: list[str], trained: Train, tmp_path: Path) -> None:
+    words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp32", "features.shard_mb=1")
+    shard = tmp_path / "store" / SHARDS / "000000.safetensors"
+    live = trained("live", *HEADS["medusa"])
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"rows are in no shard \(.*000000\.safetensors: is not there"):
+        trained("fails", *HEADS["medusa"], *words)
+    assert not (tmp_path / "fails").exists()
+    assert close(trained("computes", *HEADS["medusa"], *words, "features.on_missing=compute"), live, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"), [("data.limit=50", "fingerprint of the packed rows"), ("data.length=64", "data.length")]
+)
+def test_a_store_of_something_else_is_refused(
+    base: list[str], trained: Train, tmp_path: Path, override: str, named: str
+) -> None:
+    words = extracted(base, tmp_path / "store", "medusa")
+    with pytest.raises(ValueError, match=named):
+        trained("run", *HEADS["medusa"], *words, override)
+    with pytest.raises(ValueError, match="feature layers"):
+        trained("run", *HEADS["eagle3"], *words)

@@ -1,0 +1,118 @@
+"""Where a run's features come from, and what of the target it has to load for that."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from data.batches import Batches
+from data.coding import Wanted, compute
+from data.extract import GB
+from data.extraction import spec_of
+from data.features import FeatureSource, Live
+from data.keeper import Keeper
+from data.store import META, FeatureStore, StoreSpec
+from data.stored import Fallback, Stored
+from heads.base import DraftHead
+from inference.bare import Bare
+from inference.target import Target
+from train.config import RunConfig
+from train.losses import ObjectiveConfig
+from train.start import CHECKPOINT, LAST_LAYER
+
+log = logging.getLogger(__name__)
+
+SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layers")
+
+
+def load_target(run: RunConfig, place: str) -> Target | Bare:
+    """Return the target, without its layers where nothing in the run needs them and it can be loaded so.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    model, features = run.model, run.features
+    own = model.quantize in (None, "none") and model.adapter in (None, "none")
+    reads = features.mode == "stored" and features.on_missing == "fail" and run.trainer.eval_prompts == 0
+    if own and reads and run.init not in (LAST_LAYER, CHECKPOINT):
+        try:
+            return Bare.load(model.path, model.dtype, place, model.trust_remote_code)
+        except ValueError as error:
+            log.warning("%s; the whole target is loaded", error)
+    return Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
+
+
+def source_for(run: RunConfig, target: Target | Bare, head: DraftHead, batches: Batches) -> FeatureSource:
+    """Return the source of a run's features.
+
+    Raises:
+        ValueError: the store is of something else, lacks rows that may not be computed, or keeps less than the head or
+            the objective reads.
+    """
+    config = run.features
+    if config.mode == "live":
+        assert isinstance(target, Target)
+        return Live(target, batches)
+    folder = Path(config.path)
+    here = spec_of(target, batches.packed, head.feature_layers, config)
+    if config.mode == "hybrid" and not (folder / META).exists():
+        FeatureStore.create(folder, here)
+    store = FeatureStore(folder)
+    store.check(here, SAME)
+    check_teacher(store, head, run.objective)
+    fallback = None
+    if config.on_missing == "compute":
+        assert isinstance(target, Target)
+        fallback = fallback_for(target, store, config.mode == "hybrid", config.budget_gb)
+    else:
+        check_whole(store)
+    wanted = Wanted(head.feature_layers, target.dtype)
+    return Stored(store, batches, wanted, target.device, config.prefetch, fallback)
+
+
+def fallback_for(target: Target, store: FeatureStore, keeps: bool, budget_gb: float | None) -> Fallback:
+    """Return what computes the rows that a store lacks, and keeps them if asked to."""
+    spec: StoreSpec = store.spec
+
+    def made(token: torch.Tensor, document: torch.Tensor) -> dict[str, torch.Tensor]:
+        return compute(target, token, document, spec)
+
+    budget = None if budget_gb is None else budget_gb * GB
+    return Fallback(made, Keeper(FeatureStore(store.folder), budget) if keeps else None)
+
+
+def check_whole(store: FeatureStore) -> None:
+    """Check that a store has every row.
+
+    Raises:
+        ValueError: it does not.
+    """
+    missing = store.missing()
+    if missing:
+        why = next(iter(store.damaged.values()), f"row {missing[0]} is the first")
+        raise ValueError(
+            f"{store.folder}: {len(missing)} of {store.spec.rows} rows are in no shard ({why}); go on with the "
+            "extraction, or give features.on_missing=compute"
+        )
+
+
+def check_teacher(store: FeatureStore, head: DraftHead, objective: ObjectiveConfig) -> None:
+    """Check that nothing reads the last hidden state where it was not kept.
+
+    Raises:
+        ValueError: the head or the objective does.
+    """
+    if store.spec.teacher == "state":
+        return
+    reader = None
+    if not head.feature_layers:  # then it can read nothing else
+        reader = "this head reads it"
+    elif objective.losses.get("smooth_l1"):
+        reader = "objective.losses.smooth_l1 compares with it"
+    elif objective.noise:
+        reader = "objective.noise adds to it"
+    if reader is not None:
+        raise ValueError(
+            f"{store.folder}: keeps the likeliest tokens in place of the last hidden state, and {reader}; extract with "
+            "features.teacher=state, or train a head that reads other layers (eagle3, block)"
+        )
