@@ -51,7 +51,7 @@ class JobConfig:
         model: the target; its path, dtype, quantize, adapter, device and trust_remote_code are read here.
         data: a DataConfig.
         features: a FeaturesConfig; with features=stored the features are extracted.
-        head, objective: whose feature layers are extracted; the objective is not read.
+        head, objective, trainer: whose feature layers are extracted; the other two are not read.
         layers: the feature layers, in place of the head's; null: the head's.
         vllm_prompts: the file to write the packed documents' tokens to, for vLLM; null: none.
         answers: the file that the target's answers are written to; null: none.
@@ -71,6 +71,7 @@ class JobConfig:
     features: Any
     head: Any
     objective: Any
+    trainer: Any
     layers: list[int] | None
     vllm_prompts: str | None
     answers: str | None
