@@ -3,6 +3,7 @@
 import logging
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 
 from data.coding import join
 from data.store import FeatureStore, Row
@@ -10,6 +11,7 @@ from data.store_files import claim
 
 log = logging.getLogger(__name__)
 LOCK = "keep"
+WAITING = 2  # shards that wait to be written at most: a disk slower than the target must not fill the memory
 
 
 class Keeper:
@@ -30,11 +32,7 @@ class Keeper:
     _written: list[Future[None]]
 
     def keep(self, rows: dict[int, Row]) -> None:
-        """Take in rows, and write a shard once there are enough.
-
-        Raises:
-            ValueError: a shard could not be written for another reason than a full disk.
-        """
+        """Take in rows, and write a shard once there are enough; wait while too many shards are still to be written."""
         for done in [each for each in self._written if each.done()]:
             self._written.remove(done)
             done.result()
@@ -44,6 +42,8 @@ class Keeper:
         self.pending.update(fresh)
         self._gathered += list(fresh)
         while len(self._gathered) >= self.store.spec.shard_rows:
+            if len(self._written) >= WAITING:
+                self._written.pop(0).result()
             self._submit(self.store.spec.shard_rows)
 
     def close(self) -> str:
@@ -55,8 +55,8 @@ class Keeper:
             each.result()
         return f", {self.kept} kept in {self.store.folder}"
 
-    def _submit(self, count: int) -> None:
-        rows, self._gathered = self._gathered[:count], self._gathered[count:]
+    def _submit(self, many: int) -> None:
+        rows, self._gathered = self._gathered[:many], self._gathered[many:]
         self._written.append(self._writer.submit(self._write, rows))
 
     def _write(self, rows: list[int]) -> None:
@@ -65,17 +65,21 @@ class Keeper:
                 self.store.refresh()
                 fresh = [row for row in rows if not self.store.has(row)]
                 if fresh and self._fits(len(fresh)):
-                    number = sum(name.startswith(LOCK) for name in [*self.store.entries, *self.store.damaged])
-                    self.store.write(f"{LOCK}-{number:06d}", fresh, join(self.pending[row] for row in fresh))
+                    self.store.write(self._name(), fresh, join(self.pending[row] for row in fresh))
                     self.kept += len(fresh)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self.full = True
             log.warning("%s; training goes on, and keeps no more", error)
         for row in rows:
             self.pending.pop(row, None)
 
-    def _fits(self, count: int) -> bool:
-        size = count * self.store.spec.row_bytes
+    def _name(self) -> str:
+        """Return the first name that is free: entries may have been removed, so their number would name another."""
+        taken = self.store.entries.keys() | self.store.damaged.keys()
+        return next(name for name in (f"{LOCK}-{number:06d}" for number in count()) if name not in taken)
+
+    def _fits(self, rows: int) -> bool:
+        size = rows * self.store.spec.row_bytes
         left = shutil.disk_usage(self.store.folder).free
         if self.budget is not None:
             left = min(left, int(self.budget) - self.store.bytes())

@@ -168,7 +168,7 @@ class FeatureStore:
         """
         for key in keys:
             held, wanted = getattr(self.spec, key), getattr(spec, key)
-            if held != wanted and not (key == "layers" and set(wanted) < set(held)):
+            if held != wanted and not (key == "layers" and set(wanted) <= set(held)):
                 shown = f"{held} there and {wanted} here" if key != "target" else f"it is of {self.spec.name}"
                 raise ValueError(
                     f"{self.folder}: holds other features than these, by the {MUST_AGREE[key]} ({shown}); give "

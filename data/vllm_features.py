@@ -93,7 +93,7 @@ class VllmFiles:
             raise ValueError(f"{folder}: holds no .safetensors files of vLLM; give their folder as features.vllm")
 
     def row(self, packed: Packed, row: int, norm: nn.Module, width: int) -> States:
-        """Return the states of a packed row, zeros on padding, in the files' dtype.
+        """Return the states of a packed row, zeros on padding; the last one is on the norm's device, for the lm_head.
 
         Raises:
             ValueError: a document was not given to vLLM, or its file has another shape.
@@ -101,13 +101,13 @@ class VllmFiles:
         length = packed.token.shape[1]
         weight: Any = norm.weight
         hidden = torch.zeros(1, length, len(self.layers), width)
-        last = torch.zeros(1, length, width)
+        last = torch.zeros(1, length, width, device=weight.device)
         for piece in pieces(packed, row):
             found = self._states(piece, width)
             where = slice(piece.start, piece.start + len(piece.token))
             hidden[0, where] = found[:, self.layers].float()
             with torch.no_grad():
-                last[0, where] = norm(found[:, self.last].to(weight.device, weight.dtype)).float().cpu()
+                last[0, where] = norm(found[:, self.last].to(weight.device, weight.dtype)).float()
         return States(hidden, last)
 
     def _states(self, piece: Piece, width: int) -> Float[Tensor, "T L D"]:

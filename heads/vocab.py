@@ -88,13 +88,13 @@ class Readout(nn.Module):
     @torch.no_grad()
     def start(self) -> None:
         """Begin at the target's own lm_head, of the tokens that the vocabulary holds now."""
-        if self.weight is None:
+        if self.weight is None or self.weight.is_meta:  # shapes alone have nothing to start at
             return
         weight, vocab = self._ends[0].head_weight().detach(), self._vocab[0]
         weight = (weight if vocab is None else weight[vocab.ids.to(weight.device)]).float()
         if self.down is None:
             self.weight.copy_(weight)
-        elif not weight.is_meta:  # a plan has shapes alone, and those have no eigenvectors
+        else:
             main = torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -len(self.down.weight) :]
             self.weight.copy_(weight @ main)
             self.down.weight.copy_(main.T)

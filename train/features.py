@@ -1,7 +1,9 @@
 """Where a run's features come from, and what of the target it has to load for that."""
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,11 +16,12 @@ from data.keeper import Keeper
 from data.store import META, FeatureStore, StoreSpec
 from data.stored import Fallback, Stored
 from heads.base import DraftHead
+from heads.mtp import Mtp
 from inference.bare import Bare
 from inference.target import Target
 from train.config import RunConfig
 from train.losses import ObjectiveConfig
-from train.start import CHECKPOINT, LAST_LAYER
+from train.start import AUTO, CHECKPOINT, LAST_LAYER
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ def load_target(run: RunConfig, place: str) -> Target | Bare:
     model, features = run.model, run.features
     own = model.quantize in (None, "none") and model.adapter in (None, "none")
     reads = features.mode == "stored" and features.on_missing == "fail" and run.trainer.eval_prompts == 0
+    if run.init == AUTO and isinstance(run.head, Mtp.Config):
+        reads = False  # it starts from the last layer, whatever is measured while it trains
     if own and reads and run.init not in (LAST_LAYER, CHECKPOINT):
         try:
             return Bare.load(model.path, model.dtype, place, model.trust_remote_code)
@@ -63,11 +68,20 @@ def source_for(run: RunConfig, target: Target | Bare, head: DraftHead, batches: 
     fallback = None
     if config.on_missing == "compute":
         assert isinstance(target, Target)
+        for why in store.damaged.values():
+            log.warning("%s; its rows are computed", why)
         fallback = fallback_for(target, store, config.mode == "hybrid", config.budget_gb)
     else:
         check_whole(store)
     wanted = Wanted(head.feature_layers, target.dtype)
     return Stored(store, batches, wanted, target.device, config.prefetch, fallback)
+
+
+def origin_of(source: FeatureSource) -> dict[str, Any]:
+    """Return which store a run trains from and what it keeps, which may be other than `features` says of a new one."""
+    if not isinstance(source, Stored):
+        return {}
+    return {"features": {"path": str(source.store.folder), **asdict(source.store.spec)}}
 
 
 def fallback_for(target: Target, store: FeatureStore, keeps: bool, budget_gb: float | None) -> Fallback:

@@ -139,7 +139,10 @@ def ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
 def soft_ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the target's law, its forward KL up to a constant (EAGLE)."""
     found = -(x.law.p[x.place] * x.log_q).sum(-1) * x.known
-    return found if x.whole else found / x.law.log_mass[x.place, 0].exp()
+    if x.whole:
+        return found
+    mass = x.law.log_mass[x.place, 0].exp()  # of rows that are not known it may round to 0
+    return found / mass.clamp_min(torch.finfo(mass.dtype).tiny)
 
 
 def kl(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:

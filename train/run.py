@@ -40,7 +40,7 @@ from heads.vocab import prune
 from inference.target import default_device, fast_dtype
 from train import adapt, launch, sweep
 from train.config import RunConfig, run_config
-from train.features import load_target, source_for
+from train.features import load_target, origin_of, source_for
 from train.loop import Loop
 from train.plan import plan, table
 from train.start import CHECKPOINT, LAST_LAYER, check_start, first_head, settled
@@ -138,7 +138,12 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     if main:
         prepare_out(run, resolved)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
-        origin = provenance(accelerator.num_processes, fingerprint(samples)) | {"data": counts.report()} | start_of(run)
+        origin = {
+            **provenance(accelerator.num_processes, fingerprint(samples)),
+            "data": counts.report(),
+            **start_of(run),
+            **origin_of(source),
+        }
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
         console.print(counts.line(run.data), highlight=False)
         started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""

@@ -35,7 +35,8 @@ def settled(run: RunConfig, target: Target | Bare) -> RunConfig:
         return run
     if not isinstance(run.head, Mtp.Config):
         return replace(run, init=None)
-    odd = unlike(run, target) if isinstance(target, Target) else f"the layers of {target.name} are not loaded"
+    assert isinstance(target, Target)
+    odd = unlike(run, target)
     if odd is None:
         return replace(run, init=LAST_LAYER)
     log.warning("the module starts from nothing: %s", odd)

@@ -83,6 +83,12 @@ def test_layers_may_be_named(call: Call, tmp_path: Path) -> None:
     assert FeatureStore(tmp_path / "b").spec.layers == ()
 
 
+def test_the_layers_of_a_head_with_a_pruned_vocabulary_are_found(call: Call, tmp_path: Path) -> None:
+    """As any head of EAGLE-3 has it, for a target with more than 32,000 tokens."""
+    call("features=stored", f"features.path={tmp_path}", "head.draft_vocab=20")
+    assert FeatureStore(tmp_path).spec.layers == (0, 1, 2)
+
+
 def test_what_does_not_fit_is_refused_before_the_first_byte(
     call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,13 +143,14 @@ def test_a_store_of_more_layers_is_gone_on_with_as_it_is(call: Call, tmp_path: P
     assert contents(tmp_path) == before
 
 
-def test_from_vllms_files(call: Call, job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_vllms_files(
+    call: Call, job: Job, config: Callable[..., DataConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
     call(f"vllm_prompts={prompts}")
     target = Target.load(str(job.folder / "target"), "float32", "cpu")
-    path = str(job.folder / "text.txt")
-    config = DataConfig(path=path, split="", length=32, limit=None, prompts="", held_out=4, max_tokens=64)
-    packed = pack(load_samples(config, target.tokenizer), 32)
+    of = config(str(job.folder / "text.txt"), split="", length=32, held_out=4, max_tokens=64, contamination=13)
+    packed = pack(load_samples(of, target.tokenizer), 32)
     assert f"the tokens of {len(prompts.read_text().splitlines())} documents, for vLLM" in capsys.readouterr().out
     as_vllm(target, tmp_path / "vllm", packed, [1, 2, 3])
     assert (tmp_path / "prompts.jsonl").read_text().count("\n") > 50

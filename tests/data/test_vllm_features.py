@@ -1,6 +1,7 @@
 """Files as vLLM's connector writes them: names, shapes and layer ids of its documentation."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def test_its_files_give_the_targets_own_features(tmp_path: Path, name: str) -> N
         assert torch.allclose(states.last[real], live.last[real], atol=1e-3)
         assert (states.last[~real] == 0).all()
         assert to_row(states, target.ends, spec)["last"].shape == (1, 16, 32)
+
+
+def test_the_last_state_is_where_the_norm_is(tmp_path: Path) -> None:
+    """There the lm_head is too, which makes the likeliest tokens of it."""
+    target, packed = toys.target(), stores.packed(count=6)
+    as_vllm(target, tmp_path / "vllm", packed, IDS)
+    norm = deepcopy(final_norm(target.base, 3)).to("meta")
+    assert VllmFiles(tmp_path / "vllm", IDS, (0,), 3).row(packed, 0, norm, 32).last.device.type == "meta"
 
 
 def test_pieces_are_the_documents() -> None:

@@ -1,6 +1,7 @@
 """Training from a store: the losses of live training, without the target where nothing asks for it."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,27 @@ def test_the_layers_are_not_loaded_and_the_head_is_kept(
     assert f"features: {rows} rows read, 0 computed; waited" in capsys.readouterr().err
 
 
+def test_provenance_names_the_store_and_what_it_keeps(base: list[str], trained: Train, tmp_path: Path) -> None:
+    words = extracted(base, tmp_path / "store", "medusa", "features.dtype=int8")
+    trained("run", *HEADS["medusa"], *words)
+    found = json.loads((tmp_path / "run" / "provenance.json").read_text())["features"]
+    assert (found["path"], found["dtype"], found["teacher"]) == (str(tmp_path / "store"), "int8", "state")
+    trained("live", *HEADS["medusa"])
+    assert "features" not in json.loads((tmp_path / "live" / "provenance.json").read_text())
+
+
+def test_what_a_module_starts_from_does_not_follow_from_what_is_measured(
+    base: list[str], trained: Train, tmp_path: Path
+) -> None:
+    words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp32")
+    mtp = ["head=mtp", "head.rope_theta=500.0", "trainer.lr=0"]
+    blind = trained("blind", *mtp, *words)
+    assert close(blind, trained("measured", *mtp, *words, "trainer.eval_prompts=1"), 1e-5)
+    assert close(blind, trained("live", *mtp), 1e-5)
+    written: Any = OmegaConf.load(tmp_path / "blind" / "config.yaml")
+    assert (written.init, written.head.rope_theta) == ("last_layer", 10000.0)
+
+
 def test_a_target_whose_ends_do_not_load_alone_is_loaded_whole(
     base: list[str], trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +162,9 @@ def test_who_reads_the_last_state_refuses_a_law(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_store_that_lacks_rows_fails_at_once_or_computes(base: list[str], trained: Train, tmp_path: Path) -> None:
+def test_a_store_that_lacks_rows_fails_at_once_or_computes(
+    base: list[str], trained: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp32", "features.shard_mb=1")
     shard = tmp_path / "store" / SHARDS / "000000.safetensors"
     live = trained("live", *HEADS["medusa"])
@@ -148,7 +172,9 @@ def test_a_store_that_lacks_rows_fails_at_once_or_computes(base: list[str], trai
     with pytest.raises(ValueError, match=r"rows are in no shard \(.*000000\.safetensors: is not there"):
         trained("fails", *HEADS["medusa"], *words)
     assert not (tmp_path / "fails").exists()
-    assert close(trained("computes", *HEADS["medusa"], *words, "features.on_missing=compute"), live, 1e-5)
+    with caplog.at_level(logging.WARNING):
+        assert close(trained("computes", *HEADS["medusa"], *words, "features.on_missing=compute"), live, 1e-5)
+    assert f"{shard}: is not there, though the index has it; its rows are computed" in caplog.text
 
 
 @pytest.mark.parametrize(

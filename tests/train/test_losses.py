@@ -58,6 +58,18 @@ def test_losses_by_their_formulas(width: int) -> None:
             assert LOSSES[name](x, CONFIG)[r].item() == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_law_that_has_nothing_for_the_drafted_tokens_leaves_the_loss_finite(name: str) -> None:
+    x = rows(4)
+    log_q = x.log_q.clone().requires_grad_()
+    far = replace(x, law=Law(torch.full((5, 4), -200.0), torch.full((5,), -1)), log_q=log_q)
+    value = LOSSES[name](far, CONFIG).sum()
+    assert value.isfinite()
+    if value.requires_grad:
+        (grad,) = torch.autograd.grad(value, log_q)
+        assert grad.isfinite().all()
+
+
 def test_total_variation_is_half_the_distance_of_the_laws() -> None:
     x = rows(7)
     expected = (x.log_p.exp() - x.log_q.exp()).abs().sum(-1) / 2
