@@ -52,6 +52,12 @@ def test_every_model_takes_every_head(model: str, head: str) -> None:
     assert config.out == f"outputs/{model}-{head}"
 
 
+def test_a_heads_values_for_the_trainer_yield_to_overrides() -> None:
+    assert run("head=mtp").trainer.optimizer != run("head=eagle").trainer.optimizer
+    assert run("head=mtp", "trainer.optimizer=adamw", "trainer.lr=0.5").trainer.lr == 0.5
+    assert compose("data", ["head=mtp", "features=stored"]).head.name == "mtp"
+
+
 @pytest.mark.parametrize("option", [option for option in OPTIONS if not option.startswith("experiment")])
 def test_every_option_fits_its_types(option: str) -> None:
     assert isinstance(run(option), RunConfig)
