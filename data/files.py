@@ -49,7 +49,7 @@ def read_file(path: Path) -> Iterator[Raw]:
         yield from _parquet(path)
         return
     try:
-        with OPENERS.get(path.suffix, open)(path, mode="rt", encoding="utf-8") as file:
+        with OPENERS.get(path.suffix, open)(path, mode="rt", encoding="utf-8-sig") as file:
             yield from _documents(file) if kind == ".txt" else _json(file, path)
     except UNREADABLE as error:
         raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error

@@ -54,3 +54,9 @@ def test_what_stands_beside_answers_is_no_data(tmp_path: Path) -> None:
     for pattern in ("", "**/*.json*"):
         texts = [record["text"] for record in open_source(str(tmp_path / pattern), "")]
         assert texts == ["a.jsonl", "c.parts/d.jsonl", "other.meta.json"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "why\n"), ("a.jsonl", '{"text": "why"}\n')])
+def test_a_byte_order_mark_is_no_text(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(open_source(str(tmp_path / name), "")) == [{"text": "why"}]
