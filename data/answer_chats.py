@@ -4,6 +4,7 @@ Both who can answer, our engine and an endpoint, hand their replies to the same 
 kept, refused and counted whoever wrote it.
 """
 
+import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from data.answer_text import round_trips, split_reasoning, turns_of
+from data.answer_text import CLOSE, is_text, round_trips, split_reasoning, turns_of
 from data.masks import is_plain
 from data.prompts import prompt_of
+from data.reasoning import OPENED
 from data.records import Message, Record
 from data.template import encode, render
 from inference.rng import hashed
@@ -31,7 +33,7 @@ CAUSES = {
     "empty": "the answer is empty",
     "round_trip": "the tokenizer does not give the answer's text back, or reads a special token in it",
     "called": "the answer calls a tool, and nobody is there to reply",
-    "no_question": "no user says anything in it",
+    "no_question": "no user says anything in it, and it is no text",
 }
 
 
@@ -167,7 +169,7 @@ class Conversation:
         self.cause = "" if self.turns else "no_question"
         self.messages: list[Message] = []  # up to the last answer
         self.asked: list[Message] = []  # those and the turn at hand
-        self.answers = 0
+        self.answers, self.opened = 0, False
 
     def ask(self) -> list[int] | None:
         """Render the chat with the next turn."""
@@ -180,6 +182,7 @@ class Conversation:
         except (TemplateError, TypeError, UnicodeEncodeError):  # a template is a program, of whatever is in the chat
             self.cause = "refused"
             return None
+        self.opened = OPENED.search(rendered) is not None
         (token,) = encode([rendered], self.tokenizer)
         if len(token) > self.room:
             self.cause = "context"
@@ -189,6 +192,8 @@ class Conversation:
     def take(self, reply: Reply) -> None:
         """Keep the answer, or find why the chat ends before it."""
         reasoning, text = (reply.reasoning, reply.text) if reply.reasoning else split_reasoning(reply.text)
+        if self.opened and not (reasoning or reply.finished or CLOSE in reply.text):
+            reasoning, text = text, ""  # cut off within the block that the template opened
         if not reply.finished:
             self.cause = "unfinished"
             if not self.settings.keep_unfinished:
@@ -196,7 +201,9 @@ class Conversation:
         if not text.strip() and not reply.tool_calls:
             self.cause = self.cause or "empty"
             return
-        if not all(round_trips(part, self.tokenizer) for part in (text, reasoning)):
+        calls = [json.dumps(call, ensure_ascii=False) for call in reply.tool_calls]
+        whole = all(round_trips(part, self.tokenizer) for part in (text, reasoning))
+        if not whole or not all(is_text(call, self.tokenizer) for call in calls):
             self.cause = "round_trip"
             return
         message: Message = {"role": "assistant", "content": text}
@@ -227,13 +234,17 @@ class Document:
         self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
     ) -> None:
         self.id, self.tokenizer, self.settings = record.id, tokenizer, settings
-        self.prompt = prompt_of(record, tokenizer)
         self.room = context - settings.max_new_tokens
-        self.answer, self.text, self.cause, self.asked = "", "", "", False
+        self.answer, self.text, self.asked = "", "", False
+        self.cause = "" if record.text.strip() or turns_of(record.messages) else "no_question"
+        try:
+            self.prompt = prompt_of(record, tokenizer)
+        except ValueError:
+            self.cause = self.cause or "refused"
 
     def ask(self) -> list[int] | None:
         """Return the opening, once."""
-        if self.asked:
+        if self.asked or self.cause:
             return None
         self.asked = True
         if len(self.prompt.token) > self.room:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from data.answer_chats import CAUSES, Outcome
+from data.files import CHUNK, META, PARTS, SETTINGS
 
 SCHEMA = 1
 
@@ -40,9 +41,9 @@ class Answers:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.meta = out.with_name(out.name + ".meta.json")
-        self.parts = out.with_name(out.name + ".parts")
-        self.known = self.parts / "settings.json"
+        self.meta = out.with_name(out.name + META)
+        self.parts = out.with_name(out.name + PARTS)
+        self.known = self.parts / SETTINGS
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -105,7 +106,9 @@ class Answers:
             shortened = {id_: cause for cause, ids in noted["shortened"].items() for id_ in ids}
             for start, end, line in _lines(self.out):
                 count = sum(message["role"] == "assistant" for message in line.get("messages", ())) or 1
-                found[line["id"]] = Place(self.out, start, end, True, count, shortened.get(line["id"], ""))
+                known = found.get(line["id"])  # in a part still, where a merge was killed before it wrote the causes
+                cause = shortened.get(line["id"], known.cause if known else "")
+                found[line["id"]] = Place(self.out, start, end, True, count, cause)
         return found
 
     def failures(self) -> dict[str, str]:
@@ -205,8 +208,16 @@ def replace(path: Path, text: str) -> None:
 
 def whole_lines(path: Path) -> int:
     """Return the bytes of a file up to the end of its last whole line."""
-    data = path.read_bytes()
-    return data.rfind(b"\n") + 1
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - CHUNK)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0
 
 
 def _by_cause(causes: dict[str, str]) -> dict[str, list[str]]:

@@ -31,10 +31,16 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 def round_trips(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer gives a text back as it is, outer blanks aside, and reads no special token in it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
+    if not is_text(text, tokenizer):
         return False
     (token,) = encode([text], tokenizer)
-    again = str(tokenizer.decode(token, clean_up_tokenization_spaces=False))
-    return again.strip() == text.strip() and not turn_ends(tokenizer) & set(token)
+    return str(tokenizer.decode(token, clean_up_tokenization_spaces=False)).strip() == text.strip()
+
+
+def is_text(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a string has no half of a surrogate pair, and the tokenizer reads no special token in it."""
+    try:
+        (token,) = encode([text], tokenizer)
+    except UnicodeEncodeError:
+        return False
+    return not turn_ends(tokenizer) & set(token)

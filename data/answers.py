@@ -5,6 +5,7 @@ of the user's turns, its earlier answers in view; for a plain text `{"id", "text
 takes its share of the chats; a call that was stopped goes on, and the file is the same as if it had not been.
 """
 
+import glob
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from data.answer_files import Answers
 from data.config import DataConfig
 from data.files import content_hash
 from data.records import Record
+from data.sources import open_source
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +115,19 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, share: Share) -> N
 
 
 def source_of(config: DataConfig) -> dict[str, Any]:
-    """Return what tells the prompts' sources from others: their names, and of files what they hold."""
-    files = [Path(path).expanduser() for path in config.paths]
-    held = [content_hash(file) if file.is_file() else name for file, name in zip(files, config.paths, strict=True)]
-    return {"sources": held, "weights": config.weights, "seed": config.seed, "split": config.split}
+    """Return what tells the prompts from others: their sources' names, or what files hold, and what is held out."""
+    return {
+        "sources": [_held(name, config.split) for name in config.paths],
+        "weights": config.weights,
+        "seed": config.seed,
+        "split": config.split,
+        "held_out": 0 if config.prompts else config.held_out,
+        "streaming": config.streaming,
+    }
+
+
+def _held(name: str, split: str) -> str:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return content_hash(path)
+    return open_source(name, split).identity() if path.is_dir() or glob.has_magic(name) else name

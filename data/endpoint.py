@@ -191,7 +191,8 @@ def read_reply(data: Mapping[str, Any], model: str) -> Reply:
         text = ""  # the reasoning took all the tokens, or the call stands for itself
     if not isinstance(text, str) or not isinstance(reasoning, str) or not isinstance(calls, list):
         raise EndpointError("content", json.dumps(data))
-    return Reply(text, finish != "length", reasoning, tuple(read_call(call) for call in calls))
+    whole = calls if finish != "length" else []  # the last call may be cut off anywhere
+    return Reply(text, finish != "length", reasoning, tuple(read_call(call) for call in whole))
 
 
 def read_call(call: Any) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def read_call(call: Any) -> dict[str, Any]:
         arguments = function["arguments"]
         function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
         return {"type": "function", "function": function}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise EndpointError("content", f"a tool call that is none: {call!r}") from error
 
 

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import zlib
 from collections.abc import Callable, Iterator
 from io import TextIOBase
 from pathlib import Path
@@ -19,8 +20,9 @@ Raw = dict[str, Any]
 SEPARATOR = "<|endoftext|>"
 FORMATS = (".json", ".jsonl", ".parquet", ".txt")
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-UNREADABLE = (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError)
+UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
 HEAD = 1 << 24  # characters of a text in which its separator is looked for
+META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # what stands beside answers, and is no data
 CHUNK = 1 << 20  # characters or bytes read at once
 
 
@@ -47,7 +49,7 @@ def read_file(path: Path) -> Iterator[Raw]:
         yield from _parquet(path)
         return
     try:
-        with OPENERS.get(path.suffix, open)(path, mode="rt", encoding="utf-8") as file:
+        with OPENERS.get(path.suffix, open)(path, mode="rt", encoding="utf-8-sig") as file:
             yield from _documents(file) if kind == ".txt" else _json(file, path)
     except UNREADABLE as error:
         raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error
@@ -106,3 +108,5 @@ def _parsed(text: str, number: int, path: Path) -> Any:
     except json.JSONDecodeError as error:
         where = number + error.lineno - 1
         raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); mend or remove it") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: line {number} is nested too deeply to be read; mend or remove it") from error

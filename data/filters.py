@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,8 +13,14 @@ from data.config import DataConfig
 from data.masks import told
 from data.records import Record, content_text
 
-# A word is a run of letters, digits and _, but of scripts written without spaces every character.
-WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+# A word is a run of letters, digits and _ with the marks on them (\w has no vowel signs), but of scripts written
+# without spaces (Thai, Lao, Burmese, Khmer, kana and Chinese) every character.
+SPACELESS = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f"
+    r"\U00020000-\U0003ffff"
+)
+MARKS = re.sub(f"[{SPACELESS}]", "", "".join(chr(i) for i in range(1 << 16) if unicodedata.category(chr(i))[0] == "M"))
+WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*")
 
 COUNTERS = "records", "kept", "chats"
 

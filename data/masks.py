@@ -49,15 +49,14 @@ def samples_of(
             one that the template refuses, whose mask is all zeros or all ones, or whose answers data.max_tokens cuts
             away. `path` and the sample are named.
     """
-    if is_plain(record, tokenizer):
-        return _plain(record, tokenizer, config.max_tokens)
-    if not tokenizer.chat_template:
+    plain = is_plain(record, tokenizer)
+    if not plain and not tokenizer.chat_template:
         raise ValueError(
             f"{path}: holds chats, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
             'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
         )
     try:
-        return _chat(record, tokenizer, config, seen)
+        return _plain(record, tokenizer, config.max_tokens, seen) if plain else _chat(record, tokenizer, config, seen)
     except BadSampleError as bad:
         if config.on_bad == "fail":
             raise ValueError(f"{path}: sample {record.id}: {bad}") from bad
@@ -70,10 +69,14 @@ def told(seen: Counter[str]) -> str:
     return "; ".join(f"{count} {cause}" for cause, count in (+seen).most_common())
 
 
-def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Sample]:
+def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, seen: Counter[str]) -> list[Sample]:
     if not record.text.strip():
+        seen["dropped, no question and no text"] += 1
         return []
-    token = encode_plain(record.text, tokenizer)
+    try:
+        token = encode_plain(record.text, tokenizer)
+    except UnicodeEncodeError as error:
+        raise _broken(error) from error
     if tokenizer.eos_token_id is not None and token[-1:] != [tokenizer.eos_token_id]:
         token = [*token, tokenizer.eos_token_id]
     pieces = [token[start : start + max_tokens] for start in range(0, len(token), max_tokens)]
@@ -90,7 +93,10 @@ def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig
         raise BadSampleError(
             "refused by the chat template", f"the chat template refuses it: {why}; mend or remove the sample"
         ) from error
-    made = [_settle(*_mask(text, spans, tokenizer), tokenizer) for text, spans in joined(turns)]
+    try:
+        made = [_settle(*_mask(text, spans, tokenizer), tokenizer) for text, spans in joined(turns)]
+    except UnicodeEncodeError as error:
+        raise _broken(error) from error
     for _, mask in made:
         if len(set(mask)) < 2:
             value = "ones" if any(mask) else "zeros"
@@ -112,6 +118,11 @@ def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig
         )
     seen["cut at data.max_tokens"] += any(len(token) > config.max_tokens for token, _ in made)
     return samples
+
+
+def _broken(error: UnicodeEncodeError) -> BadSampleError:
+    half = ascii(error.object[error.start])
+    return BadSampleError("no text", f"it holds half a surrogate pair, {half}, which is no text; mend or remove it")
 
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -106,8 +106,9 @@ def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, lim
 
 
 def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
-    """Return the records that are trained on, whole, for the target to answer."""
-    return list(islice(_records(config, held_out=False), limit))
+    """Return the records that are trained on, whole, for the target to answer; at most the smaller limit."""
+    limits = [each for each in (limit, config.limit) if each is not None]
+    return list(islice(_records(config, held_out=False), min(limits, default=None)))
 
 
 def _records(config: DataConfig, held_out: bool) -> Iterator[Record]:
@@ -200,8 +201,21 @@ def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 
 
 def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return the first question of a chat after the chat template, or without one, or the opening of a plain text."""
+    """Return the first question of a chat after the chat template, or without one, or the opening of a plain text.
+
+    Raises:
+        ValueError: there is none, or it is no text; the record is named.
+    """
+    try:
+        return _prompt_of(record, tokenizer)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt {record.id}: holds half a surrogate pair, which is no text; remove it") from error
+
+
+def _prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if is_plain(record, tokenizer):
+        if not record.text.strip():
+            raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
         token = encode_plain(record.text, tokenizer)
         token = token[: max(1, min(OPENING, len(token) // 2))]
         text = str(tokenizer.decode(token, skip_special_tokens=True))

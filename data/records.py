@@ -51,7 +51,7 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
     name = next((str(raw[key]) for key in IDS if raw.get(key) is not None), str(index))
     body = raw["body"] if isinstance(raw.get("body"), dict) else raw
     messages, text, tools = _messages(body), body.get("text") or "", _tools(body.get("tools"))
-    if (messages is None and not isinstance(body.get("text"), str)) or tools is None:
+    if (messages is None and not isinstance(body.get("text"), str)) or tools is None or not isinstance(text, str):
         shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
         shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
         raise ValueError(f"{path}: record {name} is of no known shape: {shown} The shapes read are {SHAPES}")
@@ -73,7 +73,7 @@ def _messages(raw: dict[str, Any]) -> list[Message] | None:
     for key in ("messages", "conversations"):
         if raw.get(key):
             chat = raw[key]
-            if not (isinstance(chat, list) and all(isinstance(m, dict) and ("from" in m or "role" in m) for m in chat)):
+            if not (isinstance(chat, list) and all(_is_message(message) for message in chat)):
                 return None
             given = [_message(message) for message in chat]
             return _from_first_question(given if given[0]["role"] == "system" else system + given)
@@ -91,13 +91,31 @@ def _messages(raw: dict[str, Any]) -> list[Message] | None:
     return [*system, {"role": "user", "content": asked}, *answers]
 
 
+def _is_message(message: Any) -> bool:
+    """Whether this is a message, with its role, content and tool calls of the types that are read."""
+    if not isinstance(message, dict) or not isinstance(message.get("role") or message.get("from"), str):
+        return False
+    content = message.get("value") if message.get("content") is None else message["content"]
+    if isinstance(content, list):
+        right = all(isinstance(part, dict) and isinstance(part.get("text"), str | None) for part in content)
+    else:
+        right = isinstance(content, str | None)
+    calls = _parsed(message.get("tool_calls")) or []
+    named = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    return right and named and all(isinstance(call.get("function") or {}, dict) for call in calls)
+
+
 def _message(message: Message) -> Message:
     """Give a message OpenAI's keys and roles. Empty fields go: Arrow fills them in, and templates look for them."""
     role = message.get("role") or message.get("from") or ""
     kept = _filled({key: value for key, value in message.items() if key not in ("from", "value")})
     made = {**kept, "role": ROLES.get(role, role), "content": kept.get("content", message.get("value") or "")}
-    if role == "function_call" and isinstance(called := _parsed(made["content"]), dict):
-        made |= {"content": "", "tool_calls": [{"type": "function", "function": called}]}
+    said = _parsed(made["content"]) if role == "function_call" else []
+    called = said if isinstance(said, list) else [said]
+    if called and all(isinstance(call, dict) and "name" in call for call in called):
+        made |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in called]}
+    elif "tool_calls" in made:
+        made["tool_calls"] = _filled(_parsed(made["tool_calls"]))
     for call in made.get("tool_calls") or []:
         function = call.get("function") or {}
         if "arguments" in function:  # OpenAI has them as a string of JSON, chat templates as what it says
@@ -109,7 +127,14 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     found = _parsed(value or [])
     if not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
         return None
-    return tuple(_filled(tool) for tool in found)
+    return tuple(_tool(_filled(tool)) for tool in found)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a definition as OpenAI has it, which endpoints and many templates ask for; ShareGPT has the function."""
+    if "function" in tool or "name" not in tool:
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
 def _parsed(value: Any) -> Any:

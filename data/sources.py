@@ -14,7 +14,7 @@ import numpy as np
 from huggingface_hub import HfApi
 
 from data.config import DataConfig
-from data.files import FORMATS, Raw, content_hash, kind_of, read_file
+from data.files import FORMATS, META, PARTS, SETTINGS, Raw, content_hash, kind_of, read_file
 from data.records import Record, parse
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
 
     Args:
         name: a file in one of FORMATS, packed or not; a folder, of which the files in these formats are read in the
-            order of their names; a glob, likewise.
+            order of their names, but for what stands beside a file of answers; a glob, likewise.
         split: the Hub data set's split, and of a folder the files whose names hold it, beside those that name none;
             empty takes the first of test, validation, train.
         streaming: read a Hub data set as it comes, without a download of the whole.
@@ -128,15 +128,23 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
     if path.is_file():
         return Files(name, (path,), streaming)
     if path.is_dir():
-        inside = (file for file in path.rglob("*") if file.is_file() and kind_of(file))
+        inside = (file for file in path.rglob("*") if file.is_file() and kind_of(file) and not _is_beside(file))
         found = sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts))
         return Files(name, _of_split(path, found, split), streaming)
     if glob.has_magic(name):
-        matched = tuple(sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()))
+        found = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
+        matched = tuple(sorted(file for file in found if not _is_beside(file)))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming)
     return _hub(name, split, streaming)
+
+
+def _is_beside(file: Path) -> bool:
+    """Whether a file is the provenance of answers, or a part of answers that are being written."""
+    if file.name.endswith(META):
+        return file.with_name(file.name.removesuffix(META)).is_file()
+    return any(folder.suffix == PARTS and (folder / SETTINGS).is_file() for folder in file.parents)
 
 
 def _of_split(folder: Path, files: list[Path], split: str) -> tuple[Path, ...]:
@@ -251,9 +259,11 @@ def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: i
 
 
 def _unique(records: Iterator[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
-    """Add its place among all to an id that came before."""
+    """Add its place among all to an id that came before, again where that came before too."""
     seen: set[str] = set()
     for place, (source, record) in enumerate(records):
-        name = f"{record.id}@{place}" if record.id in seen else record.id
+        name = record.id
+        while name in seen:
+            name = f"{name}@{place}"
         seen.add(name)
         yield source, record._replace(id=name)

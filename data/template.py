@@ -124,7 +124,13 @@ def _some(tools: Sequence[Message]) -> list[Any] | None:
 
 
 def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of rendered chats, which hold their special tokens already."""
+    """Return the tokens of rendered chats, which hold their special tokens already.
+
+    Raises:
+        UnicodeEncodeError: one holds half a surrogate pair, which is no text; tokenizers call it a TypeError.
+    """
+    for text in rendered:
+        text.encode()
     encoded: Any = tokenizer(rendered, add_special_tokens=False, verbose=False)
     return list(encoded["input_ids"])
 
@@ -143,7 +149,12 @@ def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
 
 def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of running text, with the special tokens that the tokenizer begins it with."""
+    """Return the tokens of running text, with the special tokens that the tokenizer begins it with.
+
+    Raises:
+        UnicodeEncodeError: it holds half a surrogate pair.
+    """
+    text.encode()
     encoded: Any = tokenizer(text, verbose=False)
     return list(encoded["input_ids"])
 

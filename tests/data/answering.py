@@ -20,7 +20,7 @@ WORDS = 60
 ENDS = range(50, 56)  # further tokens that end an answer, so that some end early
 TEMPLATE = (
     "{% if enable_thinking %}<|system|> w1 <|end|> {% endif %}"
-    "{% for t in tools or [] %}<|system|> {{ t.name }} <|end|> {% endfor %}"
+    "{% for t in tools or [] %}<|system|> {{ t.function.name }} <|end|> {% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )

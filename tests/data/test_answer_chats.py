@@ -116,6 +116,36 @@ def test_an_unfinished_answer_may_be_kept_and_is_the_last() -> None:
     assert outcome.cause == "unfinished"
 
 
+def test_what_is_cut_off_within_its_reasoning_is_no_answer(tokenizer_with: Tokens) -> None:
+    opening = tokenizer_with("{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}")
+    made = talk(chat("a", "w1"), opening)
+    made.ask()
+    made.take(Reply("w2 w3", False))
+    assert made.outcome() == Outcome("a", None, 0, "unfinished")
+    made = talk(chat("a", "w1"), opening)
+    made.ask()
+    made.take(Reply("w2\n</think>\n\nw3", False))
+    assert made.outcome().chat["messages"][1] == {"role": "assistant", "content": "w3", "reasoning_content": "w2"}
+
+
+@pytest.mark.parametrize("value", ["\ud83d", "<|end|>"])
+def test_a_call_that_is_no_text_is_no_answer(value: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": value}}}
+    assert tell(chat("a", "w1"), Reply("", True, tool_calls=(call,))).cause == "round_trip"
+
+
+def test_what_has_no_opening_is_counted() -> None:
+    for raw, tokenizer, cause in (
+        ({"text": " "}, words(), "no_question"),
+        ({"messages": said("assistant")}, words(), "no_question"),
+        ({"messages": said("system")}, words(None), "no_question"),
+        ({"text": "w\ud83d"}, words(), "refused"),
+    ):
+        made = talk(parse({"id": "a", **raw}, 0, "f"), tokenizer)
+        assert made.ask() is None
+        assert made.outcome() == Outcome("a", None, 0, cause)
+
+
 def test_what_the_template_or_the_tokenizer_cannot_take_is_refused(tokenizer_with: Tokens) -> None:
     strict = tokenizer_with("{{ raise_exception('no') if messages[0]['content'] == 'w1' }}{{ messages[0].content }}")
     for record, tokenizer in ((chat("a", "w1"), strict), (chat("a", "w\ud83d"), words())):

@@ -31,7 +31,8 @@ def test_every_turn_is_asked_in_view_of_the_endpoints_own_answers(server: Server
     write_answers(work([record], how), Endpoint(client, words(), how), tmp_path / "a")
     first, second = server.bodies
     (line,) = lines(tmp_path / "a")
-    assert line["tools"] == tools
+    wrapped = [{"type": "function", "function": {"name": "w9"}}]  # an endpoint takes no other
+    assert line["tools"] == wrapped
     assert [m["role"] for m in line["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     assert first["messages"] == line["messages"][:2]
     assert second["messages"] == line["messages"][:4]
@@ -40,7 +41,7 @@ def test_every_turn_is_asked_in_view_of_the_endpoints_own_answers(server: Server
     rest = {key: value for key, value in first.items() if key not in ("messages", "seed")}
     assert rest == {
         "model": "served", "temperature": 0.7, "top_p": 0.9, "max_tokens": LENGTH, "n": 1, "stream": False,
-        "tools": tools, "chat_template_kwargs": {"enable_thinking": True}, "top_k": -1,
+        "tools": wrapped, "chat_template_kwargs": {"enable_thinking": True}, "top_k": -1,
     }  # fmt: skip
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
@@ -111,6 +112,14 @@ def test_a_tool_call_is_kept_as_templates_take_it_and_ends_the_chat(server: Serv
     kept = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     assert line["messages"][1:] == [{"role": "assistant", "content": "", "tool_calls": [kept]}]
     assert counts["shortened"] == {"called": 1}
+
+
+def test_a_call_that_was_cut_off_is_an_unfinished_answer(server: Server, tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": '}}
+    told = {"role": "assistant", "content": None, "tool_calls": [call]}
+    server.script = [serve.choice(message=told, finish_reason="length")]
+    counts, _ = ask(server, tmp_path / "a", [chat("x", "w1"), chat("y", "w1")])
+    assert (counts["left_out"], counts["failed"]) == ({"unfinished": 1}, {})
 
 
 def test_failures_in_a_row_stop_the_job_and_what_was_answered_stays(server: Server, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from data.answer_chats import Outcome
-from data.answer_files import Answers, Part
+from data.answer_files import Answers, Part, replace, whole_lines
 from data.answers import Share, write_answers
 from tests.data.answering import Quick, quick_bytes, records, settings, work
 
@@ -118,6 +118,33 @@ def test_kill_after_kill_at_changing_world_sizes_gives_the_same_bytes(whole: byt
     assert kills >= 4
     assert attempt(out, 2, 10**9)
     assert out.read_bytes() == whole
+
+
+def test_a_job_killed_before_its_provenance_still_knows_every_cause(tmp_path: Path, whole: bytes) -> None:
+    out = tmp_path / "a"
+
+    def dies(path: Path, text: str) -> None:
+        if path.name == "a.meta.json":
+            raise KeyboardInterrupt
+        replace(path, text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.answer_files.replace", dies)
+        with pytest.raises(KeyboardInterrupt):
+            quick_bytes(records(COUNT), out)
+    assert quick_bytes(records(COUNT), out) == whole
+    noted = [json.loads((tmp_path / name).read_text()) for name in ("a.meta.json", "whole.meta.json")]
+    assert noted[0]["counts"] == noted[1]["counts"]
+    assert noted[0]["shortened"] == noted[1]["shortened"]
+
+
+@pytest.mark.parametrize(("content", "size"), [("", 0), ("a", 0), ("a\n", 2), ("ab\ncd\nefgh", 6), ("\nabcdef", 1)])
+def test_a_file_is_whole_up_to_its_last_newline(
+    content: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.answer_files.CHUNK", 3)
+    (tmp_path / "a").write_text(content)
+    assert whole_lines(tmp_path / "a") == size
 
 
 def test_no_chat_is_answered_twice(whole: bytes, tmp_path: Path) -> None:

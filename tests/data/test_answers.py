@@ -237,6 +237,23 @@ def test_a_files_digest_tells_it_from_another(write: Callable[..., str], config:
     assert source_of(config(["me/hub", "me/other"])) not in (hub, source_of(config(["me/other", "me/hub"])))
 
 
+def test_the_digest_of_a_folder_is_what_it_holds(write: Callable[..., str], config: Callable[..., DataConfig]) -> None:
+    folder = Path(write({"text": "a"}, name="a.jsonl")).parent
+    for path in (str(folder), str(folder / "*.jsonl")):
+        write({"text": "a"}, name="a.jsonl")
+        before = source_of(config(path))
+        assert source_of(config(path)) == before
+        write({"text": "b"}, name="a.jsonl")
+        assert source_of(config(path)) != before
+
+
+def test_what_is_held_out_tells_prompts_apart(config: Callable[..., DataConfig]) -> None:
+    told = source_of(config("me/hub", held_out=2))
+    assert told != source_of(config("me/hub", held_out=3))
+    assert told != source_of(config("me/hub", held_out=2, streaming=True, limit=1))
+    assert source_of(config("me/hub", held_out=2, prompts="p")) == source_of(config("me/hub", prompts="p"))
+
+
 @pytest.mark.slow
 def test_two_processes_write_what_one_does(write: Callable[..., str], tmp_path: Path) -> None:
     answering.model().save_pretrained(tmp_path / "toy")

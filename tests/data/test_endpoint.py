@@ -67,6 +67,7 @@ def test_a_passing_failure_is_tried_again_after_a_while(
         (serve.message(content=["w1"]), "content"),
         (serve.message(role="user"), "content"),
         (serve.message(tool_calls=[{"function": {"name": "f"}}]), "content"),
+        (serve.message(tool_calls=[{"function": {"name": "f", "arguments": "[" * 99999}}]), "content"),
         (serve.choice(finish_reason=None), "finish_reason"),
         (serve.choice(finish_reason="content_filter"), "finish_reason"),
     ],

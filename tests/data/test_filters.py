@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data.config import DataConfig
-from data.filters import Counts, Filters
+from data.filters import WORD, Counts, Filters
 from data.prompts import load_training
 from data.records import parse
 
@@ -73,6 +73,13 @@ def test_contamination_is_so_many_words_in_a_row(config: Config, raw: dict[str, 
     assert ids == [] if contaminated else ["0"]
     assert kept(config("f", contamination=None), [raw], LONG)[0] == ["0"]
     assert kept(config("f", contamination=9), [raw], LONG)[1].unchecked == 1
+
+
+def test_vowel_signs_and_accents_are_part_of_their_word() -> None:
+    for text in ("मूल्यांकन के लिए", "cafe\u0301 au lait", "שָׁלוֹם רב לך"):
+        assert WORD.findall(text) == text.split()
+    for text in ("ที่นี่", "មិនត្រូវ", "မြန်မာ", "ﾊﾝｶｸ", "𠀀𠀁"):
+        assert WORD.findall(text) == list(text)
 
 
 def test_scripts_without_spaces_have_a_word_a_character(config: Config) -> None:

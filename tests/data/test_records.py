@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -37,9 +38,9 @@ def test_every_shape_is_recognised(raw: dict[str, Any], messages: list[dict[str,
 
 
 CALL = {"name": "weather", "arguments": {"town": "Bern"}}
-CALLED = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+CALLED: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
 RESULT = {"role": "tool", "content": "rain"}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,19 @@ def test_tool_calls_of_sharegpt() -> None:
     assert record.messages == [QUESTION, CALLED, RESULT, ANSWER]
 
 
+def test_several_calls_at_once_and_calls_as_json() -> None:
+    two = {**CALLED, "tool_calls": CALLED["tool_calls"] * 2}
+    turns = [{"from": "human", "value": "why"}, {"from": "function_call", "value": json.dumps([CALL, CALL])}]
+    assert parse({"conversations": turns}, 0, "f").messages == [QUESTION, two]
+    as_text = {**CALLED, "tool_calls": json.dumps(two["tool_calls"])}
+    assert parse({"messages": [QUESTION, as_text]}, 0, "f").messages == [QUESTION, two]
+
+
+@pytest.mark.parametrize("tool", [TOOL, TOOL["function"], {"type": "function", **TOOL["function"]}])
+def test_definitions_of_tools_become_openais(tool: dict[str, Any]) -> None:
+    assert parse({"messages": [QUESTION], "tools": [tool]}, 0, "f").tools == (TOOL,)
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -88,6 +102,16 @@ def test_tool_calls_of_sharegpt() -> None:
         {"conversations": "a: b"},
         {"question": "a", "answer": ["b"]},
         {"messages": [QUESTION], "tools": "no JSON"},
+        {"messages": [{"role": None, "content": "why"}]},
+        {"messages": [{"role": ["user"], "content": "why"}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": {"text": "why"}}]},
+        {"messages": [{"role": "user", "content": ["why"]}]},
+        {"conversations": [{"from": "human", "value": ["why"]}]},
+        {"messages": [{**QUESTION, "tool_calls": ["weather"]}]},
+        {"messages": [{**QUESTION, "tool_calls": "weather"}]},
+        {"messages": [{**QUESTION, "tool_calls": [{"function": "weather"}]}]},
+        {"messages": [QUESTION], "text": ["why"]},
     ],
 )
 def test_an_unknown_shape_shows_the_record(raw: dict[str, Any]) -> None:

@@ -132,6 +132,8 @@ def test_text_files(
         ("a.jsonl", b"\xff\xfe", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:-9], "cannot be read"),
         ("a.jsonl.xz", b"not xz", "cannot be read"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 9, r"cannot be read \(Error -3"),
+        ("a.jsonl", b'{"text": ' + b"[" * 99999, "line 1 is nested too deeply"),
         ("a.parquet", b"PAR1 and no more", "a.parquet: record 0 cannot be read"),
         ("a.csv", b"x", r"the formats read are .json, .jsonl"),
     ],

@@ -1,0 +1,62 @@
+"""What records may hold that is no text, no data or no name of its own."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from data.config import DataConfig
+from data.prompts import load_prompts, load_samples, load_training, records_to_answer
+from data.sources import open_source
+
+Write = Callable[..., str]
+Config = Callable[..., DataConfig]
+
+
+@pytest.mark.parametrize("raw", [{"text": "a \ud83d"}, {"prompt": "a \ud83d", "answer": "b"}])
+def test_half_a_surrogate_pair_is_named_or_dropped(
+    raw: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write, config: Config
+) -> None:
+    path = write({"prompt": "a", "answer": "b"}, {"id": 7, **raw}, {"text": " "})
+    with pytest.raises(ValueError, match=r"data.jsonl: sample 7: it holds half a surrogate pair, '\\ud83d'"):
+        load_samples(config(path), chat)
+    data = load_training(config(path, on_bad="drop"), chat, 0)
+    assert +data.counts.chats == {"dropped, no text": 1, "dropped, no question and no text": 1}
+
+
+@pytest.mark.parametrize("raw", [{"text": " "}, {"text": "\ud83d"}, {"prompt": "\ud83d"}])
+def test_a_prompt_that_is_no_text_is_named(raw: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write) -> None:
+    with pytest.raises(ValueError, match=r"prompt 7: h.* no text; remove it"):
+        load_prompts(write({"id": 7, **raw}), chat, None)
+
+
+def test_the_smaller_limit_bounds_what_is_answered(write: Write, config: Config) -> None:
+    path = write(*({"text": str(i)} for i in range(9)))
+    limits: list[tuple[int | None, int | None]] = [(None, None), (3, None), (None, 4), (5, 2)]
+    found = [len(records_to_answer(config(path, limit=own), limit)) for own, limit in limits]
+    assert found == [9, 3, 4, 2]
+    assert len(records_to_answer(config(path, limit=3, streaming=True), None)) == 3
+
+
+def test_a_name_that_was_made_unique_stays_unique(write: Write, config: Config) -> None:
+    path = write(*({"id": name, "text": name} for name in ("5", "5@2", "5", "5")))
+    assert [record.id for record in records_to_answer(config(path), None)] == ["5", "5@2", "5@2@2", "5@3"]
+
+
+def test_what_stands_beside_answers_is_no_data(tmp_path: Path) -> None:
+    names = ("a.jsonl", "a.jsonl.meta.json", "b.jsonl.parts/settings.json", "b.jsonl.parts/00000-of-00001.jsonl")
+    for name in (*names, "other.meta.json", "c.parts/d.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    for pattern in ("", "**/*.json*"):
+        texts = [record["text"] for record in open_source(str(tmp_path / pattern), "")]
+        assert texts == ["a.jsonl", "c.parts/d.jsonl", "other.meta.json"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "why\n"), ("a.jsonl", '{"text": "why"}\n')])
+def test_a_byte_order_mark_is_no_text(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(open_source(str(tmp_path / name), "")) == [{"text": "why"}]
