@@ -13,7 +13,7 @@ from data.coding import compute, join, to_row
 from data.config import DataConfig
 from data.extract import GB, Make, estimate, extract, shard_rows, spec_there, timed
 from data.features import FeaturesConfig
-from data.prompts import load_samples
+from data.prompts import load_training
 from data.store import FeatureStore, Row, StoreSpec, packed_fingerprint
 from data.vllm_features import VllmFiles, write_prompts
 from heads import HEADS
@@ -71,6 +71,7 @@ def extract_features(
     config: FeaturesConfig,
     layers: Layers,
     prompts: str | None,
+    workload: str | None,
     say: Callable[[str], None],
 ) -> None:
     """Extract the features of all packed rows into the store, or what of them it lacks; every process alike.
@@ -81,6 +82,7 @@ def extract_features(
         config: the store's.
         layers: which.
         prompts: the file that the documents' tokens are written to for vLLM; nothing is then extracted.
+        workload: evaluation prompts that no sample may hold, beside those of `data`; None: none.
         say: prints a line.
 
     Raises:
@@ -88,7 +90,7 @@ def extract_features(
     """
     state = PartialState(cpu=model["device"] == "cpu")
     target = _target(model, str(state.device), bare=config.vllm is not None or prompts is not None)
-    packed = pack(load_samples(data, target.tokenizer), data.length)
+    packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
     if prompts is not None:
         if state.is_main_process:
             say(f"{prompts}: the tokens of {write_prompts(packed, Path(prompts))} documents, for vLLM")

@@ -17,10 +17,12 @@ from data.masks import Sample, is_plain, samples_of, told
 from data.records import Record, content_text
 from data.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.template import encode, encode_plain, render
+from heads.resolvers import ROOT
 
 log = logging.getLogger(__name__)
 
 UNKNOWN_SHARE = 0.02  # of the tokens, above which the data does not fit the tokenizer
+WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 OPENING = 32  # tokens of a plain document that serve as a prompt, at most half of it
 
 
@@ -43,7 +45,7 @@ class TrainingData(NamedTuple):
 
 
 def load_training(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, prompts: int, workload: str = ""
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, prompts: int, workload: str | None = None
 ) -> TrainingData:
     """Return the samples of `config.path` and at most `prompts` prompts that they do not hold.
 
@@ -54,19 +56,19 @@ def load_training(
         config: which data, and what of it.
         tokenizer: the target's.
         prompts: of the held-out prompts, how many to return; contamination is looked for in all of them.
-        workload: further evaluation prompts that no sample may hold, a file or a Hub data set.
+        workload: further evaluation prompts that no sample may hold, as `locate` takes them; None: none.
 
     Raises:
         ValueError: unreadable or empty data, an unknown shape, a chat for a tokenizer without a chat template, a
             template that cannot be masked, or, unless data.on_bad=drop, a chat that no answer can be trained of.
     """
-    sources = open_sources(config)
+    sources, evaluation = open_sources(config), locate(workload) if workload else ""
     if config.cache is None:
-        held_out, counts, samples = _prepare(config, tokenizer, sources, workload)
+        held_out, counts, samples = _prepare(config, tokenizer, sources, evaluation)
         data = TrainingData(list(samples), _some(config, tokenizer, held_out, prompts), counts)
     else:
-        place = Path(config.cache).expanduser() / cache_key(config, tokenizer, _identities(config, sources, workload))
-        report = _cached(place, config, tokenizer, sources, workload)
+        place = Path(config.cache).expanduser() / cache_key(config, tokenizer, _identities(config, sources, evaluation))
+        report = _cached(place, config, tokenizer, sources, evaluation)
         counts = Counts.read(report)
         held_out = load_prompts(str(place / PROMPTS), tokenizer, prompts) if counts.held_out else []
         data = TrainingData(CachedSamples(place / SAMPLES), _some(config, tokenizer, held_out, prompts), counts)
@@ -90,6 +92,19 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
     if set(next(iter(source))) == set(Prompt._fields):
         return [Prompt(**record) for record in islice(source, limit)]
     return [prompt_of(record, tokenizer) for _, record in islice(read_all(source), limit)]
+
+
+def locate(name: str) -> str:
+    """Return the path or Hub name behind a workload's name.
+
+    Raises:
+        ValueError: it is none of the three.
+    """
+    if name in WORKLOADS:
+        return str(WORKLOADS[name])
+    if Path(name).expanduser().is_file() or "/" in name:
+        return name
+    raise ValueError(f"workload {name} is neither a file nor one of {', '.join(sorted(WORKLOADS))}: give either")
 
 
 def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:

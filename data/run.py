@@ -54,6 +54,7 @@ class JobConfig:
         head, objective, trainer: whose feature layers are extracted; the other two are not read.
         layers: the feature layers, in place of the head's; null: the head's.
         vllm_prompts: the file to write the packed documents' tokens to, for vLLM; null: none.
+        workload: of the training that will read the features; no sample may hold its prompts.
         answers: the file that the target's answers are written to; null: none.
         by: who answers: engine, our own, or the URL of an OpenAI-compatible endpoint.
         run: a head that drafts our engine's answers, its run's folder or Hub id.
@@ -74,6 +75,7 @@ class JobConfig:
     trainer: Any
     layers: list[int] | None
     vllm_prompts: str | None
+    workload: str | None
     answers: str | None
     by: str
     run: str | None
@@ -179,7 +181,9 @@ def run(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
     if job.answers is not None:
         answer(job, config, Path(job.answers))
     if extracting:
-        extract_features(job.model, config, features, Layers(job.head, job.layers), job.vllm_prompts, print)
+        extract_features(
+            job.model, config, features, Layers(job.head, job.layers), job.vllm_prompts, job.workload, print
+        )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-from data.prompts import Prompt, load_prompts
-from heads.resolvers import ROOT
+from data.prompts import WORKLOADS, Prompt, load_prompts, locate
 from inference.target import Target
-
-WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 
 # Below this, generation would end at the context's edge and not at the answer's, and measure next to nothing.
 ROOM = 8
@@ -37,19 +34,6 @@ def load_workload(name: str, target: Target, limit: int, truncate: bool = False)
                 f"{target.context} leaves room for {room}: shorten it, or set truncate=true to keep each prompt's end"
             )
     return prompts
-
-
-def locate(name: str) -> str:
-    """Return the path or Hub name behind a workload's name.
-
-    Raises:
-        ValueError: it is none of the three.
-    """
-    if name in WORKLOADS:
-        return str(WORKLOADS[name])
-    if Path(name).expanduser().is_file() or "/" in name:
-        return name
-    raise ValueError(f"workload {name} is neither a file nor one of {', '.join(sorted(WORKLOADS))}: give either")
 
 
 def short_name(name: str) -> str:

@@ -31,7 +31,6 @@ from data.batches import Batches, fingerprint, pack, token_counts
 from data.prompts import load_training, save_prompts
 from eval.config import eval_config
 from eval.run import evaluate
-from eval.workloads import locate
 from heads.base import frozen_count, parameter_count
 from heads.errors import user_errors
 from heads.layers import SwiGLU
@@ -127,8 +126,8 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     for module in head.modules():
         if isinstance(module, SwiGLU):
             module.recompute = run.trainer.recompute
-    wanted, workload = max(run.eval.prompts, run.trainer.eval_prompts), locate(run.workload) if run.workload else ""
-    samples, prompts, counts = load_training(run.data, target.tokenizer, wanted, workload)
+    wanted = max(run.eval.prompts, run.trainer.eval_prompts)
+    samples, prompts, counts = load_training(run.data, target.tokenizer, wanted, run.workload)
     if run.init in (None, LAST_LAYER, CHECKPOINT):  # else the vocabulary is chosen already
         prune(head, token_counts(samples, target.ends.vocab_size))
     adapt.adapt(head, run.peft)

@@ -59,7 +59,8 @@ def extracted(base: list[str], folder: Path, head: str, *overrides: str) -> list
     words = ["features=stored", f"features.path={folder}"]
     run, resolved = configured([*base, *HEADS[head], *words, *overrides])
     config: FeaturesConfig = run.features
-    extract_features(resolved["model"], run.data, config, Layers(resolved["head"], None), None, lambda _: None)
+    layers = Layers(resolved["head"], None)
+    extract_features(resolved["model"], run.data, config, layers, None, run.workload, lambda _: None)
     return words
 
 
@@ -99,6 +100,18 @@ def test_the_layers_are_not_loaded_and_the_head_is_kept(
     assert 0 <= cost["stall_seconds"] < cost["seconds"]
     rows = 3 * 256 // 32
     assert f"features: {rows} rows read, 0 computed; waited" in capsys.readouterr().err
+
+
+def test_a_workload_that_drops_samples_is_the_extractions_too(base: list[str], trained: Train, tmp_path: Path) -> None:
+    data = Path(next(word for word in base if word.startswith("data.path=")).partition("=")[2])
+    asked = tmp_path / "asked.jsonl"
+    longest = max(data.read_text().splitlines()[:50], key=len)
+    asked.write_text(json.dumps({"text": longest}) + "\n")
+    words = ["data.contamination=6", f"workload={asked}"]
+    without = extracted(base, tmp_path / "without", "medusa", words[0])
+    with pytest.raises(ValueError, match="fingerprint of the packed rows"):
+        trained("refused", *HEADS["medusa"], *without, *words)
+    trained("run", *HEADS["medusa"], *extracted(base, tmp_path / "with", "medusa", *words), *words)
 
 
 def test_provenance_names_the_store_and_what_it_keeps(base: list[str], trained: Train, tmp_path: Path) -> None:
