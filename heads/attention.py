@@ -82,7 +82,10 @@ def attend_rows(
         seen: what of both is seen; every query sees something.
     """
     apply: Any = _Rows.apply
-    out: Tensor = apply(seen, query, *true, *(tensor for pair in own for tensor in pair))
+    # Under autocast values are what a linear layer made, but normed queries and keys are wider; the products are not.
+    dtype = true[1].dtype
+    parts = [tensor.to(dtype) for tensor in (query, *true, *(tensor for pair in own for tensor in pair))]
+    out: Tensor = apply(seen, *parts)
     return out
 
 
