@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 
 from data.answer_chats import CAUSES, Outcome
 from data.files import CHUNK, META, PARTS, SETTINGS
+from heads.store import flush
 
 SCHEMA = 1
 
@@ -175,7 +176,7 @@ class Answers:
         for handle in handles.values():
             handle.close()
         os.replace(draft, self.out)
-        _sync_folder(self.out.parent)
+        flush(self.out.parent)
         return digest.hexdigest()
 
 
@@ -203,7 +204,7 @@ def replace(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
-    _sync_folder(path.parent)
+    flush(path.parent)
 
 
 def whole_lines(path: Path) -> int:
@@ -253,11 +254,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: is damaged ({error}); remove it, and name another file") from error
     return value
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

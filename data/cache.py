@@ -8,7 +8,6 @@ the lock of a process that dies, so the next one writes anew.
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataConfig
 from data.files import content_hash
 from data.masks import Sample
+from heads.store import flush
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +144,7 @@ class Writer:
         meta = {"sha256": sums, "report": report}
         (self.folder / META).write_text(json.dumps({**meta, "self": _checksum(meta)}), encoding="utf-8")
         for path in (*self.folder.iterdir(), self.folder):
-            with _descriptor(path) as descriptor:
-                os.fsync(descriptor)
+            flush(path)
 
 
 def read_cache(place: Path) -> dict[str, Any] | None:
@@ -196,8 +195,7 @@ def making(place: Path) -> Iterator[Writer | None]:
             rough.mkdir()
             yield Writer(rough)
             rough.rename(place)
-            with _descriptor(place.parent) as descriptor:
-                os.fsync(descriptor)
+            flush(place.parent)
         finally:
             shutil.rmtree(rough, ignore_errors=True)
             lock.release()
@@ -213,15 +211,6 @@ def _is_whole(place: Path) -> bool:
     except DamagedError as damage:
         log.warning("%s: %s; tokenising anew", place, damage)
         return False
-
-
-@contextmanager
-def _descriptor(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _checksum(meta: dict[str, Any]) -> str:

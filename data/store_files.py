@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from heads.store import flush
+
 CHECKSUM = "sha256"
 
 
@@ -26,7 +28,7 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        _flush(path.parent)
+        flush(path.parent)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
@@ -73,11 +75,3 @@ def claim(path: Path, *, wait: bool) -> Iterator[bool]:
             yield False
             return
         yield True
-
-
-def _flush(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -96,7 +96,7 @@ def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tenso
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
         (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
         for path in (new / WEIGHTS, new / CONFIG, new):
-            _flush(path)
+            flush(path)
         _swap(new, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
@@ -116,9 +116,9 @@ def save_tree(folder: Path, tree: dict[str, Any]) -> None:
     new = path.with_name(f".{CONFIG}.new")
     try:
         new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _flush(new)
+        flush(new)
         os.replace(new, path)
-        _flush(path.parent)
+        flush(path.parent)
     except OSError as error:
         new.unlink(missing_ok=True)
         raise OSError(f"{path}: could not be written ({error}); the tree in it is the one of before") from error
@@ -243,11 +243,11 @@ def _swap(new: Path, folder: Path) -> None:
         if aside.exists():
             os.replace(aside, folder)
         raise
-    _flush(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Push a file, or a folder's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
