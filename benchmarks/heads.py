@@ -89,10 +89,10 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     loop = Loop(run, accelerator, target, head, batches, Live(target, batches), [], {})
     begin = time.process_time()
     for step in range(run.trainer.steps):
-        loop.step(step)
+        loop.step(step, stopping=False)
     seconds = time.process_time() - begin
     loop.tracker.close()
-    weights = loop.average.state(head)
+    weights = loop.step.average.state(head)
     save_head(Path(run.out, "head"), decoding_copy(head, weights, None), target.target.spec, vars(run.tree))
     made = decoding_copy(head, weights, target.target)
     found: dict[str, Any] = {"parameters": parameter_count(head), "train_seconds": round(seconds, 1)}

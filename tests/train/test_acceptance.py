@@ -22,8 +22,8 @@ from train import sweep
 from train.acceptance import Judge
 from train.config import RunConfig, run_config
 from train.flops import Flops
-from train.loop import Loss
 from train.optim import optimizer
+from train.step import Loss
 from train.weights import weights
 
 PROMPTS = [toys.prompt(seed) for seed in range(5)]
