@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
@@ -119,7 +119,12 @@ class Rows:
     @cached_property
     def log_p(self) -> Float[Tensor, "R W"]:
         """Return the logarithm of the target's law."""
-        return self.law.log_p[self.place]
+        return taken(self.law.log_p, self.place)
+
+    @cached_property
+    def p(self) -> Float[Tensor, "R W"]:
+        """Return the target's law."""
+        return taken(self.law.p, self.place)
 
     def log_law(self) -> Float[Tensor, "R W"]:
         """Return the target's law renormalised over the drafted tokens."""
@@ -130,6 +135,11 @@ class Rows:
         return torch.minimum(self.log_p, self.log_q).exp().sum(-1)
 
 
+def taken(x: Shaped[Tensor, "n W"], place: Int[Tensor, "R"]) -> Shaped[Tensor, "R W"]:
+    """Return rows of x by ascending place, x itself where these are all of them: a copy costs as much as a loss."""
+    return x if len(place) == len(x) else x.index_select(0, place)
+
+
 def ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the text's own next token (Medusa-1); none where the head cannot draft it."""
     found = -x.log_q.gather(1, x.label.clamp_min(0)[:, None])[:, 0]
@@ -138,7 +148,7 @@ def ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
 
 def soft_ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the target's law, its forward KL up to a constant (EAGLE)."""
-    found = -(x.law.p[x.place] * x.log_q).sum(-1) * x.known
+    found = -(x.p * x.log_q).sum(-1) * x.known
     if x.whole:
         return found
     mass = x.law.log_mass[x.place, 0].exp()  # of rows that are not known it may round to 0
@@ -181,7 +191,7 @@ def lk(x: Rows, config: ObjectiveConfig) -> Float[Tensor, "R"]:
 
 def top_k(x: Rows, config: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the target's `top_k` likeliest tokens alone (HASS)."""
-    share, token = (each[x.place] for each in x.law.likeliest(config.top_k))
+    share, token = (taken(each, x.place) for each in x.law.likeliest(config.top_k))
     return -(share * x.log_q.gather(-1, token)).sum(-1)
 
 
