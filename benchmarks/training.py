@@ -3,7 +3,8 @@
     python benchmarks/training.py [--vocabulary 128256] [--rows 1024] [--model PATH] [--tokens 2048] [--heads eagle …]
 
 1. The loss in chunks against all rows at once: peak memory of the process above what the tensors that both need take.
-2. A head's step (unroll, loss, gradient) over the time that its own matrix products take, done again by themselves.
+2. A head's step (unroll, loss, gradient) over the time that its own matrix products take, done again by themselves. In CPU
+   seconds, in which threads that wait for others count: OMP_NUM_THREADS=1 where the machine does other work.
 3. Features for training over a forward pass of the bare model on the same tokens.
 """
 
@@ -97,14 +98,15 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fastest(run: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the least seconds of a few runs."""
-    spent = []
+def fastest(*runs: Callable[[], Any], repeats: int = 5) -> list[float]:
+    """Return the least CPU seconds of each, taken in turn, so that what else the machine does falls on all alike."""
+    spent: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
-        begin = time.process_time()
-        run()
-        spent.append(time.process_time() - begin)
-    return min(spent)
+        for run, found in zip(runs, spent, strict=True):
+            begin = time.process_time()
+            run()
+            found.append(time.process_time() - begin)
+    return [min(found) for found in spent]
 
 
 def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, float]:
@@ -133,7 +135,8 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
             for func, args in products:
                 func(*args)
 
-    return fastest(step), fastest(alone)
+    taken, products_alone = fastest(step, alone)
+    return taken, products_alone
 
 
 def features_over_forward(target: Target, tokens: int) -> float:
@@ -141,8 +144,10 @@ def features_over_forward(target: Target, tokens: int) -> float:
     token = torch.randint(target.ends.vocab_size, (tokens // LENGTH, LENGTH))
     target.feature_layers = (1, 2)
     with torch.inference_mode():
-        bare = fastest(lambda: target.base(input_ids=token, use_cache=False))
-        ours = fastest(lambda: target.features(token, torch.zeros_like(token)))
+        bare, ours = fastest(
+            lambda: target.base(input_ids=token, use_cache=False),
+            lambda: target.features(token, torch.zeros_like(token)),
+        )
     return bare / ours
 
 
