@@ -3,8 +3,8 @@
     python benchmarks/training.py [--vocabulary 128256] [--rows 1024] [--model PATH] [--tokens 2048] [--heads eagle …]
 
 1. The loss in chunks against all rows at once: peak memory of the process above what the tensors that both need take.
-2. A head's step (unroll, loss, gradient) over the time that its own matrix products take, done again by themselves. In CPU
-   seconds, in which threads that wait for others count: OMP_NUM_THREADS=1 where the machine does other work.
+2. A head's step (unroll, loss, gradient) over the time that its own matrix products take, done again by themselves, in
+   CPU seconds. Threads that wait for others count in these: OMP_NUM_THREADS=1 where the machine does other work.
 3. Features for training over a forward pass of the bare model on the same tokens.
 """
 
