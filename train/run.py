@@ -59,9 +59,9 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Make the output folder, once everything that a run needs has loaded: a mistake costs no earlier run."""
     out = Path(run.out)
     if run.overwrite and not run.resume:
-        for part in ("checkpoints", "head", ".head.old"):
+        for part in ("checkpoints", "head", ".head.old", "bad", "tensorboard", "wandb"):
             shutil.rmtree(out / part, ignore_errors=True)
-        for part in ("metrics.jsonl", "report.json", "report.md", "training.json", "prompts.jsonl"):
+        for part in ("metrics.jsonl", "report.json", "report.md", "training.json", "prompts.jsonl", "wandb-id.txt"):
             (out / part).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
