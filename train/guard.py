@@ -52,6 +52,15 @@ class Guard:
         """Whether the run ends with the step that was just found bad."""
         return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
 
+    def remedy(self) -> str:
+        """Return what can be done about a run that was stopped."""
+        if self.config.on_bad_step == "stop":
+            return "trainer.on_bad_step=skip resume=true goes on without it"
+        return (
+            f"{self.progress['in_a_row']} bad steps in a row, as many as trainer.bad_steps allows: mend the data, "
+            "or start again with a lower trainer.lr"
+        )
+
 
 def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
     """Write the global batch of step `step`, counted from 0, into `folder`; return where it lies, or why it does not.

@@ -128,11 +128,7 @@ class Loop:
         self.save(step)
         if not main:
             raise SystemExit(2)
-        row = self.progress["in_a_row"]
-        raise ValueError(
-            f"stopped before step {step + 1}: {why}; {kept}; {row} bad in a row; trainer.on_bad_step=skip with "
-            "resume=true tries on without them, a lower trainer.lr may need them no more"
-        )
+        raise ValueError(f"stopped before step {step + 1}: {why}; {kept}; {self.step.guard.remedy()}")
 
     def write_cost(self, steps: int) -> None:
         """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
