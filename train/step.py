@@ -124,7 +124,10 @@ class Stepper:
         return {**first, **found, "grad_norm": grad_norm, "rows": int(rows)}, flagged > 0
 
     def update(self, step: int, *, good: bool) -> None:
-        """Move the weights by the gradient; that of a bad step is dropped, and nothing else changes."""
+        """Move the weights by the gradient; that of a bad step is dropped, and nothing else changes.
+
+        An engine that moves them within `backward`, as DeepSpeed's does, comes too late here.
+        """
         if good:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(step)
