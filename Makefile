@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml Makefile
 		{ echo "setup: cannot make $(VENV) without Python's ensurepip; install it (apt install python3-venv)" >&2; exit 1; }
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
-	$(RUN) -m pip install -e '.[cluster,dev,quant]'
+	$(RUN) -m pip install -e '.[cluster,dev,quant,sweep]'
 	@touch $(STAMP)
 
 demo: setup ## distill an EAGLE head from the embedded target, verify it, write the report; bf16, as models are served

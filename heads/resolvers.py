@@ -1,5 +1,7 @@
 """What values in conf/ may compute: a path in the checkout or the user's cache, a path's name, a default's company."""
 
+import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -16,13 +18,16 @@ def register_resolvers() -> None:
     after its model: the last part of a folder's or a Hub model's path. `if_same` gives its third value where the first
     two agree, else nothing: a preset's prompts belong to the preset's data, not to data of the user's own. `by_device`
     gives its first value on a machine without an accelerator, else its second. `cache_folder` names a folder under
-    HEADSTART_CACHE, which is ~/.cache/headstart unless the environment says otherwise.
+    HEADSTART_CACHE, which is ~/.cache/headstart unless the environment says otherwise. `digest` names a run after
+    all of its values. `made` is a folder that is made when it is asked for, for a library that does not make it.
     """
     OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("if_same", lambda given, own, value: value if given == own else "", replace=True)
     OmegaConf.register_new_resolver("stem", lambda path: os.path.basename(os.path.abspath(path)), replace=True)
     OmegaConf.register_new_resolver("by_device", _by_device, replace=True)
     OmegaConf.register_new_resolver("cache_folder", _cache_folder, replace=True)
+    OmegaConf.register_new_resolver("digest", _digest, replace=True)
+    OmegaConf.register_new_resolver("made", _made, replace=True)
 
 
 def _by_device(cpu: object, accelerator: object) -> object:
@@ -32,3 +37,13 @@ def _by_device(cpu: object, accelerator: object) -> object:
 def _cache_folder(name: str) -> str:
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return str(Path(os.environ.get("HEADSTART_CACHE") or Path(users, "headstart"), name))
+
+
+def _digest(*values: object) -> str:
+    plain = [OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value for value in values]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _made(folder: str) -> str:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return folder

@@ -17,6 +17,7 @@ from inference.policy import TreeConfig
 from inference.target import DTYPES
 from train.adapt import peft_config
 from train.losses import ObjectiveConfig
+from train.trackers import TRACKERS
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,29 @@ class TrainerConfig:
     ema: float
     patience: int | None
     log_every: int
-    wandb: str
+    trackers: list[str]
+    peak_tflops: float | None
+    on_bad_step: str
+    bad_steps: int
+    spike: float | None
 
     def __post_init__(self) -> None:
         _at_least(
-            "trainer", self, 1, "steps", "batch_tokens", "micro_tokens", "save_every", "keep", "log_every", "lr_width"
-        )
+            "trainer", self, 1, "steps", "batch_tokens", "micro_tokens", "save_every", "keep", "log_every", "lr_width",
+            "bad_steps",
+        )  # fmt: skip
         _at_least("trainer", self, 1, "eval_every", "eval_tokens", "estimate_every", "patience")
         _at_least("trainer", self, 0, "eval_prompts", "lr", "clip", "weight_decay", "seed")
         _fraction("trainer", self, "min_lr", "warmup", "ema", "momentum")
         _one_of("trainer", self, optimizer=("adamw", "muon"), precision=("auto", "bf16", "fp32"))
-        _one_of("trainer", self, wandb=("off", "offline", "online"))
+        _one_of("trainer", self, on_bad_step=("skip", "stop"))
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise ValueError(f"trainer.trackers has {name!r}: choose among {', '.join(TRACKERS)}")
+        for key in ("spike", "peak_tflops"):
+            value, least = getattr(self, key), float(key == "spike")
+            if value is not None and value <= least:
+                raise ValueError(f"trainer.{key} is {value}: give a number above {least:g}, or null")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,14 @@
-"""Counting the floating-point operations of what runs, by torch's own formulas for matrix products and attention."""
+"""Floating-point operations: counted by torch's own formulas for matrix products and attention, and a device's peak."""
 
+import re
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+# Dense bf16, in 10^12 a second, by a word of the name that torch gives the device; NVIDIA's data sheets.
+PEAKS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "L4": 121, "4090": 165, "A10": 125}
 
 
 class Flops(TorchDispatchMode):
@@ -18,3 +23,19 @@ class Flops(TorchDispatchMode):
         if cost is not None:
             self.total += cost(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+def peak_flops(device: torch.device, given: float | None) -> float | None:
+    """Return the operations a second that a device can do at most, None where that is not known.
+
+    Args:
+        device: what runs the step.
+        given: 10^12 a second, as the user says; None: by the device's name.
+    """
+    if given is not None:
+        return given * 1e12
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = [peak for word, peak in PEAKS.items() if word in re.split(r"[ -]", name)]
+    return found[0] * 1e12 if found else None

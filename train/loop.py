@@ -20,6 +20,7 @@ from train import adapt, checkpoint
 from train.acceptance import Judge
 from train.checkpoint import Checkpoint
 from train.config import RunConfig
+from train.guard import BAD, Guard, keep_batch
 from train.step import Stepper
 from train.track import Tracker
 
@@ -35,14 +36,15 @@ class Loop:
         self.judge = Judge(target, prompts, run) if isinstance(target, Target) and run.trainer.eval_prompts else None
         self.source, self.out = source, Path(run.out)
         self.step = Stepper(run, accelerator, head, batches, source, target.ends.hidden_size)
-        self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0, "seconds": 0.0, "stall": 0.0}
+        self.start = 0
+        self.progress: dict[str, Any] = dict.fromkeys(("best_tau", "best_step", "stale", "seconds", "stall"), 0)
         if run.resume:
             self.load()
+        self.step.guard = Guard(run.trainer, self.progress)
         self.stopping = False
-        self.flops: int | None = None
         self.tracker = Tracker(
             self.out, active=accelerator.is_main_process, steps=run.trainer.steps, start=self.start,
-            wandb_mode=run.trainer.wandb, config=resolved,
+            trackers=run.trainer.trackers, config=resolved,
         )  # fmt: skip
 
     def load(self) -> None:
@@ -95,6 +97,8 @@ class Loop:
         finally:
             if said := self.source.close():
                 self.tracker.say(f"{said}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s")
+            if skipped := self.progress["skipped"]:
+                self.tracker.say(f"{skipped} bad steps skipped; their batches are in {self.out / BAD}")
             self.tracker.close()
             signal.signal(signal.SIGTERM, previous)
 
@@ -102,14 +106,29 @@ class Loop:
         """Take one step, note what it cost and did; return whether any process was told to stop."""
         begin, stall = time.perf_counter(), self.source.stall
         if step == self.start:
-            taken, self.flops = self.step.counted(step, stopping=self.stopping)
+            taken = self.step.counted(step, stopping=self.stopping)
         else:
             taken = self.step(step, stopping=self.stopping)
         self.progress["seconds"] += time.perf_counter() - begin
         self.progress["stall"] += self.source.stall - stall
         if taken.record is not None:
             self.tracker.log({"step": step + 1, **taken.record})
+        if taken.bad is not None:
+            self.refuse(step, taken.bad)
+        self.step.clock.lap("other")
         return taken.stopped
+
+    def refuse(self, step: int, why: str) -> None:
+        """Keep the batch of a bad step, and stop if that was asked for; the run is as it was before it."""
+        main = self.accelerator.is_main_process
+        kept = keep_batch(self.out / BAD, self.step.batches, step, why) if main else ""
+        if not self.step.guard.stops():
+            self.tracker.say(f"step {step + 1} is skipped: {why}; {kept}")
+            return
+        self.save(step)
+        if not main:
+            raise SystemExit(2)
+        raise ValueError(f"stopped before step {step + 1}: {why}; {kept}; {self.step.guard.remedy()}")
 
     def write_cost(self, steps: int) -> None:
         """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
@@ -118,7 +137,9 @@ class Loop:
             "frozen_parameters": frozen_count(self.head),
             "steps": steps,
             "tokens": steps * self.run.trainer.batch_tokens,
-            "flops": None if self.flops is None else self.flops * steps,
+            "flops": None if self.step.flops is None else self.step.flops * steps,
+            "skipped": self.progress["skipped"],
+            "best_tau": self.progress["best_tau"],
             "seconds": self.progress["seconds"],
             "stall_seconds": self.progress["stall"],
         }

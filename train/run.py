@@ -59,9 +59,9 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Make the output folder, once everything that a run needs has loaded: a mistake costs no earlier run."""
     out = Path(run.out)
     if run.overwrite and not run.resume:
-        for part in ("checkpoints", "head", ".head.old"):
+        for part in ("checkpoints", "head", ".head.old", "bad", "tensorboard", "wandb"):
             shutil.rmtree(out / part, ignore_errors=True)
-        for part in ("metrics.jsonl", "report.json", "report.md", "training.json", "prompts.jsonl"):
+        for part in ("metrics.jsonl", "report.json", "report.md", "training.json", "prompts.jsonl", "wandb-id.txt"):
             (out / part).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
@@ -174,19 +174,23 @@ def report(run: RunConfig) -> None:
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
-def main(cfg: DictConfig) -> None:
-    """Compose, check, and plan, launch or train."""
-    with user_errors():
+def main(cfg: DictConfig) -> float | None:
+    """Compose, check, and plan, launch or train; return the best τ, which a sweep may be after."""
+    with sweep.alone(), user_errors():
         run = run_config(cfg)
+        sweep.check(run.trainer.eval_prompts)
         resolved = OmegaConf.to_container(cfg, resolve=True)
         assert isinstance(resolved, dict)
         if run.plan:
             Console().print(table(run, plan(run)))
-        elif run.launcher.num_processes * run.launcher.num_nodes > 1 and not launch.launched():
+            return None
+        if run.launcher.num_processes * run.launcher.num_nodes > 1 and not launch.launched():
             status = launch.relaunch(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task)
-            raise SystemExit(status)
+            if status != 0:
+                raise SystemExit(status)
         else:
             train(run, {str(k): v for k, v in resolved.items()})
+        return sweep.best_tau(Path(run.out))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """One optimiser step on the global batch, on every process alike: its micro-batches, their gradient, the update."""
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +9,13 @@ from torch import Tensor, nn
 
 from data.batches import Batch, Batches
 from data.features import FeatureSource, Given
+from eval.machine import peak_memory
 from heads.base import Features
 from heads.law import TopLaw
+from train.clock import Clock
 from train.config import RunConfig
-from train.flops import Flops
+from train.flops import Flops, peak_flops
+from train.guard import Guard
 from train.losses import ObjectiveConfig
 from train.objective import objective
 from train.optim import Average, learning_rate, optimizer
@@ -45,10 +47,12 @@ class Step:
     Attributes:
         stopped: whether some process was told to stop.
         record: what is logged of it, beside the step's number; None where it is not logged.
+        bad: why it changed nothing; None for a good step.
     """
 
     stopped: bool
     record: dict[str, Any] | None
+    bad: str | None
 
 
 class Stepper:
@@ -60,6 +64,11 @@ class Stepper:
     ) -> None:  # fmt: skip
         self.run, self.accelerator, self.head, self.batches, self.source = run, accelerator, head, batches, source
         self.width = width
+        self.guard = Guard(run.trainer, {})
+        self.clock = Clock(accelerator.device)
+        self.flops: int | None = None
+        self.peak = peak_flops(accelerator.device, run.trainer.peak_tflops)
+        self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
         self.average = Average(head, run.trainer.ema)
         self.optimizer: Any
         self.module, self.optimizer = accelerator.prepare(
@@ -68,54 +77,96 @@ class Stepper:
 
     def __call__(self, step: int, *, stopping: bool) -> Step:
         """Take step `step`, counted from 0; `stopping` tells every process that this one must stop after it."""
-        begin, stall = time.perf_counter(), self.source.stall
-        trainer, device = self.run.trainer, self.accelerator.device
+        self.clock.begin()
+        trainer, device, stall = self.run.trainer, self.accelerator.device, self.source.stall
         micro = [self.drawn(batch, step) for batch in self.batches(step)]
         mine = sum(torch.stack([each.amount, each.trained.sum((1, 2))]) for _, _, each in micro)
         assert isinstance(mine, Tensor)
         flag = torch.tensor([float(stopping)])
+        self.clock.lap("data")
         # One reduction tells every process the global batch's numbers and whether one of them must stop.
         shared: Any = self.accelerator.reduce(torch.cat([mine.flatten(), flag]).to(device), "sum")
-        (amount, trained), stopped = shared[:-1].view(2, -1).clamp_min(1), bool(shared[-1] > 0)
+        (amount, trained), flag = shared[:-1].view(2, -1).clamp_min(1), shared[-1:]
+        self.clock.lap("wait")
         totals: dict[str, Tensor] = {}
         for i, ((batch, anchors, weight), given) in enumerate(zip(micro, self.source(step), strict=True)):
+            self.clock.lap("target")
             scaled = weight.row.to(device) / amount[:, None, None]
             loss, sums = self.backward(given, number(batch, step), anchors, scaled, last=i + 1 == len(micro))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
+            self.clock.lap("head")
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.average.update(self.head)
-        if (step + 1) % trainer.log_every:
-            return Step(stopped, None)
-        packed: Any = self.accelerator.reduce(torch.stack(list(totals.values())), "sum")
-        means = {name: each if name == "loss" else each / trained for name, each in zip(totals, packed, strict=True)}
-        record = {
-            "loss": float(means.pop("loss")[0]),
-            "accuracy": means.pop("accuracy").tolist(),
-            **{name: value.tolist() for name, value in means.items()},
-            "lr": self.rate(step),
-            "grad_norm": float(norm),
-            "rows": int(trained[0]),
-            "tokens_per_second": trainer.batch_tokens / (time.perf_counter() - begin),
-            "stall_seconds": self.source.stall - stall,
-        }
-        return Step(stopped, record)
+        self.clock.lap("optimiser")
+        numbers, stopped = self.read(totals, torch.as_tensor(norm, device=device), trained, flag)
+        self.clock.lap("wait")
+        bad = self.guard.judge(numbers["loss"], numbers["grad_norm"])
+        self.update(step, good=bad is None)
+        self.clock.lap("optimiser")
+        self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
+        self.stall += self.source.stall - stall
+        logged = bad is not None or (step + 1) % trainer.log_every == 0
+        record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
+        return Step(stopped, {**record, **self.cost()} if logged else None, bad)
 
-    def counted(self, step: int, *, stopping: bool) -> tuple[Step, int | None]:
+    def read(
+        self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor, flag: Tensor
+    ) -> tuple[dict[str, Any], bool]:
+        """Return the step's numbers over all processes, and whether one must stop: all that the host waits for."""
+        depths = len(trained)
+        mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
+        packed: Any = self.accelerator.reduce(mine, "sum")
+        packed[depths:-1] /= trained.repeat(len(totals) - 1)
+        *means, grad_norm, rows, flagged = torch.cat([packed, trained[:1], flag]).tolist()
+        found: dict[str, Any] = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
+        first = {"loss": found.pop("loss")[0], "accuracy": found.pop("accuracy")}
+        grad_norm /= self.accelerator.num_processes
+        return {**first, **found, "grad_norm": grad_norm, "rows": int(rows)}, flagged > 0
+
+    def update(self, step: int, *, good: bool) -> None:
+        """Move the weights by the gradient; that of a bad step is dropped, and nothing else changes.
+
+        An engine that moves them within `backward`, as DeepSpeed's does, comes too late here.
+        """
+        if good:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate(step)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if good:
+            self.average.update(self.head)
+
+    def cost(self) -> dict[str, Any]:
+        """Return what the steps since the last record have cost, of each; this process's own but for the rates."""
+        steps, rows, stall = self.steps, self.rows, self.stall
+        self.steps, self.rows, self.stall = 0, 0, 0.0
+        parts = {part: seconds / steps for part, seconds in self.clock.read(stall).items()}
+        seconds = max(sum(parts.values()), 1e-9)  # an accelerator may have passed no mark yet
+        device, peak = self.accelerator.device, self.peak
+        rate = None if self.flops is None else self.flops / seconds
+        return {
+            "tokens_per_second": self.run.trainer.batch_tokens / seconds,
+            "rows_per_second": rows / steps / seconds,
+            "step_seconds": seconds,
+            "seconds": parts,
+            "stall_seconds": stall,
+            **({} if rate is None else {"flops_per_second": rate}),
+            **({} if rate is None or peak is None else {"mfu": rate / (peak * self.accelerator.num_processes)}),
+            "memory_bytes": peak_memory(device),
+        }
+
+    def counted(self, step: int, *, stopping: bool) -> Step:
         """Take a step and count the floating-point operations of all processes in it, the target's included.
 
-        None is the count where the head is compiled, whose operations cannot be followed.
+        There is no count where the head is compiled, whose operations cannot be followed.
         """
         if self.run.trainer.compile:
-            return self(step, stopping=stopping), None
+            return self(step, stopping=stopping)
         counter: Any = Flops
         with counter() as count:
             taken = self(step, stopping=stopping)
-        return taken, count.total * self.accelerator.num_processes
+        self.flops = count.total * self.accelerator.num_processes
+        return taken
 
     def rate(self, step: int) -> float:
         """Return the step's learning rate at this target's width."""

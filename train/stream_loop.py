@@ -118,7 +118,7 @@ class StreamLoop:
             self.load()
         self.tracker = Tracker(
             self.out, active=accelerator.is_main_process, steps=run.trainer.steps, start=self.start,
-            wandb_mode=run.trainer.wandb, config=resolved,
+            trackers=run.trainer.trackers, config=resolved,
         )  # fmt: skip
 
     def load(self) -> None:

@@ -44,9 +44,9 @@ def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     """Make the output folder, once everything that a run needs has loaded."""
     out = Path(run.out)
     if run.overwrite and not run.resume:
-        for part in ("checkpoints", KIND, f".{KIND}.old"):
+        for part in ("checkpoints", KIND, f".{KIND}.old", "tensorboard", "wandb"):
             shutil.rmtree(out / part, ignore_errors=True)
-        for part in ("metrics.jsonl", "prompts.jsonl"):
+        for part in ("metrics.jsonl", "prompts.jsonl", "wandb-id.txt"):
             (out / part).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))

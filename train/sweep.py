@@ -1,6 +1,8 @@
-"""One table for all runs of a Hydra multirun: what each head cost to train and what it is worth."""
+"""The runs of a Hydra multirun: one table of what each cost and what it is worth, and the τ that is searched."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,40 @@ TABLE, WIDTH = "table.json", 140
 COLUMNS = ("head", "parameters", "tokens", "GFLOP", "seconds", "T", "τ [95%]", "P(a≥1) P(a≥2) …", "speedup", "lossless")
 
 
+def sweeping() -> bool:
+    """Whether this run is one of a multirun."""
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def check(prompts: int) -> None:
+    """Refuse to search for the largest τ where no run measures any on `prompts` prompts.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if prompts == 0 and sweeping() and "direction" in HydraConfig.get().sweeper:
+        raise ValueError(
+            "trainer.eval_prompts is 0, and sweep=optuna is after the τ that a run measures: give 1 or more"
+        )
+
+
+def best_tau(out: Path) -> float | None:
+    """Return the best τ that a finished run measured while it trained; None where it measured none."""
+    cost = json.loads((out / "training.json").read_text())
+    return float(cost["best_tau"]) or None
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let a run of a multirun that fails, and has said why, fail alone: the others go on. A signal ends them all."""
+    try:
+        yield
+    except SystemExit as ended:
+        if sweeping() and ended.code in (1, 2):
+            raise RuntimeError("this run of the multirun failed") from None
+        raise
+
+
 def note(name: str, drafter: str, out: Path) -> None:
     """Add a finished run to its multirun's table and print it; outside a multirun, do nothing.
 
@@ -23,10 +59,9 @@ def note(name: str, drafter: str, out: Path) -> None:
         drafter: what its report calls the head.
         out: the run's folder.
     """
-    hydra = HydraConfig.get()
-    if hydra.mode != RunMode.MULTIRUN:
+    if not sweeping():
         return
-    path = Path(hydra.sweep.dir, TABLE)
+    path = Path(HydraConfig.get().sweep.dir, TABLE)
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for row in rows if row["out"] != str(out)] + rows_of(name, drafter, out)

@@ -1,0 +1,40 @@
+"""A training run whose features of one packed row are not numbers: `python tests/train/poison.py ROW OVERRIDES`."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from data.features import FeatureSource, Given, Live
+from train import run
+
+
+class Poisoned:
+    """Features as they are but for one row's, some of which are NaN."""
+
+    def __init__(self, inner: FeatureSource, row: int) -> None:
+        self.inner, self.row, self.stall = inner, row, 0.0
+
+    def __call__(self, step: int) -> Iterator[Given]:
+        assert isinstance(self.inner, Live)
+        for batch, given in zip(self.inner.batches(step), self.inner(step), strict=True):
+            for place in (batch.index == self.row).nonzero()[:, 0].tolist():
+                given.features.last[place, 3:9] = float("nan")
+            yield given
+
+    def close(self) -> str:
+        return self.inner.close()
+
+
+def poison(row: int) -> Any:
+    """Return what takes the place of `train.run.source_for`."""
+    inner = run.source_for
+    return lambda *given: Poisoned(inner(*given), row)
+
+
+if __name__ == "__main__":
+    run.source_for = poison(int(sys.argv.pop(1)))
+    run.main()

@@ -1,0 +1,199 @@
+"""Bad steps: found, kept to the disk, skipped without a trace or the end of the run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.batches import Batches, Packed
+from tests.train import jobs
+from tests.train.poison import poison
+from tests.train.test_features import configured
+from train import run as runs
+from train.guard import WINDOW, Guard, keep_batch
+from train.loop import Loop
+
+STEPS, BAD = 8, 3  # the bad one counts from 0
+OPTIONS = [
+    f"trainer.steps={STEPS}", "trainer.save_every=2", "trainer.keep=9", "trainer.ema=0.9", "trainer.eval_prompts=0",
+    "eval.prompts=0",
+]  # fmt: skip
+
+
+class Job:
+    """A toy run, and the packed row that its bad step alone has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.overrides = folder, [*jobs.make(folder), *OPTIONS]
+        self.rows: list[int] = []
+        take = Loop.take
+
+        def noted(loop: Loop, step: int) -> bool:
+            self.rows = loop.step.batches.rows(BAD).tolist()
+            return take(loop, step)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Loop, "take", noted)
+            self.train("good")
+
+    def train(self, name: str, *overrides: str) -> Path:
+        out = self.folder / name
+        runs.train(*configured([*self.overrides, f"out={out}", *overrides]))
+        return out
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("guard"))
+
+
+@pytest.fixture(scope="module")
+def skipped(job: Job) -> Path:
+    """Return the folder of a run whose one bad step was skipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "source_for", poison(job.rows[5]))
+        return job.train("skipped")
+
+
+def records(out: Path) -> dict[int, dict[str, Any]]:
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record for record in found if "loss" in record}
+
+
+def same_head(one: Path, other: Path) -> bool:
+    ours, theirs = (load_file(out / "head" / "model.safetensors") for out in (one, other))
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_only_the_bad_step_is_skipped_and_is_as_if_not_taken(
+    job: Job, skipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Loop.take
+    monkeypatch.setattr(Loop, "take", lambda loop, step: step != BAD and take(loop, step))
+    without = job.train("without")
+    found, expected = records(skipped), records(without)
+    assert [step for step, record in found.items() if record.get("skipped")] == [BAD + 1]
+    assert found.pop(BAD + 1)["loss"] is None
+    assert {step: record["loss"] for step, record in found.items()} == {
+        step: record["loss"] for step, record in expected.items()
+    }
+    assert same_head(skipped, without)
+    assert not same_head(skipped, job.folder / "good")
+    assert json.loads((skipped / "training.json").read_text())["skipped"] == 1
+
+
+def test_a_run_with_a_skipped_step_resumes_bit_for_bit(
+    job: Job, skipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = job.folder / "resumed"
+    shutil.copytree(skipped, out)
+    for kept in (out / "checkpoints").glob("step-*"):
+        if int(kept.name.removeprefix("step-")) > BAD + 1:
+            shutil.rmtree(kept)
+    shutil.rmtree(out / "head")
+    monkeypatch.setattr(runs, "source_for", poison(job.rows[5]))
+    job.train("resumed", "resume=true")
+    assert [record["loss"] for record in records(out).values()] == [r["loss"] for r in records(skipped).values()]
+    assert same_head(out, skipped)
+    assert "1 bad steps skipped; their batches are in" in capsys.readouterr().err
+
+
+def test_the_batch_is_kept(job: Job, skipped: Path) -> None:
+    kept = load_file(skipped / "bad" / f"step-{BAD + 1}.safetensors")
+    assert kept["row"].tolist() == job.rows
+    assert {name: tuple(part.shape) for name, part in kept.items() if name != "row"} == dict.fromkeys(
+        ("token", "document", "mask"), (8, 32)
+    )
+    told = json.loads((skipped / "bad" / f"step-{BAD + 1}.json").read_text())
+    assert (told["step"], told["seed"], told["why"]) == (BAD + 1, 0, "its loss is nan")
+    assert len(list((skipped / "bad").iterdir())) == 2
+
+
+def test_a_run_that_is_to_stop_stops_before_the_bad_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = job.folder / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "source_for", poison(job.rows[0]))
+        with pytest.raises(ValueError, match=rf"^stopped before step {BAD + 1}: its loss is nan; its batch") as caught:
+            job.train("stopped", "trainer.on_bad_step=stop")
+    assert "\n" not in str(caught.value)
+    assert sorted(records(out)) == [1, 2, 3, 4]
+    job.train("stopped", "resume=true")  # the data are mended: nothing of the bad step is left
+    assert [record["loss"] for record in records(out).values()] == [
+        record["loss"] for record in records(job.folder / "good").values()
+    ]
+    assert same_head(out, job.folder / "good")
+
+
+def test_bad_steps_without_end_stop_a_run(job: Job) -> None:
+    with pytest.raises(ValueError, match="2 bad steps in a row, "):
+        job.train("endless", "trainer.bad_steps=2", "trainer.lr=1e30", "trainer.warmup=0", "trainer.clip=1e9")
+
+
+@pytest.mark.slow
+def test_all_processes_skip_alike(job: Job, skipped: Path) -> None:
+    out = job.folder / "two"
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    words += [str(jobs.ROOT / "tests" / "train" / "poison.py"), str(job.rows[5]), *job.overrides, f"out={out}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((out / "provenance.json").read_text())["world_size"] == 2
+    found, expected = records(out), records(skipped)
+    assert found.pop(BAD + 1)["skipped"]
+    expected.pop(BAD + 1)
+    assert found.keys() == expected.keys()
+    assert all(abs(found[step]["loss"] / expected[step]["loss"] - 1) < 1e-4 for step in expected)
+
+
+def guard(spike: float | None = None) -> Guard:
+    run, _ = configured(["data.length=32", f"trainer.spike={'null' if spike is None else spike}"])
+    return Guard(run.trainer, {})
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "why"),
+    [
+        (1.0, 2.0, None),
+        (float("nan"), 2.0, "its loss is nan"),
+        (float("inf"), 2.0, "its loss is inf"),
+        (1.0, float("inf"), "the norm of its gradient is inf"),
+        (1.0, float("nan"), "the norm of its gradient is nan"),
+    ],
+)
+def test_what_is_not_finite_is_bad(loss: float, norm: float, why: str | None) -> None:
+    watching = guard()
+    assert watching.judge(loss, norm) == why
+    assert watching.progress["skipped"] == (why is not None)
+    assert watching.progress["recent"] == ([1.0] if why is None else [])
+    assert not watching.stops()
+
+
+def test_a_spike_is_measured_by_the_recent_median() -> None:
+    watching = guard(3.0)
+    assert watching.judge(900.0, 1.0) is None, "before the window is full nothing is a spike"
+    for step in range(WINDOW - 1):
+        assert watching.judge(2.0 + (step % 2) / 10, 1.0) is None
+    again = Guard(watching.config, json.loads(json.dumps(watching.progress)))  # as a checkpoint keeps it
+    assert watching.judge(5.9, 1.0) is None
+    for each in (watching, again):
+        assert each.judge(8.4, 1.0) == f"its loss is 8.4, 4.1 times the median of the last {WINDOW}"
+        assert each.progress["in_a_row"] == 1
+        assert len(each.progress["recent"]) == WINDOW
+    assert watching.judge(2.0, 1.0) is None
+    assert (watching.progress["skipped"], watching.progress["in_a_row"]) == (1, 0)
+    calm = guard()
+    assert all(calm.judge(loss, 1.0) is None for loss in [1.0] * WINDOW + [1e9])
+
+
+def test_a_batch_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
+    packed = Packed(*(torch.zeros(4, 8, dtype=torch.int32) for _ in range(3)))
+    (tmp_path / "bad").write_text("a file in the folder's place")
+    said = keep_batch(tmp_path / "bad", Batches(packed, 2, 1, 0, 0, 1), 3, "its loss is nan")
+    assert said.startswith("its batch could not be kept (")

@@ -1,0 +1,96 @@
+"""Sweeps: what a run returns, what fails alone, and a search by Optuna that goes on where it was."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from heads.resolvers import ROOT, register_resolvers
+from tests.train import jobs
+from train import sweep
+from train.config import run_config
+
+MODES = {"one": RunMode.RUN, "many": RunMode.MULTIRUN}
+
+
+def mode(patch: pytest.MonkeyPatch, which: str) -> None:
+    patch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=MODES[which], sweeper={"direction": "maximize"}))
+
+
+@pytest.mark.parametrize(
+    ("which", "code", "raised"),
+    [
+        ("one", 2, SystemExit),
+        ("many", 2, RuntimeError),
+        ("many", 1, RuntimeError),
+        ("many", 143, SystemExit),
+    ],
+)
+def test_a_run_of_many_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, which: str, code: int, raised: type[BaseException]
+) -> None:
+    mode(monkeypatch, which)
+    with pytest.raises(raised), sweep.alone():
+        raise SystemExit(code)
+
+
+def test_a_search_needs_prompts_to_measure_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode(monkeypatch, "many")
+    sweep.check(1)
+    with pytest.raises(ValueError, match=r"trainer\.eval_prompts is 0"):
+        sweep.check(0)
+    mode(monkeypatch, "one")
+    sweep.check(0)
+
+
+def test_the_best_tau_is_what_training_measured(tmp_path: Path) -> None:
+    (tmp_path / "training.json").write_text(json.dumps({"best_tau": 2.25}))
+    assert sweep.best_tau(tmp_path) == 2.25
+    (tmp_path / "training.json").write_text(json.dumps({"best_tau": 0}))
+    assert sweep.best_tau(tmp_path) is None
+
+
+def test_trials_are_named_after_their_values() -> None:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        words = [[], ["trainer.lr=0.004"], ["objective.depth_decay=0.7"], ["head.layers=2"], ["data.length=256"]]
+        names = [run_config(compose("train", ["sweep=optuna", *each])).name for each in words]
+        assert run_config(compose("train", ["sweep=optuna"])).name == names[0]
+    assert len(set(names)) == len(words)
+    assert all(name.startswith("tiny-eagle-") for name in names)
+
+
+def taus(folder: Path) -> dict[float, float]:
+    """Return the best τ of every finished trial by its learning rate."""
+    found = {}
+    for out in (folder / "trials").iterdir():
+        if (out / "training.json").exists():
+            lr = yaml.safe_load((out / "config.yaml").read_text())["trainer"]["lr"]
+            found[lr] = json.loads((out / "training.json").read_text())["best_tau"]
+    return found
+
+
+@pytest.mark.slow
+def test_optuna_finds_the_best_and_goes_on(tmp_path: Path) -> None:
+    overrides = [
+        "-m", "sweep=optuna", *jobs.make(tmp_path), "trainer.steps=8", "eval.prompts=0", "trainer.patience=null",
+        f"out={tmp_path / 'trials'}/${{name}}", f"hydra.sweep.dir={tmp_path / 'study'}",
+    ]  # fmt: skip
+    printed = jobs.finish(jobs.start([*overrides, "hydra.sweeper.n_trials=3"]))
+    found = taus(tmp_path)
+    assert len(found) == 3
+    best = yaml.safe_load((tmp_path / "study" / "optimization_results.yaml").read_text())
+    assert best["best_value"] == max(found.values()) == found[best["best_params"]["trainer.lr"]]
+    assert "Best parameters: {" in printed
+    assert f"'trainer.lr': {best['best_params']['trainer.lr']}" in printed
+
+    again = jobs.finish(jobs.start([*overrides, "hydra.sweeper.n_trials=1", "trainer.clip=-1"]))
+    assert "error: trainer.clip is -1" in again
+    assert f"Best value: {best['best_value']}" in again, "the study goes on, whatever becomes of one trial"
+    jobs.finish(jobs.start([*overrides, "hydra.sweeper.n_trials=1"]))
+    assert len(taus(tmp_path)) == 4

@@ -1,0 +1,191 @@
+"""Trackers: what each is given, what a resumed run leaves in them, and that none of them can stop a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.train import jobs
+from tests.train.test_features import configured
+from train import track
+from train.clock import PARTS, Clock
+from train.flops import peak_flops
+from train.run import train
+from train.track import Tracker
+from train.trackers import numbers
+
+
+def record(step: int, loss: float = 1.0) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "accuracy": [0.5, 0.25], "tokens_per_second": 9.0, "seconds": {"data": 0.1}}
+
+
+def tracked(out: Path, trackers: list[str], start: int = 0, stop: int = 4) -> None:
+    tracker = Tracker(out, active=True, steps=stop, start=start, trackers=trackers, config={"name": "mine"})
+    for step in range(start + 1, stop + 1):
+        tracker.log(record(step))
+    tracker.close()
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+class Stub:
+    """A tracker that fails where it is told to."""
+
+    def __init__(self, fails: str, seen: list[str]) -> None:
+        self.fails, self.seen = fails, seen
+        self.say("start")
+
+    def say(self, what: str) -> None:
+        self.seen.append(what)
+        if what == self.fails:
+            raise RuntimeError("the server\nis gone")
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.say(f"log {record['step']}")
+
+    def close(self) -> None:
+        self.say("close")
+
+
+@pytest.mark.parametrize(
+    ("fails", "seen"),
+    [
+        ("start", ["start"]),
+        ("log 2", ["start", "log 1", "log 2"]),
+        ("close", ["start", "log 1", "log 2", "log 3", "log 4", "close"]),
+    ],
+)
+def test_a_tracker_that_fails_is_named_once_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: str, seen: list[str]
+) -> None:
+    called: list[str] = []
+    monkeypatch.setitem(track.TRACKERS, "stub", lambda _: Stub(fails, called))
+    tracked(tmp_path, ["stub", "tensorboard"])
+    assert called == seen
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert [value for _, value in scalars(tmp_path, "loss")] == [1.0] * 4
+    told = capsys.readouterr().err
+    assert told.count("tracker stub failed and is left out from here on: the server is gone") == 1
+
+
+def test_training_goes_on_without_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setitem(track.TRACKERS, "wandb", lambda _: Stub("log 2", called))
+    run, resolved = configured(
+        [*jobs.make(tmp_path), "trainer.steps=3", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'run'}",
+         "trainer.trackers=[wandb]", "trainer.peak_tflops=0.001"]
+    )  # fmt: skip
+    train(run, resolved)
+    assert called == ["start", "log 1", "log 2"]
+    found = lines(tmp_path / "run")
+    assert [line["step"] for line in found] == [1, 2, 3]
+    for line in found:
+        assert set(line["seconds"]) == set(PARTS)
+        assert sum(line["seconds"].values()) == pytest.approx(line["step_seconds"])
+        assert min(line["seconds"][part] for part in ("data", "target", "head", "optimiser")) > 0
+        assert line["tokens_per_second"] == pytest.approx(256 / line["step_seconds"])
+        assert line["rows_per_second"] == pytest.approx(line["rows"] / line["step_seconds"])
+        assert 2**20 < line["memory_bytes"] < 2**40
+    assert "flops_per_second" not in found[0], "the first step is the one that is counted"
+    flops = json.loads((tmp_path / "run" / "training.json").read_text())["flops"] / 3
+    for line in found[1:]:
+        assert line["flops_per_second"] == pytest.approx(flops / line["step_seconds"])
+        assert line["mfu"] == pytest.approx(line["flops_per_second"] / 1e9)
+
+
+def test_what_is_logged_seldom_is_of_all_steps_since(tmp_path: Path) -> None:
+    run, resolved = configured(
+        [*jobs.make(tmp_path), "trainer.steps=5", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'run'}",
+         "trainer.log_every=2"]
+    )  # fmt: skip
+    train(run, resolved)
+    found = lines(tmp_path / "run")
+    assert [line["step"] for line in found] == [2, 4]
+    spent = json.loads((tmp_path / "run" / "training.json").read_text())["seconds"]
+    assert 2 * sum(line["step_seconds"] - line["seconds"]["other"] for line in found) < spent
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, active=False, steps=4, start=0, trackers=["wandb", "tensorboard"], config={})
+    tracker.log(record(1))
+    tracker.say("nothing")
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_have_flat_names() -> None:
+    given = {"step": 3, "seconds": {"data": 0.5}, "accuracy": [0.25, None], "tau_ci": None, "best": True, "why": "x"}
+    assert dict(numbers(given)) == {"step": 3, "seconds/data": 0.5, "accuracy/1": 0.25, "best": 1}
+    assert dict(numbers({"loss": float("nan"), "deep": [[1.0], [2.0]]})) == {"deep/1/1": 1, "deep/2/1": 2}
+
+
+def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, active=True, steps=1, start=0, trackers=[], config={})
+    tracker.log(record(1, float("nan")) | {"seconds": {"data": float("inf")}})
+    tracker.close()
+    (line,) = lines(tmp_path)
+    assert (line["loss"], line["seconds"]) == (None, {"data": None})
+
+
+def test_a_resumed_run_drops_what_came_after(tmp_path: Path) -> None:
+    tracked(tmp_path, ["jsonl"])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # killed while it wrote
+    tracked(tmp_path, [], start=2, stop=6)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def scalars(out: Path, name: str) -> list[tuple[int, float]]:
+    """Return the steps and values that TensorBoard shows."""
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    tracked(tmp_path, ["tensorboard"])
+    tracked(tmp_path, ["tensorboard"], start=2, stop=6)
+    for name, value in (("loss", 1.0), ("accuracy/2", 0.25), ("seconds/data", 0.1)):
+        found = scalars(tmp_path, name)
+        assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
+        assert all(each == pytest.approx(value) for _, each in found)
+
+
+def test_wandb_offline_goes_on_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracked(tmp_path, ["wandb_offline"], stop=2)
+    kept = (tmp_path / "wandb-id.txt").read_text()
+    tracked(tmp_path, ["wandb_offline"], start=2, stop=3)
+    assert (tmp_path / "wandb-id.txt").read_text() == kept
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    assert all((folder / f"run-{kept}.wandb").stat().st_size > 0 for folder in folders)
+    assert b"accuracy/2" in (folders[0] / f"run-{kept}.wandb").read_bytes()
+
+
+def test_a_clocks_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 3.0, 6.0, 100.0, 104.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = Clock(torch.device("cpu"))
+    clock.begin()
+    clock.lap("data")
+    clock.lap("target")
+    clock.lap("head")
+    assert clock.read(0.5) == {"data": 1.5, "target": 1.5, "head": 3, "optimiser": 0, "wait": 0, "other": 0}
+    clock.begin()  # what lies between is of no part
+    clock.lap("other")
+    assert clock.read(0.0) == dict.fromkeys(PARTS, 0) | {"other": 4}
+
+
+def test_a_peak_is_given_or_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert peak_flops(cpu, None) is None
+    assert peak_flops(cpu, 0.5) == 5e11
+    for name, peak in {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A10G": None}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(cuda, None) == peak

@@ -1,0 +1,80 @@
+"""Steps that would do harm: a loss or a gradient that is not finite, or a loss far above the recent ones.
+
+Every process judges by the same numbers, summed over all of them, so all decide alike. A bad step leaves the weights,
+the optimiser and the average as they were; its batch is kept, and the run goes on or stops, as asked.
+"""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save as to_bytes
+
+from data.batches import Batches
+from data.store_files import write_whole
+from train.config import TrainerConfig
+
+BAD = "bad"
+WINDOW = 50  # good steps whose median a spike is measured by; before there are as many nothing is a spike
+
+
+class Guard:
+    """Judges steps.
+
+    What it remembers lies in `progress`, which checkpoints keep: `recent` losses, the number of `skipped` steps, and
+    how many of them came `in_a_row` last. So a resumed run judges as the undisturbed one.
+    """
+
+    def __init__(self, config: TrainerConfig, progress: dict[str, Any]) -> None:
+        self.config, self.progress = config, progress
+        for key, value in {"recent": [], "skipped": 0, "in_a_row": 0}.items():
+            progress.setdefault(key, value)
+
+    def judge(self, loss: float, norm: float) -> str | None:
+        """Return what is wrong with a step of this loss and gradient norm, None if nothing is, and remember it."""
+        recent: list[float] = self.progress["recent"]
+        usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
+        if not math.isfinite(loss):
+            reason = f"its loss is {loss}"
+        elif not math.isfinite(norm):
+            reason = f"the norm of its gradient is {norm}"
+        elif self.config.spike is not None and loss > self.config.spike * usual:
+            reason = f"its loss is {loss:.4g}, {loss / usual:.1f} times the median of the last {WINDOW}"
+        if reason is None:
+            self.progress |= {"recent": [*recent, loss][-WINDOW:], "in_a_row": 0}
+        else:
+            self.progress |= {key: self.progress[key] + 1 for key in ("skipped", "in_a_row")}
+        return reason
+
+    def stops(self) -> bool:
+        """Whether the run ends with the step that was just found bad."""
+        return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
+
+    def remedy(self) -> str:
+        """Return what can be done about a run that was stopped."""
+        if self.config.on_bad_step == "stop":
+            return "trainer.on_bad_step=skip resume=true goes on without it"
+        return (
+            f"{self.progress['in_a_row']} bad steps in a row, as many as trainer.bad_steps allows: mend the data, "
+            "or start again with a lower trainer.lr"
+        )
+
+
+def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
+    """Write the global batch of step `step`, counted from 0, into `folder`; return where it lies, or why it does not.
+
+    `step-N.safetensors` has the rows' numbers and their tokens, documents and masks; N counts from 1, as metrics.jsonl
+    does. `step-N.json` has the rest that the step followed from.
+    """
+    row, path = batches.rows(step), folder / f"step-{step + 1}.safetensors"
+    names = ("token", "document", "mask")
+    tensors = {"row": row, **{name: part[row] for name, part in zip(names, batches.packed, strict=True)}}
+    told = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}
+    try:
+        write_whole(path, to_bytes(tensors))
+        write_whole(path.with_suffix(".json"), (json.dumps(told, indent=2) + "\n").encode())
+    except OSError as error:
+        return f"its batch could not be kept ({error})"
+    return f"its batch is in {path}"
