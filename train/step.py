@@ -1,6 +1,7 @@
 """One optimiser step on the global batch, on every process alike: its micro-batches, their gradient, the update."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ class Step:
     """What a step did.
 
     Attributes:
-        stopped: whether some process was told to stop.
+        stopped: whether it was left half-done, since some process was told to stop; the head is as before it.
         record: what is logged of it, beside the step's number; None where it is not logged.
     """
 
@@ -66,19 +67,20 @@ class Stepper:
             Loss(head, run.objective, compiled=run.trainer.compile), optimizer(head, run.trainer)
         )
 
-    def __call__(self, step: int, *, stopping: bool) -> Step:
-        """Take step `step`, counted from 0; `stopping` tells every process that this one must stop after it."""
+    def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
+        """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
         begin, stall = time.perf_counter(), self.source.stall
         trainer, device = self.run.trainer, self.accelerator.device
         micro = [self.drawn(batch, step) for batch in self.batches(step)]
         mine = sum(torch.stack([each.amount, each.trained.sum((1, 2))]) for _, _, each in micro)
         assert isinstance(mine, Tensor)
-        flag = torch.tensor([float(stopping)])
-        # One reduction tells every process the global batch's numbers and whether one of them must stop.
-        shared: Any = self.accelerator.reduce(torch.cat([mine.flatten(), flag]).to(device), "sum")
-        (amount, trained), stopped = shared[:-1].view(2, -1).clamp_min(1), bool(shared[-1] > 0)
+        shared: Any = self.accelerator.reduce(mine.to(device), "sum")
+        amount, trained = shared.clamp_min(1)
         totals: dict[str, Tensor] = {}
         for i, ((batch, anchors, weight), given) in enumerate(zip(micro, self.source(step), strict=True)):
+            if halted():
+                self.optimizer.zero_grad()
+                return Step(stopped=True, record=None)
             scaled = weight.row.to(device) / amount[:, None, None]
             loss, sums = self.backward(given, number(batch, step), anchors, scaled, last=i + 1 == len(micro))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
@@ -90,7 +92,7 @@ class Stepper:
         self.optimizer.zero_grad()
         self.average.update(self.head)
         if (step + 1) % trainer.log_every:
-            return Step(stopped, None)
+            return Step(stopped=False, record=None)
         packed: Any = self.accelerator.reduce(torch.stack(list(totals.values())), "sum")
         means = {name: each if name == "loss" else each / trained for name, each in zip(totals, packed, strict=True)}
         record = {
@@ -103,18 +105,18 @@ class Stepper:
             "tokens_per_second": trainer.batch_tokens / (time.perf_counter() - begin),
             "stall_seconds": self.source.stall - stall,
         }
-        return Step(stopped, record)
+        return Step(stopped=False, record=record)
 
-    def counted(self, step: int, *, stopping: bool) -> tuple[Step, int | None]:
+    def counted(self, step: int, *, halted: Callable[[], bool]) -> tuple[Step, int | None]:
         """Take a step and count the floating-point operations of all processes in it, the target's included.
 
         None is the count where the head is compiled, whose operations cannot be followed.
         """
         if self.run.trainer.compile:
-            return self(step, stopping=stopping), None
+            return self(step, halted=halted), None
         counter: Any = Flops
         with counter() as count:
-            taken = self(step, stopping=stopping)
+            taken = self(step, halted=halted)
         return taken, count.total * self.accelerator.num_processes
 
     def rate(self, step: int) -> float:
