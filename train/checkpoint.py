@@ -158,13 +158,14 @@ def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield a checkpoint's tensors, one at a time and on every process in the same order.
 
     Raises:
-        ValueError: one cannot be read.
+        ValueError: a shard cannot be read.
     """
     index = json.loads((path / INDEX).read_text())
-    shards: dict[str, Any] = {name: safe_open(path / name, framework="pt") for name in index["shards"]}
-    for name, about in index["tensors"].items():
+    shards: dict[str, Any] = {}
+    for shard in index["shards"]:
         try:
-            value = shards[about["shard"]].get_tensor(name)
+            shards[shard] = safe_open(path / shard, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path / about['shard']}: {name} cannot be read ({error})") from error
-        yield name, value
+            raise ValueError(f"{path / shard}: cannot be read ({error})") from error
+    for name, about in index["tensors"].items():
+        yield name, shards[about["shard"]].get_tensor(name)

@@ -18,7 +18,8 @@ from inference.target import Target
 from train import adapt, checkpoint, resume
 from train.acceptance import Judge
 from train.config import RunConfig
-from train.peers import STOPPED, Peers
+from train.forward import STOPPED
+from train.peers import Peers
 from train.saver import Saver
 from train.state import TrainState
 from train.step import Stepper

@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 RANKS = ".ranks"  # in the output folder, while several processes run
 REPEATED = 2.0  # seconds; launchers pass a signal on that their processes have had already
-STOPPED = 128 + signal.SIGTERM
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:

@@ -110,7 +110,7 @@ class Saver:
             complaints = [each for each in peers.gather(checkpoint.complaint(path, peers.rank, peers.world)) if each]
             if not complaints:
                 if wrong:
-                    peers.warn(f"{wrong[0]}; going on from {path.name}")
+                    peers.warn(f"{'; '.join(wrong)}; going on from {path.name}")
                     if peers.rank == 0:
                         checkpoint.set_aside(self.folder, checkpoint.step_of(path))
                 self.saved = checkpoint.step_of(path)
