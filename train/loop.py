@@ -18,8 +18,7 @@ from inference.target import Target
 from train import adapt, checkpoint, resume
 from train.acceptance import Judge
 from train.config import RunConfig
-from train.forward import STOPPED
-from train.peers import Peers
+from train.peers import STOPPED, Peers
 from train.saver import Saver
 from train.state import TrainState
 from train.step import Stepper
@@ -179,12 +178,12 @@ class Loop:
 
     def measure(self, step: int) -> bool:
         """Measure τ with the real verifier, keep the head if it is the best; return whether nobody was told to stop."""
+        weights = self.step.average.state(self.head)
         if self.judge is None:
-            self.keep(self.step.average.state(self.head))
+            self.keep(weights)
         elif not self.accelerator.is_main_process:
             self.peers.attend()
         else:
-            weights = self.step.average.state(self.head)
             head = decoding_copy(self.head, weights, self.target)
             found = self.judge.tau(head, lambda: self.peers.measuring(over=False))
             if found is not None:

@@ -25,6 +25,7 @@ from train.heartbeat import Heartbeat
 log = logging.getLogger(__name__)
 
 RANKS = ".ranks"  # in the output folder, while several processes run
+STOPPED = 128 + signal.SIGTERM  # the status of a run that was told to stop
 REPEATED = 2.0  # seconds; launchers pass a signal on that their processes have had already
 
 
