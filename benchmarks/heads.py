@@ -89,7 +89,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     loop = Loop(run, accelerator, target, head, batches, Live(target, batches), [], {})
     begin = time.process_time()
     for step in range(run.trainer.steps):
-        loop.step(step, stopping=False)
+        loop.step(step, halted=lambda: False)
     seconds = time.process_time() - begin
     loop.tracker.close()
     weights = loop.step.average.state(head)

@@ -1,6 +1,7 @@
 """What a head is worth while it trains: τ by the real verifier, and between, what one pass over recorded text says."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,10 +27,17 @@ class Judge:
         self.settings = Settings(trainer.eval_tokens, GREEDY)
         self.texts: list[tuple[Features, int]] | None = None
 
-    def tau(self, head: Any) -> dict[str, Any]:
-        """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d)."""
+    def tau(self, head: Any, halted: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+        """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d).
+
+        None is returned where `halted` says before a prompt to leave it.
+        """
         drafter = HeadDrafter(head, self.run.tree, self.run.name)
-        made = [speculate(self.target, drafter, prompt, self.settings) for prompt in self.prompts]
+        made = []
+        for prompt in self.prompts:
+            if halted():
+                return None
+            made.append(speculate(self.target, drafter, prompt, self.settings))
         self.target.feature_layers = drafter.feature_layers
         found = metrics.acceptance(made)
         return {

@@ -73,13 +73,14 @@ class TrainerConfig:
     on_bad_step: str
     bad_steps: int
     spike: float | None
+    timeout: int
 
     def __post_init__(self) -> None:
         _at_least(
             "trainer", self, 1, "steps", "batch_tokens", "micro_tokens", "save_every", "keep", "log_every", "lr_width",
             "bad_steps",
         )  # fmt: skip
-        _at_least("trainer", self, 1, "eval_every", "eval_tokens", "estimate_every", "patience")
+        _at_least("trainer", self, 1, "eval_every", "eval_tokens", "estimate_every", "patience", "timeout")
         _at_least("trainer", self, 0, "eval_prompts", "lr", "clip", "weight_decay", "seed")
         _fraction("trainer", self, "min_lr", "warmup", "ema", "momentum")
         _one_of("trainer", self, optimizer=("adamw", "muon"), precision=("auto", "bf16", "fp32"))

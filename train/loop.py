@@ -1,28 +1,36 @@
 """The training loop: optimiser steps, the acceptance length measured on the way, the best head kept."""
 
 import json
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data.batches import Batches
 from data.features import FeatureSource
 from heads.base import frozen_count, parameter_count
+from heads.errors import one_line
 from heads.store import save_head
 from inference.bare import Bare
 from inference.target import Target
-from train import adapt, checkpoint
+from train import adapt, checkpoint, resume
 from train.acceptance import Judge
-from train.checkpoint import Checkpoint
 from train.config import RunConfig
 from train.guard import BAD, Guard, keep_batch
+from train.peers import STOPPED, Peers
+from train.saver import Saver
+from train.state import TrainState
 from train.step import Stepper
 from train.track import Tracker
+
+COST = "training.json"
+# How far a run has come beside its steps; what of it all processes share.
+BEGINNING: dict[str, Any] = {
+    "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
+}  # fmt: skip
+SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
 class Loop:
@@ -36,79 +44,122 @@ class Loop:
         self.judge = Judge(target, prompts, run) if isinstance(target, Target) and run.trainer.eval_prompts else None
         self.source, self.out = source, Path(run.out)
         self.step = Stepper(run, accelerator, head, batches, source, target.ends.hidden_size)
-        self.start = 0
-        self.progress: dict[str, Any] = dict.fromkeys(("best_tau", "best_step", "stale", "seconds", "stall"), 0)
+        self.state = TrainState(head, self.step.optimizer, self.step.average)
+        self.peers = Peers(accelerator, self.out, run.trainer.timeout)
+        self.saver = Saver(self.out, self.peers, run.trainer.keep)
+        self.settings = resume.settings(run, target.spec.fingerprint, batches)
+        self.start, self.progress = 0, dict(BEGINNING)
         if run.resume:
             self.load()
+        self.step.flops = self.progress["flops"]
         self.step.guard = Guard(run.trainer, self.progress)
-        self.stopping = False
         self.tracker = Tracker(
             self.out, active=accelerator.is_main_process, steps=run.trainer.steps, start=self.start,
             trackers=run.trainer.trackers, config=resolved,
         )  # fmt: skip
 
     def load(self) -> None:
-        """Continue from the newest checkpoint that loads, if there is one."""
-        found = checkpoint.newest(self.out / "checkpoints")
-        if found is None:
+        """Continue from the newest checkpoint that is good, if there is one."""
+        path = self.saver.newest()
+        if path is None:
             return
+        found = checkpoint.state_of(path)
         try:
-            self.head.load_state_dict(found.weights)
-        except RuntimeError as error:
+            resume.restore(self.state, path)
+        except (KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
                 "overrides that the run was started with"
             ) from error
-        self.step.average.weights = {k: v.to(self.accelerator.device) for k, v in found.average.items()}
-        self.step.optimizer.load_state_dict(found.optimizer)
-        self.start, self.progress = found.step, self.progress | found.progress
+        self.start, self.progress = found["step"], self.progress | found["progress"]
+        if changed := resume.differences(found["arithmetic"], self.arithmetic()):
+            self.peers.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
 
     def save(self, step: int) -> None:
-        """Write a checkpoint on the main process."""
-        if self.accelerator.is_main_process:
-            weights = {k: v.detach() for k, v in self.head.state_dict().items()}
-            state = Checkpoint(
-                step, weights, self.step.average.weights, self.step.optimizer.state_dict(), self.progress
-            )
-            checkpoint.save(self.out / "checkpoints", state, self.run.trainer.keep)
+        """Write a checkpoint beside the training, unless this step has one."""
+        if self.saver.saved != step:
+            content = {"progress": dict(self.progress), "settings": self.settings, "arithmetic": self.arithmetic()}
+            self.saver.save(self.state, step, content, int(self.progress["best_step"]))
+
+    def arithmetic(self) -> dict[str, Any]:
+        """Return what the last bits of this run's losses follow from."""
+        strategy = self.accelerator.distributed_type.value
+        return resume.arithmetic(self.run.trainer, self.peers.world, strategy)
 
     def train(self) -> None:
-        """Run all steps; on SIGTERM write a checkpoint and exit with status 143."""
-        trainer = self.run.trainer
-        previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
-        try:
-            for step in range(self.start, trainer.steps):
-                done, stopped = step + 1, self.take(step)
-                if done % trainer.eval_every == 0 or done == trainer.steps:
-                    stopped = self.measure(done) or stopped
-                elif trainer.estimate_every is not None and done % trainer.estimate_every == 0:
-                    self.estimate(done)
-                if done % trainer.save_every == 0 or done == trainer.steps or stopped:
-                    self.save(done)
-                if stopped and self.stopping:
-                    raise SystemExit(143)
-                if stopped:
-                    self.write_cost(done)
-                    self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
-                    break
-            else:
-                if self.start < trainer.steps:  # a finished run that is resumed has written it
-                    self.write_cost(trainer.steps)
-        finally:
-            if said := self.source.close():
-                self.tracker.say(f"{said}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s")
-            if skipped := self.progress["skipped"]:
-                self.tracker.say(f"{skipped} bad steps skipped; their batches are in {self.out / BAD}")
-            self.tracker.close()
-            signal.signal(signal.SIGTERM, previous)
+        """Run all steps; on SIGTERM write a checkpoint and exit with status 143.
+
+        Raises:
+            ValueError: the disk is full, or a process was lost.
+        """
+        with self.peers.listening(), self.peers.guarded():
+            try:
+                self.advance()
+            except OSError as error:
+                raise ValueError(f"{self.out}: {one_line(error)}; free space and resume=true goes on") from error
+            finally:
+                self.saver.close()
+                if said := self.source.close():
+                    self.tracker.say(f"{said}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s")
+                if skipped := self.progress["skipped"]:
+                    self.tracker.say(f"{skipped} bad steps skipped; their batches are in {self.out / BAD}")
+                self.tracker.close()
+
+    def advance(self) -> None:
+        """Take the steps that are left, measure, save."""
+        trainer, done = self.run.trainer, self.start
+        if done and self.due(done) and self.progress["measured"] < done and not self.measure(done):
+            self.halt(done)
+        for step in range(self.start, trainer.steps):
+            if self.exhausted():
+                break
+            if not self.take(step):
+                self.halt(step)
+            done = step + 1
+            if self.due(done):
+                if not self.measure(done):
+                    self.halt(done)
+            elif trainer.estimate_every is not None and done % trainer.estimate_every == 0:
+                self.estimate(done)
+            if done % trainer.save_every == 0 or done in (trainer.steps, self.progress["best_step"]):
+                self.save(done)
+        if self.exhausted():
+            self.save(done)
+            self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
+        self.saver.finish()
+        if done > self.start or not (self.out / COST).exists():
+            self.write_cost(done)
+
+    def due(self, done: int) -> bool:
+        """Whether τ is measured after so many steps."""
+        return done % self.run.trainer.eval_every == 0 or done == self.run.trainer.steps
+
+    def exhausted(self) -> bool:
+        """Whether patience has run out."""
+        patience = self.run.trainer.patience
+        return patience is not None and self.progress["stale"] >= patience
+
+    def halt(self, step: int) -> None:
+        """Leave a run that was told to stop, with a checkpoint after `step` steps.
+
+        Raises:
+            SystemExit: with status 143, on every process.
+        """
+        self.save(step)
+        self.saver.finish()
+        self.tracker.say(f"stopped by SIGTERM, checkpoint at step {step}; resume=true goes on")
+        raise SystemExit(STOPPED)
 
     def take(self, step: int) -> bool:
-        """Take one step, note what it cost and did; return whether any process was told to stop."""
+        """Take one step, note what it cost and did; return whether it was taken, and not left half-done."""
         begin, stall = time.perf_counter(), self.source.stall
-        if step == self.start:
-            taken = self.step.counted(step, stopping=self.stopping)
+        if step == self.start and self.step.flops is None:
+            taken = self.step.counted(step, halted=self.peers.halted)
+            self.progress["flops"] = self.step.flops
         else:
-            taken = self.step(step, stopping=self.stopping)
+            taken = self.step(step, halted=self.peers.halted)
+        if taken.stopped:
+            return False
         self.progress["seconds"] += time.perf_counter() - begin
         self.progress["stall"] += self.source.stall - stall
         if taken.record is not None:
@@ -116,7 +167,7 @@ class Loop:
         if taken.bad is not None:
             self.refuse(step, taken.bad)
         self.step.clock.lap("other")
-        return taken.stopped
+        return True
 
     def refuse(self, step: int, why: str) -> None:
         """Keep the batch of a bad step, and stop if that was asked for; the run is as it was before it."""
@@ -126,6 +177,7 @@ class Loop:
             self.tracker.say(f"step {step + 1} is skipped: {why}; {kept}")
             return
         self.save(step)
+        self.saver.finish()
         if not main:
             raise SystemExit(2)
         raise ValueError(f"stopped before step {step + 1}: {why}; {kept}; {self.step.guard.remedy()}")
@@ -142,32 +194,40 @@ class Loop:
             "best_tau": self.progress["best_tau"],
             "seconds": self.progress["seconds"],
             "stall_seconds": self.progress["stall"],
+            "save_seconds": self.saver.seconds,
         }
         if self.accelerator.is_main_process:
-            (self.out / "training.json").write_text(json.dumps(cost, indent=2) + "\n")
+            (self.out / COST).write_text(json.dumps(cost, indent=2) + "\n")
 
     def measure(self, step: int) -> bool:
-        """Measure τ with the real verifier, keep the head if it is the best; return whether patience has run out."""
-        patience = self.run.trainer.patience
+        """Measure τ with the real verifier, keep the head if it is the best; return whether nobody was told to stop."""
+        weights = self.step.average.state(self.head)
         if self.judge is None:
-            self.keep(self.step.average.state(self.head))
-        elif self.accelerator.is_main_process:
-            weights = self.step.average.state(self.head)
+            self.keep(weights)
+        elif not self.accelerator.is_main_process:
+            self.peers.attend()
+        else:
             head = decoding_copy(self.head, weights, self.target)
-            found = self.judge.tau(head)
-            tau = found["tau"]
-            better = tau > self.progress["best_tau"]
-            self.progress["stale"] = 0 if better else self.progress["stale"] + 1
-            if better:
-                self.progress |= {"best_tau": tau, "best_step": step}
-                self.keep(weights)
-            self.tracker.log({"step": step, **found, "best": better})
-            low, high = found["tau_ci"] or (tau, tau)
-            self.tracker.say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
-        self.accelerator.wait_for_everyone()
-        stale = torch.tensor([float(self.progress["stale"])], device=self.accelerator.device)
-        shared: Any = self.accelerator.reduce(stale, "sum")
-        return patience is not None and bool(shared.item() >= patience)
+            found = self.judge.tau(head, lambda: self.peers.measuring(over=False))
+            if found is not None:
+                self.note(step, found, weights)
+                self.peers.measuring(over=True)
+        # What the main process knows now, all know.
+        went = self.peers.share({key: self.progress[key] for key in SHARED})
+        self.progress |= went
+        return self.judge is None or self.progress["measured"] == step
+
+    def note(self, step: int, found: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        """Take note of a measurement, on the main process."""
+        tau = found["tau"]
+        better = tau > self.progress["best_tau"]
+        self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
+        if better:
+            self.progress |= {"best_tau": tau, "best_step": step}
+            self.keep(weights)
+        self.tracker.log({"step": step, **found, "best": better})
+        low, high = found["tau_ci"] or (tau, tau)
+        self.tracker.say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
 
     def keep(self, weights: dict[str, Tensor]) -> None:
         """Write a head with these weights to the run's folder."""

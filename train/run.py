@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import hydra
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -37,10 +38,12 @@ from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
 from inference.target import default_device, fast_dtype
-from train import adapt, launch, sweep
+from train import adapt, checkpoint, launch, resume, sweep
 from train.config import RunConfig, run_config
 from train.features import load_target, origin_of, source_for
+from train.lock import RunLock
 from train.loop import Loop
+from train.peers import RANKS, on_main
 from train.plan import plan, table
 from train.start import CHECKPOINT, LAST_LAYER, check_start, first_head, settled
 
@@ -55,15 +58,19 @@ def check_out(run: RunConfig) -> None:
         )
 
 
-def prepare_out(run: RunConfig, resolved: dict[str, Any]) -> None:
+def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None:
     """Make the output folder, once everything that a run needs has loaded: a mistake costs no earlier run."""
     out = Path(run.out)
+    out.mkdir(parents=True, exist_ok=True)
+    lock.take()
+    check_out(run)  # another run may have come first, and ended
+    checkpoint.clear(out / "checkpoints")
+    shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
         for part in ("checkpoints", "head", ".head.old", "bad", "tensorboard", "wandb"):
             shutil.rmtree(out / part, ignore_errors=True)
         for part in ("metrics.jsonl", "report.json", "report.md", "training.json", "prompts.jsonl", "wandb-id.txt"):
             (out / part).unlink(missing_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
 
 
@@ -99,7 +106,10 @@ def accelerator_for(run: RunConfig) -> Accelerator:
     if wanted == "auto":
         place = torch.device(run.model.device or default_device())
         wanted = "bf16" if fast_dtype(place) == torch.bfloat16 else "fp32"
-    return Accelerator(mixed_precision="bf16" if wanted == "bf16" else "no", cpu=run.model.device == "cpu")
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=run.trainer.timeout))
+    return Accelerator(
+        mixed_precision="bf16" if wanted == "bf16" else "no", cpu=run.model.device == "cpu", kwargs_handlers=[group]
+    )
 
 
 def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batches:
@@ -110,12 +120,20 @@ def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batche
 
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
-    """Run the whole job on this process."""
+    """Run the whole job on this process, alone in its output folder."""
     accelerator = accelerator_for(run)
-    main, console = accelerator.is_main_process, Console()
     check_out(run)
     check_start(run.peft, run.init)
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
+    with RunLock(Path(run.out)) as lock:
+        on_main(accelerator, lock.take)
+        job(run, resolved, accelerator, lock)
+    accelerator.end_training()
+
+
+def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
+    """Load, train, evaluate."""
+    main = accelerator.is_main_process
     set_seed(run.trainer.seed)
     target = load_target(run, str(accelerator.device))
     run = settled(run, target)
@@ -134,8 +152,12 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     packed = pack(samples, run.data.length)
     batches = batches_for(run, packed, accelerator)
     source = source_for(run, target, head, batches)
-    if main:
-        prepare_out(run, resolved)
+
+    def begin() -> None:
+        console = Console()
+        if run.resume:
+            resume.check(Path(run.out), resume.settings(run, target.spec.fingerprint, batches))
+        prepare_out(run, resolved, lock)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = {
             **provenance(accelerator.num_processes, fingerprint(samples)),
@@ -153,13 +175,13 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
             f"{len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
-    accelerator.wait_for_everyone()
+
+    on_main(accelerator, begin)
     held_out = [prompt.token for prompt in prompts]
     Loop(run, accelerator, target, head, batches, source, held_out, resolved).train()
     accelerator.wait_for_everyone()
     if main and run.eval.prompts:
         report(run)
-    accelerator.end_training()
 
 
 def report(run: RunConfig) -> None:

@@ -1,5 +1,6 @@
 """One optimiser step on the global batch, on every process alike: its micro-batches, their gradient, the update."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class Step:
     """What a step did.
 
     Attributes:
-        stopped: whether some process was told to stop.
+        stopped: whether it was left half-done, since some process was told to stop; the head is as before it.
         record: what is logged of it, beside the step's number; None where it is not logged.
         bad: why it changed nothing; None for a good step.
     """
@@ -75,22 +76,24 @@ class Stepper:
             Loss(head, run.objective, compiled=run.trainer.compile), optimizer(head, run.trainer)
         )
 
-    def __call__(self, step: int, *, stopping: bool) -> Step:
-        """Take step `step`, counted from 0; `stopping` tells every process that this one must stop after it."""
+    def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
+        """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
         self.clock.begin()
         trainer, device, stall = self.run.trainer, self.accelerator.device, self.source.stall
         micro = [self.drawn(batch, step) for batch in self.batches(step)]
         mine = sum(torch.stack([each.amount, each.trained.sum((1, 2))]) for _, _, each in micro)
         assert isinstance(mine, Tensor)
-        flag = torch.tensor([float(stopping)])
         self.clock.lap("data")
-        # One reduction tells every process the global batch's numbers and whether one of them must stop.
-        shared: Any = self.accelerator.reduce(torch.cat([mine.flatten(), flag]).to(device), "sum")
-        (amount, trained), flag = shared[:-1].view(2, -1).clamp_min(1), shared[-1:]
+        shared: Any = self.accelerator.reduce(mine.to(device), "sum")
+        amount, trained = shared.clamp_min(1)
         self.clock.lap("wait")
         totals: dict[str, Tensor] = {}
         for i, ((batch, anchors, weight), given) in enumerate(zip(micro, self.source(step), strict=True)):
             self.clock.lap("target")
+            if halted():
+                self.optimizer.zero_grad()
+                return Step(stopped=True, record=None, bad=None)
+            self.clock.lap("wait")
             scaled = weight.row.to(device) / amount[:, None, None]
             loss, sums = self.backward(given, number(batch, step), anchors, scaled, last=i + 1 == len(micro))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
@@ -98,7 +101,7 @@ class Stepper:
             self.clock.lap("head")
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip)
         self.clock.lap("optimiser")
-        numbers, stopped = self.read(totals, torch.as_tensor(norm, device=device), trained, flag)
+        numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
         self.clock.lap("wait")
         bad = self.guard.judge(numbers["loss"], numbers["grad_norm"])
         self.update(step, good=bad is None)
@@ -107,21 +110,19 @@ class Stepper:
         self.stall += self.source.stall - stall
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
-        return Step(stopped, {**record, **self.cost()} if logged else None, bad)
+        return Step(stopped=False, record={**record, **self.cost()} if logged else None, bad=bad)
 
-    def read(
-        self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor, flag: Tensor
-    ) -> tuple[dict[str, Any], bool]:
-        """Return the step's numbers over all processes, and whether one must stop: all that the host waits for."""
+    def read(self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor) -> dict[str, Any]:
+        """Return the step's numbers over all processes: all that the host waits for."""
         depths = len(trained)
         mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
         packed: Any = self.accelerator.reduce(mine, "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
-        *means, grad_norm, rows, flagged = torch.cat([packed, trained[:1], flag]).tolist()
+        *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
         found: dict[str, Any] = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
         first = {"loss": found.pop("loss")[0], "accuracy": found.pop("accuracy")}
         grad_norm /= self.accelerator.num_processes
-        return {**first, **found, "grad_norm": grad_norm, "rows": int(rows)}, flagged > 0
+        return {**first, **found, "grad_norm": grad_norm, "rows": int(rows)}
 
     def update(self, step: int, *, good: bool) -> None:
         """Move the weights by the gradient; that of a bad step is dropped, and nothing else changes.
@@ -155,17 +156,17 @@ class Stepper:
             "memory_bytes": peak_memory(device),
         }
 
-    def counted(self, step: int, *, stopping: bool) -> Step:
+    def counted(self, step: int, *, halted: Callable[[], bool]) -> Step:
         """Take a step and count the floating-point operations of all processes in it, the target's included.
 
         There is no count where the head is compiled, whose operations cannot be followed.
         """
         if self.run.trainer.compile:
-            return self(step, stopping=stopping)
+            return self(step, halted=halted)
         counter: Any = Flops
         with counter() as count:
-            taken = self(step, stopping=stopping)
-        self.flops = count.total * self.accelerator.num_processes
+            taken = self(step, halted=halted)
+        self.flops = None if taken.stopped else count.total * self.accelerator.num_processes
         return taken
 
     def rate(self, step: int) -> float:

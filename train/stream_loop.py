@@ -5,7 +5,7 @@ pass, in which the target is read but never trained. The order of batches and an
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +23,12 @@ from inference.policy import TreeConfig
 from inference.sample import GREEDY
 from inference.streams import KIND, Streams, frozen, save_streams
 from inference.target import Target
-from train import checkpoint
-from train.checkpoint import Checkpoint
+from train import checkpoint, resume
 from train.config import LauncherConfig, ModelConfig, TrainerConfig
 from train.optim import Average, adamw, learning_rate
+from train.peers import Peers
+from train.saver import Saver
+from train.state import TrainState
 from train.track import Tracker
 
 
@@ -101,6 +103,12 @@ def stream_sums(
     return {"loss": empty.index_add(0, number, loss), "accuracy": empty.index_add(0, number, agrees)}
 
 
+def settings(run: StreamsRunConfig, batches: Batches) -> dict[str, Any]:
+    """Return what may not change when a run goes on, by the keys that a user knows."""
+    nested = {f"streams.{key}": value for key, value in asdict(run.streams).items()}
+    return resume.plain(resume.data_settings(run.trainer, batches) | nested)
+
+
 class StreamLoop:
     """One run, on every process alike; the main process alone measures and writes."""
 
@@ -113,6 +121,9 @@ class StreamLoop:
         self.average = Average(streams, run.trainer.ema)
         self.optimizer: Any
         self.module, self.optimizer = accelerator.prepare(streams, adamw(streams, run.trainer))
+        self.state = TrainState(streams, self.optimizer, self.average)
+        self.peers = Peers(accelerator, self.out, run.trainer.timeout)
+        self.saver = Saver(self.out, self.peers, run.trainer.keep)
         self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0}
         if run.resume:
             self.load()
@@ -122,20 +133,17 @@ class StreamLoop:
         )  # fmt: skip
 
     def load(self) -> None:
-        """Continue from the newest checkpoint that loads, if there is one."""
-        found = checkpoint.newest(self.out / "checkpoints")
-        if found is not None:
-            self.streams.load_state_dict(found.weights)
-            self.average.weights = {k: v.to(self.accelerator.device) for k, v in found.average.items()}
-            self.optimizer.load_state_dict(found.optimizer)
-            self.start, self.progress = found.step, found.progress
+        """Continue from the newest checkpoint that is good, if there is one."""
+        path = self.saver.newest()
+        if path is not None:
+            found = checkpoint.state_of(path)
+            resume.restore(self.state, path)
+            self.start, self.progress = found["step"], found["progress"]
 
     def save(self, step: int) -> None:
-        """Write a checkpoint on the main process."""
-        if self.accelerator.is_main_process:
-            weights = {k: v.detach() for k, v in self.streams.state_dict().items()}
-            state = Checkpoint(step, weights, self.average.weights, self.optimizer.state_dict(), self.progress)
-            checkpoint.save(self.out / "checkpoints", state, self.run.trainer.keep)
+        """Write a checkpoint beside the training."""
+        content = {"progress": dict(self.progress), "settings": settings(self.run, self.batches)}
+        self.saver.save(self.state, step, content, int(self.progress["best_step"]))
 
     def train(self) -> None:
         """Run all steps, or until measurements stay without a new best for too long."""
@@ -151,7 +159,9 @@ class StreamLoop:
                 if stopped:
                     self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
                     break
+            self.saver.finish()
         finally:
+            self.saver.close()
             self.tracker.close()
 
     def step(self, step: int) -> None:

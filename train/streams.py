@@ -33,22 +33,27 @@ from heads.resolvers import register_resolvers
 from heads.typed import typed
 from inference.streams import KIND, Streams
 from inference.target import Target, default_device, fast_dtype
-from train import launch
+from train import checkpoint, launch, resume
+from train.lock import RunLock
+from train.peers import RANKS, on_main
 from train.run import provenance
-from train.stream_loop import StreamLoop, StreamsRunConfig
+from train.stream_loop import StreamLoop, StreamsRunConfig, settings
 
 register_resolvers()
 
 
-def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
+def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any], lock: RunLock) -> None:
     """Make the output folder, once everything that a run needs has loaded."""
     out = Path(run.out)
+    out.mkdir(parents=True, exist_ok=True)
+    lock.take()
+    checkpoint.clear(out / "checkpoints")
+    shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
         for part in ("checkpoints", KIND, f".{KIND}.old", "tensorboard", "wandb"):
             shutil.rmtree(out / part, ignore_errors=True)
         for part in ("metrics.jsonl", "prompts.jsonl", "wandb-id.txt"):
             (out / part).unlink(missing_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
 
 
@@ -60,16 +65,23 @@ def accelerator_for(run: StreamsRunConfig) -> Accelerator:
 
 
 def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
-    """Run the whole job on this process."""
-    accelerator, trainer = accelerator_for(run), run.trainer
-    main, console = accelerator.is_main_process, Console()
+    """Run the whole job on this process, alone in its output folder."""
+    accelerator = accelerator_for(run)
     if (Path(run.out) / "config.yaml").exists() and not (run.resume or run.overwrite):
         raise ValueError(
             f"{run.out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
         )
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
+    with RunLock(Path(run.out)) as lock:
+        on_main(accelerator, lock.take)
+        job(run, resolved, accelerator, lock)
+    accelerator.end_training()
+
+
+def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
+    """Load and train."""
+    trainer, model = run.trainer, run.model
     set_seed(trainer.seed)
-    model = run.model
     place = str(accelerator.device)
     target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
     streams = Streams(run.streams, target)
@@ -77,8 +89,12 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     packed = pack(samples, run.data.length)
     step, micro = (tokens // run.data.length for tokens in (trainer.batch_tokens, trainer.micro_tokens))
     batches = Batches(packed, step, micro, trainer.seed, accelerator.process_index, accelerator.num_processes)
-    if main:
-        prepare_out(run, resolved)
+
+    def begin() -> None:
+        console = Console()
+        if run.resume:
+            resume.check(Path(run.out), settings(run, batches))
+        prepare_out(run, resolved, lock)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = provenance(accelerator.num_processes, fingerprint(samples)) | {"data": counts.report()}
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
@@ -88,10 +104,10 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
             f"{len(packed.token):,} rows of {run.data.length} tokens",
             highlight=False,
         )
-    accelerator.wait_for_everyone()
+
+    on_main(accelerator, begin)
     StreamLoop(run, accelerator, target, streams, batches, [prompt.token for prompt in prompts], resolved).train()
     accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="streams")

@@ -1,60 +1,210 @@
-"""A checkpoint is whole or absent, and the newest whole one is found."""
+"""A checkpoint is whole or absent, its tensors come back bit for bit, and what is to be kept is kept."""
 
 import errno
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
 
-from train import checkpoint
-from train.checkpoint import Checkpoint
-
-
-def made(step: int) -> Checkpoint:
-    return Checkpoint(
-        step, {"w": torch.full((3,), float(step))}, {}, {"lr": 0.1, "t": torch.ones(2)}, {"best_tau": 1.5}
-    )
-
-
-def test_round_trip_and_keep(tmp_path: Path) -> None:
-    for step in (4, 8, 12):
-        checkpoint.save(tmp_path, made(step), keep=2)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000008", "step-00000012"]
-    found = checkpoint.newest(tmp_path)
-    assert found is not None
-    assert (found.step, found.progress, found.optimizer["lr"]) == (12, {"best_tau": 1.5}, 0.1)
-    assert found.weights["w"].tolist() == [12.0] * 3
+from train import checkpoint, resume
+from train.optim import Average
+from train.peers import Peers
+from train.saver import Saver, dealt
+from train.state import TrainState
 
 
-def test_a_damaged_newest_falls_back(tmp_path: Path) -> None:
+class Few(nn.Module):
+    """A module with a frozen part, trained for a step."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.b = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.b.requires_grad_(False)
+
+
+def state(seed: int = 0, steps: int = 1) -> TrainState:
+    module = Few(seed)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+    average = Average(module, 0.9)
+    for _ in range(steps):
+        module.b(module.a(torch.ones(3))).sum().backward()
+        optimizer.step()
+        average.update(module)
+    return TrainState(module, optimizer, average)
+
+
+def values(of: TrainState) -> dict[str, Tensor]:
+    return {name: of.read(name) for name in of.names()}
+
+
+def saver(out: Path, keep: int = 2) -> Saver:
+    return Saver(out, Peers(Accelerator(cpu=True), out, 60), keep)
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    one, two, here = state(0), state(1, steps=0), saver(tmp_path)
+    here.save(one, 4, {"progress": {"best_tau": 1.5}}, best=0)
+    here.finish()
+    path = here.newest()
+    assert path is not None
+    assert checkpoint.state_of(path) == {"step": 4, "progress": {"best_tau": 1.5}}
+    resume.restore(two, path)
+    ours, theirs = values(two), values(one)
+    assert list(ours) == list(theirs)
+    assert len(theirs) == 4 + 2 * 3 + 2
+    assert all(ours[name].equal(theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
+
+
+def test_a_checkpoint_has_what_it_had_when_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on while the disk is slow."""
+    go, before, here, one = threading.Event(), checkpoint.save_file, saver(tmp_path), state()
+
+    def late(*words: Any) -> None:
+        go.wait(60)
+        before(*words)
+
+    monkeypatch.setattr(checkpoint, "save_file", late)
+    then = values(one)
+    here.save(one, 4, {}, best=0)
+    with torch.no_grad():
+        one.head.a.weight.add_(1)
+    assert checkpoint.found(tmp_path / "checkpoints") == []
+    go.set()
+    here.finish()
+    found = dict(checkpoint.tensors(tmp_path / "checkpoints" / "step-00000004"))
+    assert all(found[name].equal(then[name]) for name in then)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    here = saver(tmp_path)
+    for step, best in ((4, 0), (8, 8), (12, 8), (16, 8), (20, 20), (24, 20)):
+        here.save(state(), step, {}, best)
+    here.finish()
+    assert names(tmp_path) == ["step-00000020", "step-00000024"]
+    here.save(state(), 28, {}, best=20)
+    here.save(state(), 32, {}, best=20)
+    here.finish()
+    assert names(tmp_path) == ["step-00000020", "step-00000028", "step-00000032"]
+
+
+@pytest.mark.parametrize("file", ["index.json", "state.json", "rank-00000-of-00001.safetensors"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_damaged_one_is_named_and_the_one_before_taken(
+    tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = saver(tmp_path)
     for step in (4, 8):
-        checkpoint.save(tmp_path, made(step), keep=2)
-    weights = tmp_path / "step-00000008" / "head.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-5])
-    found = checkpoint.newest(tmp_path)
-    assert found is not None
-    assert found.step == 4
+        here.save(state(), step, {}, best=0)
+    here.finish()
+    broken = tmp_path / "checkpoints" / "step-00000008" / file
+    content = bytearray(broken.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 4
+    broken.write_bytes(content[: -7 if damage == "cut" else None])
+    if damage == "gone":
+        broken.unlink()
+    path = saver(tmp_path).newest()
+    assert path is not None
+    assert path.name == "step-00000004"
+    (record,) = caplog.records
+    assert str(broken) in record.getMessage()
+    assert record.getMessage().endswith("going on from step-00000004")
+    assert names(tmp_path) == ["damaged-step-00000008", "step-00000004"], "it would pass for the newest one"
 
 
 def test_none_and_none_good(tmp_path: Path) -> None:
-    assert checkpoint.newest(tmp_path / "absent") is None
-    checkpoint.save(tmp_path, made(4), keep=1)
-    (tmp_path / "step-00000004" / "state.json").write_text("{")
+    assert saver(tmp_path).newest() is None
+    here = saver(tmp_path)
+    here.save(state(), 4, {}, best=0)
+    here.finish()
+    (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text("{")
     with pytest.raises(ValueError, match="overwrite=true"):
-        checkpoint.newest(tmp_path)
+        saver(tmp_path).newest()
 
 
-def test_a_full_disk_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path, made(4), keep=1)
+def test_a_full_disk_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, before = saver(tmp_path, keep=1), checkpoint.save_file
+    here.save(state(), 4, {}, best=0)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(ValueError, match="free space"):
-        checkpoint.save(tmp_path, made(8), keep=1)
-    found = checkpoint.newest(tmp_path)
-    assert found is not None
-    assert found.step == 4
-    assert len(list(tmp_path.iterdir())) == 1
+    here.finish()
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    here.save(state(), 8, {}, best=0)
+    with pytest.raises(ValueError, match=r"step-00000012: .*No space left.*free space and resume=true"):
+        here.save(state(), 12, {}, best=0)
+    assert "step-00000008" in caplog.text
+    assert names(tmp_path) == ["step-00000004"]
+    monkeypatch.setattr(checkpoint, "save_file", before)
+    here.save(state(), 12, {}, best=0)
+    here.finish()
+    assert names(tmp_path) == ["step-00000012"]
+
+
+def test_space_that_was_freed_in_time_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = saver(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space")))
+        here.save(state(), 4, {}, best=0)
+        here.close()
+    here = saver(tmp_path)
+    here.save(state(), 8, {}, best=0)
+    here.finish()
+    assert names(tmp_path) == ["step-00000008"]
+
+
+def test_leftovers_go(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".partial-00000004-x-1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000002").mkdir()
+    checkpoint.clear(tmp_path / "checkpoints")
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_tensors_are_dealt_evenly_and_each_once() -> None:
+    one = state()
+    shares = [dealt(one, rank, 3)[0] for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(one.names())
+    assert dealt(one, 0, 3)[1] == one.names()
+    sizes = [sum(each.nbytes for each in share.values()) for share in shares]
+    assert max(sizes) - min(sizes) <= max(one.read(name).nbytes for name in one.names())
+
+
+def test_shards_of_several_processes_become_one_checkpoint(tmp_path: Path) -> None:
+    one, partial, final = state(), tmp_path / ".partial-1", tmp_path / "step-00000001"
+    for rank in range(3):
+        checkpoint.write_share(partial, rank, 3, dealt(one, rank, 3)[0])
+    checkpoint.commit(partial, final, 3, one.names(), {"step": 1})
+    assert not partial.exists()
+    assert len(list(final.iterdir())) == 3 + 2
+    assert [checkpoint.complaint(final, rank, 2) for rank in range(2)] == ["", ""]
+    (final / "rank-00001-of-00003.safetensors").write_bytes(b"x")
+    assert ["damaged" in checkpoint.complaint(final, rank, 3) for rank in range(3)] == [False, True, False]
+    back = state(1, steps=0)
+    with pytest.raises(ValueError, match="rank-00001-of-00003"):
+        resume.restore(back, final)
+
+
+def test_another_heads_tensors_are_refused(tmp_path: Path) -> None:
+    here, other = saver(tmp_path), state()
+    here.save(state(), 4, {}, best=0)
+    here.finish()
+    path = here.newest()
+    assert path is not None
+    other.head.c = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(KeyError, match=r"lacks weight/c\.bias"):
+        resume.restore(other, path)
+    index = json.loads((path / "index.json").read_text())
+    assert set(index["tensors"]) == set(state().names())

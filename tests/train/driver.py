@@ -1,0 +1,194 @@
+"""Training jobs as processes of their own that start at once: forked from a server that has imported everything.
+
+A job may be told to misbehave by hooks, which replace parts of the program in its process alone.
+"""
+
+import multiprocessing
+import os
+import resource
+import socket
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from heads.errors import user_errors
+from train import acceptance, checkpoint
+from train.config import run_config
+from train.run import register_resolvers, train
+from train.step import Stepper
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT = multiprocessing.get_context("forkserver")
+STRIDE = 10_000_019  # between the numbers of two steps' rows, as `train.step.number` counts
+CONTEXT.set_forkserver_preload(["tests.train.driver"])
+
+
+class Job:
+    """One process of a job."""
+
+    def __init__(self, process: BaseProcess, log: Path) -> None:
+        self.process, self.log = process, log
+
+    def printed(self) -> str:
+        """Return what it has printed so far."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def end(self, within: float = 120) -> int:
+        """Wait for its end; return its exit status."""
+        self.process.join(within)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"still running: {self.printed()}")
+        return self.process.exitcode
+
+    def finish(self) -> str:
+        """Wait for a job that must succeed; return what it printed."""
+        status = self.end()
+        assert status == 0, self.printed()
+        return self.printed()
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def until(self, path: Path, lines: int = 0, within: float = 120) -> None:
+        """Wait until a file is there and has as many lines."""
+        end = time.monotonic() + within
+        while not path.exists() or path.read_text().count("\n") < lines:
+            assert self.process.exitcode is None, self.printed()
+            assert time.monotonic() < end, self.printed()
+            time.sleep(0.005)
+
+
+def start(folder: Path, overrides: list[str], *hooks: str, world: int = 1) -> list[Job]:
+    """Start a job of `world` processes; each prints to a file in `folder` and finds its hooks' files there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs = []
+    for rank in range(world):
+        log = folder / f"log-{time.monotonic_ns()}-{rank}.txt"
+        process = CONTEXT.Process(target=child, args=(folder, overrides, hooks, log, (rank, world, port)))
+        process.start()
+        jobs.append(Job(process, log))
+    return jobs
+
+
+def child(folder: Path, overrides: list[str], hooks: tuple[str, ...], log: Path, place: tuple[int, int, int]) -> None:
+    """Be one process of a job."""
+    import torch
+
+    torch.set_num_threads(1)
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    rank, world, port = place
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for hook in hooks:
+        name, _, only = hook.partition("@")
+        if not only or int(only) == rank:
+            HOOKS[name](folder, rank)
+    register_resolvers()
+    with user_errors(), initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("train", overrides)
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+        train(run_config(cfg), resolved)
+
+
+def note(folder: Path, name: str, line: str = "") -> None:
+    """Add a line to a file that a test waits for."""
+    with (folder / name).open("a") as file:
+        file.write(line + "\n")
+
+
+def slow(folder: Path, rank: int) -> None:
+    """Every micro-batch takes a while, and is noted."""
+    before = Stepper.backward
+
+    def backward(self: Stepper, *words: Any, **named: Any) -> Any:
+        note(folder, "batches")
+        time.sleep(0.06)
+        return before(self, *words, **named)
+
+    Stepper.backward = backward
+
+
+def stuck(folder: Path, rank: int) -> None:
+    """One micro-batch of the sixth step takes much longer than the others."""
+    before = Stepper.backward
+
+    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
+        if int(drawn[0]) // STRIDE == 5 and not (folder / "stuck").exists():
+            note(folder, "stuck")
+            time.sleep(8)
+        return before(self, given, drawn, *words, **named)
+
+    Stepper.backward = backward
+
+
+def rows(folder: Path, rank: int) -> None:
+    """Every row that is trained on is noted, with its step."""
+    before, name = Stepper.backward, f"rows-{time.monotonic_ns()}-{rank}"
+
+    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
+        for number in drawn.tolist():
+            if (number + 1) % STRIDE:  # else the row only fills up
+                note(folder, name, f"{number // STRIDE} {number % STRIDE}")
+        return before(self, given, drawn, *words, **named)
+
+    Stepper.backward = backward
+
+
+def measured(folder: Path, rank: int) -> None:
+    """Every prompt of a measurement takes a while, and is noted."""
+    before = acceptance.speculate
+
+    def speculate(*words: Any) -> Any:
+        note(folder, "prompts")
+        time.sleep(0.3)
+        return before(*words)
+
+    acceptance.speculate = speculate
+
+
+def slow_disk(folder: Path, rank: int) -> None:
+    """A checkpoint's shard is on the disk, and then for long nothing more."""
+    before = checkpoint.save_file
+
+    def save_file(tensors: Any, path: Path) -> None:
+        before(tensors, path)
+        note(folder, "writing")
+        if "-00000008-" in str(path):
+            time.sleep(60)
+
+    checkpoint.save_file = save_file
+
+
+def full_disk(folder: Path, rank: int) -> None:
+    """No file may grow as large as a checkpoint's shard, which comes without root's rights."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+
+def fails(folder: Path, rank: int) -> None:
+    """The sixth step fails for a reason of this process alone."""
+    before = Stepper.backward
+
+    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
+        if int(drawn[0]) // STRIDE == 5:
+            raise ValueError("row 7 is in no shard")
+        return before(self, given, drawn, *words, **named)
+
+    Stepper.backward = backward
+
+
+HOOKS = {hook.__name__: hook for hook in (slow, stuck, rows, measured, slow_disk, full_disk, fails)}

@@ -1,0 +1,222 @@
+"""What may befall a run: each time nothing but the unfinished step is lost, and what went wrong is said in a line."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.train import driver, jobs
+from tests.train.undisturbed import BATCHES, STEPS, Toy, steps
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return Toy(tmp_path_factory.mktemp("faults"))
+
+
+def errors(job: driver.Job) -> list[str]:
+    assert "Traceback" not in job.printed(), job.printed()
+    return [line for line in job.printed().splitlines() if line.startswith("error:")]
+
+
+def warned(job: driver.Job, words: str) -> list[str]:
+    return [line for line in job.printed().splitlines() if words in line]
+
+
+def checkpoints(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_killed_while_a_checkpoint_is_written(toy: Toy) -> None:
+    place = toy.new()
+    job = toy.start(place, hooks=("slow", "slow_disk"))[0]
+    job.until(place / "writing", 2)
+    job.until(place / "batches", 9 * BATCHES)
+    assert len(steps(place / "out")) >= 8, "training waited for the disk"
+    job.signal(signal.SIGKILL)
+    job.end()
+    left = checkpoints(place / "out")
+    assert left[0].startswith(".partial-00000008")
+    assert left[1:] == ["step-00000004"]
+    toy.start(place, "resume=true")[0].finish()
+    toy.same(place)
+    assert checkpoints(place / "out") == ["step-00000008", "step-00000012", "step-00000016"]
+
+
+def test_a_disk_that_fills_up(toy: Toy) -> None:
+    """A save that failed is tried again at the next one; when that fails too, the run ends."""
+    place = toy.new()
+    job = toy.start(place, "trainer.eval_prompts=0", hooks=("full_disk",))[0]
+    assert job.end() == 2
+    (error,) = errors(job)
+    assert "step-00000008: the checkpoint could not be written" in error
+    assert error.endswith("free space and resume=true")
+    assert warned(job, "step-00000004: the checkpoint could not be written")
+    assert checkpoints(place / "out") == [], "something half-written was left"
+    toy.start(place, "resume=true")[0].finish()
+    toy.same(place)
+
+
+def test_a_disk_that_fills_up_on_another_process(toy: Toy) -> None:
+    place = toy.new()
+    pair = toy.start(place, "trainer.eval_prompts=0", hooks=("full_disk@1",), world=2)
+    assert [job.end() for job in pair] == [2, 2], pair[0].printed()
+    (error,) = errors(pair[0])
+    assert "could not be written (rank 1: " in error
+    assert error.endswith("free space and resume=true")
+    assert errors(pair[1]) == []
+
+
+@pytest.mark.slow
+def test_a_disk_without_a_byte_left(toy: Toy) -> None:
+    place = toy.new()
+    disk = place / "out"
+    disk.mkdir()
+    if (
+        os.getuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], check=False).returncode
+    ):
+        pytest.skip("a small disk takes the right to mount one")
+    try:
+        job = toy.start(place)[0]
+        assert job.end() == 2, job.printed()
+        (error,) = errors(job)
+        assert "No space left" in error
+        assert "free space and resume=true" in error
+        subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
+        toy.start(place, "resume=true")[0].finish()
+        toy.same(place)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_flipped_bit(toy: Toy) -> None:
+    place = toy.new()
+    shutil.copytree(toy.folder / "whole", place / "out")
+    folder = place / "out" / "checkpoints"
+    assert checkpoints(place / "out") == ["step-00000008", "step-00000012", "step-00000016"]
+    flip(folder / "step-00000016" / "state.json")
+    flip(folder / "step-00000012" / "rank-00000-of-00001.safetensors")
+    job = toy.start(place, "resume=true")[0]
+    job.finish()
+    (line,) = warned(job, "damaged")
+    assert "step-00000016/state.json: damaged" in line
+    assert "step-00000012/rank-00000-of-00001.safetensors: damaged" in line
+    assert line.endswith("going on from step-00000008")
+    toy.same(place)
+
+
+def test_no_good_checkpoint(toy: Toy) -> None:
+    place = toy.new()
+    shutil.copytree(toy.folder / "whole", place / "out")
+    for path in (place / "out" / "checkpoints").glob("*/*.safetensors"):
+        flip(path)
+    job = toy.start(place, "resume=true")[0]
+    assert job.end() == 2
+    (error,) = errors(job)
+    assert "no checkpoint loads" in error
+    assert error.endswith("start again with overwrite=true")
+
+
+@pytest.mark.parametrize("dead", [1, 0])
+def test_a_process_dies(toy: Toy, dead: int) -> None:
+    place = toy.new()
+    pair = toy.start(place, hooks=("slow",), world=2)
+    pair[0].until(place / "batches", 6 * BATCHES)
+    pair[dead].signal(signal.SIGKILL)
+    left = pair[1 - dead]
+    assert left.end(within=30) == 2, left.printed()
+    (error,) = errors(left)
+    assert f"rank {dead} (" in error
+    assert f"process {pair[dead].process.pid}) has ended or does not answer" in error
+    assert error.endswith("resume=true goes on from the last checkpoint")
+    pair = toy.start(place, "resume=true", world=2)
+    assert [job.end() for job in pair] == [0, 0], pair[0].printed()
+    assert not (place / "out" / ".ranks").exists()
+    if dead:
+        whole = toy.new()
+        both = toy.start(whole, world=2)
+        assert [job.end() for job in both] == [0, 0]
+        assert jobs.losses(place / "out") == jobs.losses(whole / "out")
+    assert steps(place / "out") == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_process_hangs(toy: Toy) -> None:
+    place = toy.new()
+    pair = toy.start(place, "trainer.timeout=6", hooks=("slow",), world=2)
+    pair[0].until(place / "batches", 6 * BATCHES)
+    pair[1].signal(signal.SIGSTOP)
+    try:
+        assert pair[0].end(within=40) == 2
+    finally:
+        pair[1].process.kill()
+    (error,) = errors(pair[0])
+    assert "rank 1 (" in error
+    assert "does not answer" in error
+
+
+@pytest.mark.slow
+def test_a_process_is_slow(toy: Toy) -> None:
+    place = toy.new()
+    pair = toy.start(place, hooks=("stuck@1",), world=2)
+    assert [job.end() for job in pair] == [0, 0]
+    (line,) = warned(pair[0], "waited")
+    assert f"s for rank 1 ({os.uname().nodename}, process {pair[1].process.pid})" in line
+
+
+def test_a_process_fails_on_its_own(toy: Toy) -> None:
+    """The others say which, and why."""
+    place = toy.new()
+    pair = toy.start(place, hooks=("fails@1",), world=2)
+    assert [job.end() for job in pair] == [2, 2], pair[0].printed()
+    (error,) = errors(pair[0])
+    assert "rank 1 (" in error
+    assert "ended: row 7 is in no shard" in error
+
+
+def test_two_runs_on_one_folder(toy: Toy) -> None:
+    place = toy.new()
+    first = toy.start(place, hooks=("slow",))[0]
+    first.until(place / "batches", 5 * BATCHES)
+    metrics = (place / "out" / "metrics.jsonl").read_text()
+    for word in ("resume=true", "overwrite=true"):
+        second = toy.start(place, word)[0]
+        assert second.end() == 2
+        (error,) = errors(second)
+        assert f"another run writes to it, process {first.process.pid} on {os.uname().nodename} since 20" in error
+    assert (place / "out" / "metrics.jsonl").read_text().startswith(metrics)
+    first.signal(signal.SIGKILL)
+    first.end()
+    toy.start(place, "resume=true")[0].finish()
+    toy.same(place)
+
+
+def test_two_runs_that_start_together(toy: Toy) -> None:
+    place = toy.new()
+    both = [toy.start(place)[0] for _ in range(2)]
+    assert sorted(job.end() for job in both) == [0, 2], [job.printed() for job in both]
+    toy.same(place)
+
+
+def test_checkpoints_of_two_processes_hold_about_as_much(toy: Toy) -> None:
+    place = toy.new()
+    pair = toy.start(place, "trainer.steps=4", "trainer.eval_prompts=0", world=2)
+    assert [job.end() for job in pair] == [0, 0]
+    folder = place / "out" / "checkpoints" / "step-00000004"
+    sizes = [path.stat().st_size for path in sorted(folder.glob("*.safetensors"))]
+    index = json.loads((folder / "index.json").read_text())
+    assert [about["bytes"] for about in index["shards"].values()] == sizes
+    assert len(sizes) == 2
+    assert max(sizes) < 1.5 * min(sizes)
