@@ -58,10 +58,11 @@ class Heartbeat:
         else:
             self._write(reason, lost=lost)
 
-    def missing(self) -> str:
-        """Return who has died, has ended for a reason, or has fallen behind; look for some seconds."""
+    def missing(self, timeout: int) -> str:
+        """Return who has died, has ended for a reason, or has not come within the time-out; look for some seconds."""
         if self.world == 1:
             return ""
+        tired = time.monotonic() - self._moved > timeout / 2  # else what failed here was no wait for another process
         before = self._read()
         time.sleep(GRACE)
         after = self._read()
@@ -69,9 +70,9 @@ class Heartbeat:
         gone = [
             rank for rank in others if before.get(rank, {}).get("beat") == after[rank]["beat"] or after[rank]["reason"]
         ]
-        behind = [rank for rank in others if after[rank]["mark"] < self.mark]
+        behind = [rank for rank in others if tired and after[rank]["mark"] < self.mark]
         self._lost = gone or behind
-        words = "has ended or does not answer" if gone else f"did not get as far as the others in {GRACE:.0f} s"
+        words = "has ended or does not answer" if gone else f"did not get as far as the others in {timeout} s"
         return ", ".join(
             f"{who(after[rank])} {'ended: ' + after[rank]['reason'] if after[rank]['reason'] else words}"
             for rank in self._lost

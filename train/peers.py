@@ -144,7 +144,7 @@ class Peers:
         try:
             yield
         except RuntimeError as error:  # what gloo and NCCL raise, whichever of their errors it is
-            if not (missing := self.heart.missing()):
+            if not (missing := self.heart.missing(self.timeout)):
                 self.heart.end(one_line(error))
                 raise
             self.heart.end("", lost=True)

@@ -1,0 +1,45 @@
+"""Signs of life name who is missing, and nobody else."""
+
+from pathlib import Path
+
+import pytest
+
+from train import heartbeat
+from train.heartbeat import Heartbeat
+
+
+@pytest.fixture
+def hearts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Heartbeat]:
+    monkeypatch.setattr(heartbeat, "BEAT", 0.05)
+    monkeypatch.setattr(heartbeat, "GRACE", 0.5)
+    made = [Heartbeat(tmp_path / ".ranks", rank, 3) for rank in range(3)]
+    for each in made:
+        each.start()
+    return made
+
+
+def test_nobody_is_missing(hearts: list[Heartbeat]) -> None:
+    hearts[0].move()
+    assert hearts[0].missing(timeout=600) == "", "an error of this process's own is no other one's fault"
+    for each in hearts:
+        each.end()
+    assert not hearts[0].folder.exists()
+
+
+def test_who_ended_is_named_by_the_first_that_is_left(hearts: list[Heartbeat]) -> None:
+    hearts[0].end("out of memory")
+    for left in hearts[1:]:
+        assert left.missing(timeout=600).endswith("ended: out of memory")
+        assert left.missing(timeout=600).startswith("rank 0 (")
+    assert [left.speaks() for left in hearts[1:]] == [True, False]
+    hearts[1].end("", lost=True)
+    assert "rank 1" not in hearts[2].missing(timeout=600), "who ends since another one is lost is not missing"
+    hearts[2].end()
+
+
+def test_who_hangs_is_named_after_the_time_out(hearts: list[Heartbeat]) -> None:
+    for each in hearts[:2]:
+        each.move()
+    assert hearts[0].missing(timeout=0).startswith("rank 2 (")
+    for each in hearts:
+        each.end()
