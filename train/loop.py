@@ -34,6 +34,7 @@ class Loop:
         self.run, self.accelerator, self.target, self.head = run, accelerator, target, head
         self.judge = Judge(target, prompts, run) if isinstance(target, Target) and run.trainer.eval_prompts else None
         self.source, self.out = source, Path(run.out)
+        self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
         self.step = Stepper(run, accelerator, head, batches, source, target.ends.hidden_size)
         self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0, "seconds": 0.0, "stall": 0.0}
         if run.resume:
@@ -50,24 +51,24 @@ class Loop:
         found = checkpoint.newest(self.out / "checkpoints")
         if found is None:
             return
-        try:
-            self.head.load_state_dict(found.weights)
-        except RuntimeError as error:
+        if set(found.weights) != set(self.head.state_dict()):
             raise ValueError(
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
                 "overrides that the run was started with"
-            ) from error
-        self.step.average.weights = {k: v.to(self.accelerator.device) for k, v in found.average.items()}
-        self.step.optimizer.load_state_dict(found.optimizer)
+            )
+        for kind, kept in (("weight", found.weights), ("average", found.average), ("state", found.optimizer)):
+            for name, value in kept.items():
+                self.step.state.write(f"{kind}/{name}", value)
         self.start, self.progress = found.step, self.progress | found.progress
 
     def save(self, step: int) -> None:
         """Write a checkpoint on the main process."""
+        kinds: dict[str, dict[str, Tensor]] = {"weight": {}, "average": {}, "state": {}}
+        for name in self.step.state.names():
+            kind, rest = name.split("/", 1)
+            kinds[kind][rest] = self.step.state.read(name)
         if self.accelerator.is_main_process:
-            weights = {k: v.detach() for k, v in self.head.state_dict().items()}
-            state = Checkpoint(
-                step, weights, self.step.average.weights, self.step.optimizer.state_dict(), self.progress
-            )
+            state = Checkpoint(step, kinds["weight"], kinds["average"], kinds["state"], self.progress)
             checkpoint.save(self.out / "checkpoints", state, self.run.trainer.keep)
 
     def train(self) -> None:
@@ -114,8 +115,8 @@ class Loop:
     def write_cost(self, steps: int) -> None:
         """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
         cost = {
-            "parameters": parameter_count(self.head),
-            "frozen_parameters": frozen_count(self.head),
+            "parameters": self.sizes[0],
+            "frozen_parameters": self.sizes[1],
             "steps": steps,
             "tokens": steps * self.run.trainer.batch_tokens,
             "flops": None if self.flops is None else self.flops * steps,
@@ -127,11 +128,10 @@ class Loop:
 
     def measure(self, step: int) -> bool:
         """Measure τ with the real verifier, keep the head if it is the best; return whether patience has run out."""
-        patience = self.run.trainer.patience
+        patience, weights = self.run.trainer.patience, self.step.state.weights()
         if self.judge is None:
-            self.keep(self.step.average.state(self.head))
+            self.keep(weights)
         elif self.accelerator.is_main_process:
-            weights = self.step.average.state(self.head)
             head = decoding_copy(self.head, weights, self.target)
             found = self.judge.tau(head)
             tau = found["tau"]
@@ -156,8 +156,11 @@ class Loop:
 
     def estimate(self, step: int) -> None:
         """Log what one pass over recorded text says of the head."""
-        if self.judge is not None and self.accelerator.is_main_process:
-            head = decoding_copy(self.head, self.step.average.state(self.head), self.target)
+        if self.judge is None:
+            return
+        weights = self.step.state.weights()
+        if self.accelerator.is_main_process:
+            head = decoding_copy(self.head, weights, self.target)
             self.tracker.log({"step": step, "estimate": self.judge.estimate(head)})
 
 

@@ -12,30 +12,33 @@ from data.batches import Batch, Batches
 from data.features import FeatureSource, Given
 from heads.base import Features
 from heads.law import TopLaw
+from train import strategy
 from train.config import RunConfig
 from train.flops import Flops
 from train.losses import ObjectiveConfig
 from train.objective import objective
-from train.optim import Average, learning_rate, optimizer
+from train.optim import Average, learning_rate
+from train.state import TrainState
 from train.weights import Weights, draw_anchors, noisy, trainable, weights
 
 
 class Loss(nn.Module):
     """The loss as a forward pass, since data-parallel wrappers synchronise gradients in `forward` alone."""
 
-    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool) -> None:
+    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, quick: bool = False) -> None:
         super().__init__()
-        self.head, self.config = head, config
+        self.head, self.config, self.quick = head, config, quick
         unroll: Any = head.unroll
         self.unroll = torch.compile(unroll) if compiled else unroll
 
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLaw | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from the rows and weigh what comes of it."""
+        """Draft from the rows and weigh what comes of it, matrix products in bf16 if `quick`."""
         head: Any = self.head
-        drafts = self.unroll(features, self.config.depths, anchors)
-        return objective(head, drafts, features, weight, self.config, top=top)
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
+            drafts = self.unroll(features, self.config.depths, anchors)
+            return objective(head, drafts, features, weight, self.config, top=top)
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,12 @@ class Stepper:
     ) -> None:  # fmt: skip
         self.run, self.accelerator, self.head, self.batches, self.source = run, accelerator, head, batches, source
         self.width = width
+        quick = accelerator.mixed_precision == "bf16"
+        loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=quick)
+        self.strategy = strategy.prepare(run.launcher, run.trainer, accelerator, loss)
+        self.optimizer = self.strategy.optimizer
         self.average = Average(head, run.trainer.ema)
-        self.optimizer: Any
-        self.module, self.optimizer = accelerator.prepare(
-            Loss(head, run.objective, compiled=run.trainer.compile), optimizer(head, run.trainer)
-        )
+        self.state = TrainState(head, self.optimizer, self.average)
 
     def __call__(self, step: int, *, stopping: bool) -> Step:
         """Take step `step`, counted from 0; `stopping` tells every process that this one must stop after it."""
@@ -83,11 +87,10 @@ class Stepper:
             loss, sums = self.backward(given, number(batch, step), anchors, scaled, last=i + 1 == len(micro))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip)
+        norm = self.strategy.clip(trainer.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.strategy.step()
         self.average.update(self.head)
         if (step + 1) % trainer.log_every:
             return Step(stopped, None)
@@ -142,16 +145,10 @@ class Stepper:
         # What dropout leaves out follows from seed and step alone, as all that is drawn: a resumed run sees the same.
         torch.manual_seed((self.run.trainer.seed * 1_000_003 + int(drawn[0])) % 2**63)
 
-        def go() -> tuple[Tensor, dict[str, Tensor]]:
-            with self.accelerator.autocast():
-                loss, sums = self.module(features, weight, anchors, given.top)
-            self.accelerator.backward(loss * self.accelerator.num_processes)
-            return loss, sums
-
-        if last:
-            return go()
-        with self.accelerator.no_sync(self.module):
-            return go()
+        self.strategy.begin(last=last)
+        loss, sums = self.strategy.module(features, weight, anchors, given.top)
+        self.strategy.backward(loss * self.accelerator.num_processes)
+        return loss, sums
 
 
 def number(batch: Batch, step: int) -> Tensor:
