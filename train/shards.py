@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import all_gather_into_tensor, get_rank, get_world_size
+from torch.distributed import all_gather, get_rank, get_world_size
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
@@ -29,12 +29,12 @@ def whole(p: Tensor, part: Tensor) -> Tensor:
     if isinstance(part, DTensor):
         full: Tensor = part.full_tensor()
         return full
-    if zero_stage(p) < 3:
+    if zero_stage(p) < 3 or not part.ndim:  # a count of steps is everybody's
         return part
-    parts = part.new_empty(get_world_size() * part.numel())
-    all_gather_into_tensor(parts, part.contiguous())
+    parts = [torch.empty_like(part) for _ in range(get_world_size())]
+    all_gather(parts, part.contiguous())
     shape: torch.Size = vars(p)["ds_shape"]
-    return parts[: shape.numel()].view(shape)
+    return torch.cat(parts)[: shape.numel()].view(shape)
 
 
 @torch.no_grad()

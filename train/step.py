@@ -145,8 +145,7 @@ class Stepper:
         # What dropout leaves out follows from seed and step alone, as all that is drawn: a resumed run sees the same.
         torch.manual_seed((self.run.trainer.seed * 1_000_003 + int(drawn[0])) % 2**63)
 
-        self.strategy.begin(last=last)
-        loss, sums = self.strategy.module(features, weight, anchors, given.top)
+        loss, sums = self.strategy.forward(features, weight, anchors, given.top, last=last)
         self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
 

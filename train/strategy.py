@@ -33,15 +33,13 @@ class Strategy(Protocol):
     """What a step does with the processes.
 
     Attributes:
-        module: the loss, to be called in place of the one that was given.
         optimizer: has the groups whose learning rates are set, and state in which `train.state` finds its way.
     """
 
-    module: Any
     optimizer: Any
 
-    def begin(self, *, last: bool) -> None:
-        """Announce a micro-batch before its forward pass; with the last of a step the processes average gradients."""
+    def forward(self, *inputs: Any, last: bool) -> Any:
+        """Return what the loss gives for a micro-batch; with the last of a step the processes average gradients."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -70,10 +68,11 @@ class Copies:
         if accelerator.num_processes > 1 and not isinstance(self.module, DistributedDataParallel):
             raise fell_back("ddp", self.module)
 
-    def begin(self, *, last: bool) -> None:
-        """Announce a micro-batch."""
+    def forward(self, *inputs: Any, last: bool) -> Any:
+        """Return the loss."""
         if isinstance(self.module, DistributedDataParallel):
             self.module.require_backward_grad_sync = last
+        return self.module(*inputs)
 
     def backward(self, loss: Tensor) -> None:
         """Add its gradient."""
@@ -107,10 +106,11 @@ class Fsdp2:
             raise fell_back("fsdp2", self.module)
         self.optimizer: Any = optimizer(loss.head, trainer)
 
-    def begin(self, *, last: bool) -> None:
-        """Announce a micro-batch; until the last one weights stay gathered and gradients whole."""
+    def forward(self, *inputs: Any, last: bool) -> Any:
+        """Return the loss; until the last micro-batch weights stay gathered and gradients whole."""
         self.module.set_requires_gradient_sync(last)
         self.module.set_reshard_after_backward(last)
+        return self.module(*inputs)
 
     def backward(self, loss: Tensor) -> None:
         """Add its gradient."""
@@ -130,6 +130,19 @@ class Fsdp2:
     def drop(self) -> None:
         """Forget the gradient."""
         self.optimizer.zero_grad()
+
+
+class Rooted(nn.Module):
+    """The loss, plus a zero that has a gradient: DeepSpeed takes that of the last input for the end of the backward."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, zero: Tensor, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss."""
+        loss, sums = self.loss(*inputs)
+        return loss + zero, sums
 
 
 class Zero:
@@ -161,9 +174,10 @@ class Zero:
                 "stage3_param_persistence_threshold": 0,
             },
         }
+        rooted = Rooted(loss)
         if stage == 3:
-            set_z3_leaf_modules(loss, [type(loss)])  # gathered in one piece, as under FSDP2
-        engine, *_ = deepspeed.initialize(model=loss, optimizer=optimizer(loss.head, trainer), config=config)
+            set_z3_leaf_modules(rooted, [Rooted])  # gathered in one piece, as under FSDP2
+        engine, *_ = deepspeed.initialize(model=rooted, optimizer=optimizer(loss.head, trainer), config=config)
         self.module: Any = engine
         self.optimizer: Any = engine.optimizer
         kinds = {2: DeepSpeedZeroOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}
@@ -181,9 +195,10 @@ class Zero:
         if not stage3:
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def begin(self, *, last: bool) -> None:
-        """Announce a micro-batch."""
+    def forward(self, *inputs: Any, last: bool) -> Any:
+        """Return the loss."""
         self.module.set_gradient_accumulation_boundary(last)
+        return self.module(torch.zeros((), device=self.module.device, requires_grad=True), *inputs)
 
     def backward(self, loss: Tensor) -> None:
         """Add its gradient, of which each process keeps its part."""
