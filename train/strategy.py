@@ -11,7 +11,7 @@ save is the optimiser's state, the gradients and the weights between steps.
 import logging
 import os
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +29,7 @@ ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FS
 BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once, at most
 
 
+@runtime_checkable
 class Strategy(Protocol):
     """What a step does with the processes.
 
