@@ -66,7 +66,7 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any]) -> None:
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
 
 
-def provenance(world: int, strategy: str, data: str) -> dict[str, Any]:
+def provenance(world: int, shared: str, data: str) -> dict[str, Any]:
     """Return where this run came from: code, versions, command, processes and how they share the head, data."""
 
     def git(*words: str) -> str:
@@ -83,7 +83,7 @@ def provenance(world: int, strategy: str, data: str) -> dict[str, Any]:
         },
         "command": " ".join(sys.argv),
         "world_size": world,
-        "strategy": strategy,
+        "strategy": shared,
         "data_fingerprint": data,
     }
 
@@ -102,7 +102,6 @@ def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batche
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process."""
-    strategy.check_machine(run.launcher, run.model)
     accelerator = strategy.accelerator_for(run.launcher, run.trainer, run.model)
     main, console = accelerator.is_main_process, Console()
     check_out(run)

@@ -10,6 +10,7 @@ save is the optimiser's state, the gradients and the weights between steps.
 
 import logging
 import os
+import warnings
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
@@ -161,7 +162,9 @@ class Zero:
         from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
         from deepspeed.utils import logger, set_z3_leaf_modules
 
-        logger.setLevel(logging.WARNING)
+        self.log = logger
+        self.log.setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of calls that are DeepSpeed's own
         bucket = min(BUCKET, sum(p.numel() for p in loss.parameters() if p.requires_grad))
         config = {
             "train_micro_batch_size_per_gpu": 1,  # it counts samples by this; the loss is divided by what was trained
@@ -223,7 +226,9 @@ class Zero:
         for gradients in self.optimizer.averaged_gradients.values():
             for gradient in gradients:
                 gradient.fill_(torch.nan)
+        self.log.setLevel(logging.ERROR)  # it would warn of what is meant
         self.module.step()
+        self.log.setLevel(logging.WARNING)
 
 
 def prepare(launcher: LauncherConfig, trainer: TrainerConfig, accelerator: Accelerator, loss: Any) -> Strategy:
@@ -258,8 +263,10 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
     Its precision is what the trainer asks for, or what the device is fast in.
 
     Raises:
-        ValueError: there are more or fewer processes than asked for, or accelerate was told of a strategy of its own.
+        ValueError: there are more or fewer processes than asked for, or fewer than the strategy needs, or accelerate was
+            told of a strategy of its own.
     """
+    check_machine(launcher, model)
     place = torch.device(model.device or default_device())
     for key, name in ELSEWHERE.items():
         if os.environ.get(key, "false").lower() == "true":
@@ -271,14 +278,32 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
     if wanted == "auto":
         wanted = "bf16" if fast_dtype(place) == torch.bfloat16 else "fp32"
     accelerator = Accelerator(mixed_precision="bf16" if wanted == "bf16" else "no", cpu=place.type == "cpu")
-    here, asked = accelerator.num_processes, launcher.num_processes * launcher.num_nodes
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    check_world(launcher, accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
+    return accelerator
+
+
+def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
+    """Check that the processes that work together are those that were asked for.
+
+    Args:
+        launcher: what is asked for; of one process, whatever number the user's own command has started.
+        here: how many work together.
+        started: how many there are, as the environment says.
+
+    Raises:
+        ValueError: they are more or fewer, or fewer than the strategy needs.
+    """
+    asked = launcher.num_processes * launcher.num_nodes
     if here != started or asked not in (1, started):
         raise ValueError(
             f"launcher.num_processes x launcher.num_nodes is {asked}, {started} processes were started and {here} work "
             "together: start as many as the launcher asks for, or leave launcher= out under accelerate launch"
         )
-    return accelerator
+    if here == 1 and launcher.strategy != "ddp":
+        raise ValueError(
+            f"launcher.strategy={launcher.strategy} cuts the head up between processes, and there is one: give "
+            "launcher.num_processes=2 or more, or launcher.strategy=ddp"
+        )
 
 
 def check_machine(launcher: LauncherConfig, model: ModelConfig) -> None:

@@ -52,7 +52,6 @@ def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
 
 def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process."""
-    strategy.check_machine(run.launcher, run.model)
     accelerator, trainer = strategy.accelerator_for(run.launcher, run.trainer, run.model), run.trainer
     main, console = accelerator.is_main_process, Console()
     if (Path(run.out) / "config.yaml").exists() and not (run.resume or run.overwrite):
@@ -72,7 +71,9 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     if main:
         prepare_out(run, resolved)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
-        origin = provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)) | {"data": counts.report()}
+        origin = provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)) | {
+            "data": counts.report()
+        }
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
         console.print(counts.line(run.data), highlight=False)
         console.print(
