@@ -3,6 +3,7 @@
 Here `accelerate launch` does it, and submitit where they are a job of SLURM.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from hydra.types import RunMode
 from heads.resolvers import ROOT
 from train.config import LauncherConfig, SlurmConfig
 
-UNREAD = 2  # the status of a process that has printed what was wrong
+SAID = 2  # the status of a process that has printed what was wrong (heads/errors.py)
 GRACE = 90  # seconds before the end of a job's time that SLURM tells it
 
 
@@ -152,11 +153,12 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it reports is said below
     try:
         accelerate.launch_command(accelerate.launch_command_parser().parse_args())
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        if first.exitcode != UNREAD:
+        if first.exitcode != SAID:
             sys.stderr.write(f"error: process {rank} ended with status {first.exitcode}\n")
         raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
     except SignalException as error:

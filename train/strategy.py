@@ -263,8 +263,8 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
     Its precision is what the trainer asks for, or what the device is fast in.
 
     Raises:
-        ValueError: there are more or fewer processes than asked for, or fewer than the strategy needs, or accelerate was
-            told of a strategy of its own.
+        ValueError: there are other processes than asked for, or fewer than the strategy needs, or accelerate was told of
+            a strategy of its own.
     """
     check_machine(launcher, model)
     place = torch.device(model.device or default_device())
