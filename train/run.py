@@ -36,7 +36,7 @@ from heads.errors import user_errors
 from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
-from train import adapt, launch, strategy, sweep
+from train import adapt, launch, processes, sweep
 from train.config import RunConfig, run_config
 from train.features import load_target, origin_of, source_for
 from train.loop import Loop
@@ -102,7 +102,7 @@ def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batche
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process."""
-    accelerator = strategy.accelerator_for(run.launcher, run.trainer, run.model)
+    accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     main, console = accelerator.is_main_process, Console()
     check_out(run)
     check_start(run.peft, run.init)
@@ -168,7 +168,7 @@ def launch_all(run: RunConfig) -> None:
     """Start the run's processes; exit with their status if that is not 0, for a multirun goes on after a 0."""
     if run.launcher.slurm is None:
         check_out(run)
-        strategy.check_machine(run.launcher, run.model)
+        processes.check_machine(run.launcher, run.model)
     status = launch.start(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task)
     if status:
         raise SystemExit(status)

@@ -31,7 +31,7 @@ from heads.resolvers import register_resolvers
 from heads.typed import typed
 from inference.streams import KIND, Streams
 from inference.target import Target
-from train import launch, strategy
+from train import launch, processes
 from train.run import provenance
 from train.stream_loop import StreamLoop, StreamsRunConfig
 
@@ -52,7 +52,7 @@ def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
 
 def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process."""
-    accelerator, trainer = strategy.accelerator_for(run.launcher, run.trainer, run.model), run.trainer
+    accelerator, trainer = processes.accelerator_for(run.launcher, run.trainer, run.model), run.trainer
     main, console = accelerator.is_main_process, Console()
     if (Path(run.out) / "config.yaml").exists() and not (run.resume or run.overwrite):
         raise ValueError(

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "lora": ("eagle pruned", ["head=eagle", "peft=lora", "peft.rank=2", "init=x", "trainer.ema=0.5"]),
     "muon": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.optimizer=muon"]),
     "bf16": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.precision=bf16"]),
-    "compiled": ("eagle", ["head=eagle", "trainer.compile=true"]),
+    "compiled": ("medusa shared", ["head=medusa", "objective.depths=4", "trainer.compile=true"]),
 }
 
 

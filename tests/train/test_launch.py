@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from heads.resolvers import ROOT, register_resolvers
 from tests.train import jobs
-from train import launch, strategy
+from train import launch, processes, strategy
 from train.config import RunConfig, run_config
 
 BATCH = """#!/bin/sh
@@ -83,10 +83,10 @@ def test_slurm_is_missed_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_other_processes_than_asked_for_are_refused(
     here: int, started: int, overrides: tuple[str, ...], said: str
 ) -> None:
-    strategy.check_world(run(*overrides, "launcher.num_processes=2").launcher, 2, 2)
-    strategy.check_world(run().launcher, 2, 2)
+    processes.check_world(run(*overrides, "launcher.num_processes=2").launcher, 2, 2)
+    processes.check_world(run().launcher, 2, 2)
     with pytest.raises(ValueError, match=said) as error:
-        strategy.check_world(run(*overrides).launcher, here, started)
+        processes.check_world(run(*overrides).launcher, here, started)
     assert "\n" not in str(error.value)
 
 
@@ -95,18 +95,18 @@ def test_a_strategy_of_accelerates_own_is_refused(name: str, monkeypatch: pytest
     monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
     found = run("model.device=cpu")
     with pytest.raises(ValueError, match=f"accelerate was told to use {name}"):
-        strategy.accelerator_for(found.launcher, found.trainer, found.model)
+        processes.accelerator_for(found.launcher, found.trainer, found.model)
 
 
 def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("launcher=zero2", "model.device=cuda")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(ValueError, match="num_processes is 8 and this machine has 2 accelerators"):
-        strategy.check_machine(found.launcher, found.model)
+        processes.check_machine(found.launcher, found.model)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("train.strategy.find_spec", lambda _: None)
+    monkeypatch.setattr("train.processes.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"headstart\[cluster\]"):
-        strategy.check_machine(found.launcher, found.model)
+        processes.check_machine(found.launcher, found.model)
 
 
 def test_another_strategy_than_asked_for_is_an_error() -> None:
