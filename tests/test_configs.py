@@ -124,7 +124,7 @@ def test_an_unknown_key_that_is_forced_in_is_named_in_one_line(part: str) -> Non
         ("trainer.micro_tokens=100", "data.length"),
         ("launcher.num_nodes=2", "MASTER_ADDR"),
         ("launcher.machine_rank=1", "NODE_RANK"),
-        ("launcher.deepspeed_stage=4", "deepspeed_stage"),
+        ("launcher.strategy=zero4", "zero3"),
         ("model.dtype=int8", "bfloat16"),
         ("eval.temperature=[]", "eval.temperature"),
         ("~trainer.seed", "seed"),

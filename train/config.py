@@ -95,28 +95,62 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class SlurmConfig:
+    """How the processes are asked of SLURM; null leaves a matter to the cluster.
+
+    Attributes:
+        cluster: "slurm", or "local" for this machine: to try out what a job will do.
+        folder: where the script that is submitted and what the processes print are kept.
+        minutes: after which SLURM ends the job; the run then goes on in a new one.
+        setup: shell lines that come before the command in each job.
+        extra: further options of sbatch, without their dashes.
+    """
+
+    cluster: str
+    folder: str
+    partition: str | None
+    account: str | None
+    minutes: int
+    gpus_per_node: int | None
+    cpus_per_task: int
+    mem_gb: int | None
+    setup: list[str]
+    extra: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _one_of("launcher.slurm", self, cluster=("slurm", "local"))
+        _at_least("launcher.slurm", self, 1, "minutes", "cpus_per_task", "gpus_per_node", "mem_gb")
+
+
+STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
 class LauncherConfig:
-    """The processes: `num_processes` on each of `num_nodes` nodes, of which this one is `machine_rank`."""
+    """The processes: `num_processes` on each of `num_nodes` nodes, of which this one is `machine_rank`.
+
+    `strategy` is one of STRATEGIES, how they share the head. With `slurm` they are a job of their own.
+    """
 
     num_processes: int
     num_nodes: int
     machine_rank: int
     main_process_ip: str | None
     main_process_port: int | None
-    deepspeed_stage: int | None
+    strategy: str
+    slurm: SlurmConfig | None
 
     def __post_init__(self) -> None:
         _at_least("launcher", self, 1, "num_processes", "num_nodes")
+        _one_of("launcher", self, strategy=STRATEGIES)
         if not 0 <= self.machine_rank < self.num_nodes:
             raise ValueError(
                 f"launcher.machine_rank is {self.machine_rank} of {self.num_nodes} nodes: count from 0 (NODE_RANK)"
             )
-        if self.num_nodes > 1 and self.main_process_ip is None:
+        if self.num_nodes > 1 and self.main_process_ip is None and self.slurm is None:
             raise ValueError(
                 "launcher.main_process_ip is missing: set it, or MASTER_ADDR, to the address of node 0 on every node"
             )
-        if self.deepspeed_stage is not None:
-            _one_of("launcher", self, deepspeed_stage=(1, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -189,8 +223,11 @@ def run_config(cfg: DictConfig) -> RunConfig:
         features=typed(FeaturesConfig, cfg.features),
         tree=typed(TreeConfig, cfg.tree),
     )
-    if run.trainer.optimizer == "muon" and run.launcher.deepspeed_stage is not None:
-        raise ValueError("trainer.optimizer=muon does not run under DeepSpeed, which cuts matrices up: choose adamw")
+    if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
+        raise ValueError(
+            f"trainer.optimizer=muon does not run under launcher.strategy={run.launcher.strategy}, which cuts matrices "
+            "up into flat pieces: choose adamw, or launcher.strategy=fsdp2"
+        )
     for key in ("batch_tokens", "micro_tokens"):
         tokens = getattr(run.trainer, key)
         if tokens < run.data.length:

@@ -21,7 +21,6 @@ from train.config import RunConfig
 from train.guard import BAD, Guard, keep_batch
 from train.peers import STOPPED, Peers
 from train.saver import Saver
-from train.state import TrainState
 from train.step import Stepper
 from train.track import Tracker
 
@@ -43,8 +42,8 @@ class Loop:
         self.run, self.accelerator, self.target, self.head = run, accelerator, target, head
         self.judge = Judge(target, prompts, run) if isinstance(target, Target) and run.trainer.eval_prompts else None
         self.source, self.out = source, Path(run.out)
+        self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
         self.step = Stepper(run, accelerator, head, batches, source, target.ends.hidden_size)
-        self.state = TrainState(head, self.step.optimizer, self.step.average)
         self.peers = Peers(accelerator, self.out, run.trainer.timeout)
         self.saver = Saver(self.out, self.peers, run.trainer.keep)
         self.settings = resume.settings(run, target.spec.fingerprint, batches)
@@ -65,7 +64,7 @@ class Loop:
             return
         found = checkpoint.state_of(path)
         try:
-            resume.restore(self.state, path)
+            resume.restore(self.step.state, path)
         except (KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
@@ -79,12 +78,11 @@ class Loop:
         """Write a checkpoint beside the training, unless this step has one."""
         if self.saver.saved != step:
             content = {"progress": dict(self.progress), "settings": self.settings, "arithmetic": self.arithmetic()}
-            self.saver.save(self.state, step, content, int(self.progress["best_step"]))
+            self.saver.save(self.step.state, step, content, int(self.progress["best_step"]))
 
     def arithmetic(self) -> dict[str, Any]:
         """Return what the last bits of this run's losses follow from."""
-        strategy = self.accelerator.distributed_type.value
-        return resume.arithmetic(self.run.trainer, self.peers.world, strategy)
+        return resume.arithmetic(self.run.trainer, self.peers.world, self.run.launcher.strategy)
 
     def train(self) -> None:
         """Run all steps; on SIGTERM write a checkpoint and exit with status 143.
@@ -185,8 +183,8 @@ class Loop:
     def write_cost(self, steps: int) -> None:
         """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
         cost = {
-            "parameters": parameter_count(self.head),
-            "frozen_parameters": frozen_count(self.head),
+            "parameters": self.sizes[0],
+            "frozen_parameters": self.sizes[1],
             "steps": steps,
             "tokens": steps * self.run.trainer.batch_tokens,
             "flops": None if self.step.flops is None else self.step.flops * steps,
@@ -201,7 +199,7 @@ class Loop:
 
     def measure(self, step: int) -> bool:
         """Measure τ with the real verifier, keep the head if it is the best; return whether nobody was told to stop."""
-        weights = self.step.average.state(self.head)
+        weights = self.step.state.weights()
         if self.judge is None:
             self.keep(weights)
         elif not self.accelerator.is_main_process:
@@ -237,8 +235,11 @@ class Loop:
 
     def estimate(self, step: int) -> None:
         """Log what one pass over recorded text says of the head."""
-        if self.judge is not None and self.accelerator.is_main_process:
-            head = decoding_copy(self.head, self.step.average.state(self.head), self.target)
+        if self.judge is None:
+            return
+        weights = self.step.state.weights()
+        if self.accelerator.is_main_process:
+            head = decoding_copy(self.head, weights, self.target)
             self.tracker.log({"step": step, "estimate": self.judge.estimate(head)})
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import TrainerConfig
+from train.shards import held
 
 
 def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
@@ -84,20 +85,23 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
 
 class Average:
-    """An exponential moving average of the trained weights; decay 0 is off and keeps nothing."""
+    """An exponential moving average of the trained weights; decay 0 is off and keeps nothing.
+
+    A process averages what it holds of each weight; `weights` are cut up as those are (train/shards.py).
+    """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
         self.weights: dict[str, Tensor] = {}
         if decay:
-            self.weights = {k: v.detach().clone() for k, v in trained_state(module).items()}
+            self.weights = {k: held(v).clone() for k, v in trained_state(module).items()}
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
         """Move towards the present weights."""
         if self.decay:
             for name, value in trained_state(module).items():
-                self.weights[name].lerp_(value.to(self.weights[name]), 1 - self.decay)
+                self.weights[name].lerp_(held(value), 1 - self.decay)
 
     def state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the weights to evaluate and to keep: the average if there is one."""

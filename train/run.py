@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import hydra
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -37,8 +36,7 @@ from heads.errors import user_errors
 from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
-from inference.target import default_device, fast_dtype
-from train import adapt, checkpoint, launch, resume, sweep
+from train import adapt, checkpoint, launch, processes, resume, sweep
 from train.config import RunConfig, run_config
 from train.features import load_target, origin_of, source_for
 from train.lock import RunLock
@@ -74,8 +72,8 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
 
 
-def provenance(world: int, data: str) -> dict[str, Any]:
-    """Return where this run came from: code, versions, command, processes, data."""
+def provenance(world: int, shared: str, data: str) -> dict[str, Any]:
+    """Return where this run came from: code, versions, command, processes and how they share the head, data."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
@@ -91,6 +89,7 @@ def provenance(world: int, data: str) -> dict[str, Any]:
         },
         "command": " ".join(sys.argv),
         "world_size": world,
+        "strategy": shared,
         "data_fingerprint": data,
     }
 
@@ -98,18 +97,6 @@ def provenance(world: int, data: str) -> dict[str, Any]:
 def start_of(run: RunConfig) -> dict[str, Any]:
     """Return what a run that starts from a head starts from, and what of it is trained."""
     return {} if run.init is None else {"init": run.init, "peft": asdict(run.peft)}
-
-
-def accelerator_for(run: RunConfig) -> Accelerator:
-    """Return accelerate's handle with the precision that the run asks for, or that the device is fast in."""
-    wanted = run.trainer.precision
-    if wanted == "auto":
-        place = torch.device(run.model.device or default_device())
-        wanted = "bf16" if fast_dtype(place) == torch.bfloat16 else "fp32"
-    group = InitProcessGroupKwargs(timeout=timedelta(seconds=run.trainer.timeout))
-    return Accelerator(
-        mixed_precision="bf16" if wanted == "bf16" else "no", cpu=run.model.device == "cpu", kwargs_handlers=[group]
-    )
 
 
 def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batches:
@@ -121,7 +108,7 @@ def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batche
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
-    accelerator = accelerator_for(run)
+    accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     check_out(run)
     check_start(run.peft, run.init)
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
@@ -160,7 +147,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
         prepare_out(run, resolved, lock)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = {
-            **provenance(accelerator.num_processes, fingerprint(samples)),
+            **provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)),
             "data": counts.report(),
             **start_of(run),
             **origin_of(source),
@@ -195,6 +182,18 @@ def report(run: RunConfig) -> None:
         raise SystemExit(1)
 
 
+def launch_all(run: RunConfig) -> None:
+    """Start the run's processes; exit with their status if that is not 0, for a multirun goes on after a 0."""
+    if run.launcher.slurm is None:
+        check_out(run)
+        processes.check_machine(run.launcher, run.model)
+    status = launch.start(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task)
+    if status:
+        raise SystemExit(status)
+    if run.eval.prompts and run.launcher.slurm is None:
+        sweep.note(run.name, run.head.name, Path(run.out))
+
+
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may be after."""
@@ -206,10 +205,8 @@ def main(cfg: DictConfig) -> float | None:
         if run.plan:
             Console().print(table(run, plan(run)))
             return None
-        if run.launcher.num_processes * run.launcher.num_nodes > 1 and not launch.launched():
-            status = launch.relaunch(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task)
-            if status != 0:
-                raise SystemExit(status)
+        if launch.awaited(run.launcher):
+            launch_all(run)
         else:
             train(run, {str(k): v for k, v in resolved.items()})
         return sweep.best_tau(Path(run.out))

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from train.optim import Average, trained_state
+from train.shards import held, master_state, put, put_master, whole, zero_stage
 
 
 class TrainState:
-    """The state of a head that every process holds whole (one process, or plain data parallelism)."""
+    """The state of a head, its optimiser and the average of its weights, under any strategy."""
 
     def __init__(self, head: nn.Module, optimizer: Any, average: Average) -> None:
         self.head, self.optimizer, self.average = head, optimizer, average
@@ -27,42 +28,78 @@ class TrainState:
 
     def read(self, name: str) -> Tensor:
         """Return a copy of one tensor on the CPU; every process calls this, for the same name."""
-        kind, rest = name.split("/", 1)
+        kind, rest, key = split(name)
+        p = self._weight(rest)
         if kind == "weight":
-            found = self.head.state_dict()[rest]
+            found = whole(p, held(p))
         elif kind == "average":
-            found = self.average.weights[rest]
+            found = whole(p, self.average.weights[rest])
+        elif zero_stage(p) and key != "step":
+            found = master_state(p, key)
         else:
-            parameter, key = rest.rsplit("/", 1)
-            found = self._of(trained_state(self.head)[parameter])[key]
+            found = whole(p, self._of(p)[key])
         copy: Tensor = found.detach().to("cpu", copy=True).contiguous()
         return copy
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Take one tensor; every process calls this, for the same name.
+        """Take one tensor; every process calls this, for the same name and with the same value.
 
         Raises:
             KeyError: the head or its optimiser has no such tensor.
             RuntimeError: it has another shape.
         """
-        kind, rest = name.split("/", 1)
+        kind, rest, key = split(name)
+        p = self._weight(rest)
+        shape = vars(p).get("ds_shape", p.shape)
+        if value.ndim and value.shape != shape:
+            raise RuntimeError(f"{name} is {tuple(value.shape)}, and its parameter {tuple(shape)}")
         if kind == "weight":
-            self.head.state_dict()[rest].copy_(value)
+            put(p, held(p), value)
+            if zero_stage(p) and p.requires_grad:
+                put_master(p, value)
         elif kind == "average":
-            self.average.weights[rest].copy_(value)
+            put(p, self.average.weights[rest], value)
+        elif not value.ndim:  # step counts stay on the CPU
+            for state in self._states(p):
+                state[key] = value.clone()
+        elif zero_stage(p):
+            put_master(p, value, key)
         else:
-            parameter, key = rest.rsplit("/", 1)
-            p = trained_state(self.head)[parameter]
-            if value.ndim and value.shape != p.shape:
-                raise RuntimeError(f"{name} is {tuple(value.shape)}, and its parameter {tuple(p.shape)}")
-            self._of(p)[key] = value.to(p.device) if value.ndim else value.clone()  # step counts stay on the CPU
+            state = self._of(p)
+            state[key] = torch.empty_like(p)
+            put(p, state[key], value)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the whole weights to evaluate and to keep, on the CPU: the average's if there is one."""
+        averaged = self.average.weights
+        kinds = {name: "average" if name in averaged else "weight" for name in self.head.state_dict()}
+        return {name: self.read(f"{kind}/{name}") for name, kind in kinds.items()}
+
+    def _weight(self, name: str) -> Tensor:
+        found: Tensor = self.head.state_dict(keep_vars=True)[name]
+        return found
 
     def _of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of one parameter, empty before its first step."""
-        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        """Return the optimiser's state of one parameter, empty before its first step."""
+        return self._states(parameter)[0]
+
+    def _states(self, parameter: Tensor) -> list[dict[str, Any]]:
+        """Return the optimiser's states that one parameter is in: under ZeRO those of all flat partitions.
+
+        They step together, so that each of them tells the count of steps.
+        """
+        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate or DeepSpeed wraps it
+        if zero_stage(parameter):
+            return list(plain.state.values())
         for part in getattr(plain, "parts", [plain]):
             if any(parameter is each for group in part.param_groups for each in group["params"]):
-                state: dict[str, Any] = part.state[parameter]
-                return state
+                return [part.state[parameter]]
         raise KeyError("no optimiser has this parameter")
+
+
+def split(name: str) -> tuple[str, str, str]:
+    """Return what a name says: the kind of tensor, the parameter, and the key of its state or nothing."""
+    kind, rest = name.split("/", 1)
+    parameter, _, key = rest.rpartition("/") if kind == "state" else (rest, "", "")
+    return kind, parameter, key

@@ -13,32 +13,35 @@ from data.features import FeatureSource, Given
 from eval.machine import peak_memory
 from heads.base import Features
 from heads.law import TopLaw
+from train import strategy
 from train.clock import Clock
 from train.config import RunConfig
 from train.flops import Flops, peak_flops
 from train.guard import Guard
 from train.losses import ObjectiveConfig
 from train.objective import objective
-from train.optim import Average, learning_rate, optimizer
+from train.optim import Average, learning_rate
+from train.state import TrainState
 from train.weights import Weights, draw_anchors, noisy, trainable, weights
 
 
 class Loss(nn.Module):
     """The loss as a forward pass, since data-parallel wrappers synchronise gradients in `forward` alone."""
 
-    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool) -> None:
+    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, quick: bool = False) -> None:
         super().__init__()
-        self.head, self.config = head, config
+        self.head, self.config, self.quick = head, config, quick
         unroll: Any = head.unroll
         self.unroll = torch.compile(unroll) if compiled else unroll
 
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLaw | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from the rows and weigh what comes of it."""
+        """Draft from the rows and weigh what comes of it, matrix products in bf16 if `quick`."""
         head: Any = self.head
-        drafts = self.unroll(features, self.config.depths, anchors)
-        return objective(head, drafts, features, weight, self.config, top=top)
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
+            drafts = self.unroll(features, self.config.depths, anchors)
+            return objective(head, drafts, features, weight, self.config, top=top)
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,12 @@ class Stepper:
         self.flops: int | None = None
         self.peak = peak_flops(accelerator.device, run.trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
+        quick = accelerator.mixed_precision == "bf16"
+        loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=quick)
+        self.strategy = strategy.prepare(run.launcher, run.trainer, accelerator, loss)
+        self.optimizer = self.strategy.optimizer
         self.average = Average(head, run.trainer.ema)
-        self.optimizer: Any
-        self.module, self.optimizer = accelerator.prepare(
-            Loss(head, run.objective, compiled=run.trainer.compile), optimizer(head, run.trainer)
-        )
+        self.state = TrainState(head, self.optimizer, self.average)
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
@@ -91,7 +95,6 @@ class Stepper:
         for i, ((batch, anchors, weight), given) in enumerate(zip(micro, self.source(step), strict=True)):
             self.clock.lap("target")
             if halted():
-                self.optimizer.zero_grad()
                 return Step(stopped=True, record=None, bad=None)
             self.clock.lap("wait")
             scaled = weight.row.to(device) / amount[:, None, None]
@@ -99,7 +102,7 @@ class Stepper:
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
             self.clock.lap("head")
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip)
+        norm = self.strategy.clip(trainer.clip)
         self.clock.lap("optimiser")
         numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
         self.clock.lap("wait")
@@ -125,17 +128,14 @@ class Stepper:
         return {**first, **found, "grad_norm": grad_norm, "rows": int(rows)}
 
     def update(self, step: int, *, good: bool) -> None:
-        """Move the weights by the gradient; that of a bad step is dropped, and nothing else changes.
-
-        An engine that moves them within `backward`, as DeepSpeed's does, comes too late here.
-        """
-        if good:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.rate(step)
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        if good:
-            self.average.update(self.head)
+        """Move the weights by the gradient; that of a bad step is dropped, and nothing else changes."""
+        if not good:
+            self.strategy.drop()
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(step)
+        self.strategy.step()
+        self.average.update(self.head)
 
     def cost(self) -> dict[str, Any]:
         """Return what the steps since the last record have cost, of each; this process's own but for the rates."""
@@ -194,16 +194,9 @@ class Stepper:
         # What dropout leaves out follows from seed and step alone, as all that is drawn: a resumed run sees the same.
         torch.manual_seed((self.run.trainer.seed * 1_000_003 + int(drawn[0])) % 2**63)
 
-        def go() -> tuple[Tensor, dict[str, Tensor]]:
-            with self.accelerator.autocast():
-                loss, sums = self.module(features, weight, anchors, given.top)
-            self.accelerator.backward(loss * self.accelerator.num_processes)
-            return loss, sums
-
-        if last:
-            return go()
-        with self.accelerator.no_sync(self.module):
-            return go()
+        loss, sums = self.strategy.forward(features, weight, anchors, given.top, last=last)
+        self.strategy.backward(loss * self.accelerator.num_processes)
+        return loss, sums
 
 
 def number(batch: Batch, step: int) -> Tensor:

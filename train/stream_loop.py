@@ -61,6 +61,10 @@ class StreamsRunConfig:
             raise ValueError(f"every is {self.every}: give 1 or more, 1 makes every row of an answer an anchor")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay is {self.decay}: give a number above 0, up to 1")
+        if self.launcher.strategy != "ddp":
+            raise ValueError(
+                f"launcher.strategy is {self.launcher.strategy}: streams are a few small factors, give launcher=ddp"
+            )
         if self.trainer.eval_prompts < 1:
             raise ValueError("trainer.eval_prompts is 0: the best streams are those that measure best; give 1 or more")
         for key in ("batch_tokens", "micro_tokens"):

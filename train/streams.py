@@ -18,7 +18,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import hydra
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from hydra.core.hydra_config import HydraConfig
@@ -32,8 +31,8 @@ from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
 from inference.streams import KIND, Streams
-from inference.target import Target, default_device, fast_dtype
-from train import checkpoint, launch, resume
+from inference.target import Target
+from train import checkpoint, launch, processes, resume
 from train.lock import RunLock
 from train.peers import RANKS, on_main
 from train.run import provenance
@@ -57,16 +56,9 @@ def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any], lock: RunLock) 
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
 
 
-def accelerator_for(run: StreamsRunConfig) -> Accelerator:
-    """Return accelerate's handle with the precision that the run asks for, or that the device is fast in."""
-    wanted, place = run.trainer.precision, torch.device(run.model.device or default_device())
-    quick = wanted == "auto" and fast_dtype(place) == torch.bfloat16
-    return Accelerator(mixed_precision="bf16" if quick or wanted == "bf16" else "no", cpu=run.model.device == "cpu")
-
-
 def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
-    accelerator = accelerator_for(run)
+    accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     if (Path(run.out) / "config.yaml").exists() and not (run.resume or run.overwrite):
         raise ValueError(
             f"{run.out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
@@ -96,7 +88,9 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
             resume.check(Path(run.out), settings(run, batches))
         prepare_out(run, resolved, lock)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
-        origin = provenance(accelerator.num_processes, fingerprint(samples)) | {"data": counts.report()}
+        origin = provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)) | {
+            "data": counts.report()
+        }
         Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
         console.print(counts.line(run.data), highlight=False)
         console.print(
@@ -117,9 +111,8 @@ def main(cfg: DictConfig) -> None:
         run = typed(StreamsRunConfig, cfg)
         resolved = OmegaConf.to_container(cfg, resolve=True)
         assert isinstance(resolved, dict)
-        if run.launcher.num_processes * run.launcher.num_nodes > 1 and not launch.launched():
-            status = launch.relaunch(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task)
-            raise SystemExit(status)
+        if launch.awaited(run.launcher):
+            raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task))
         train(run, {str(key): value for key, value in resolved.items()})
 
 

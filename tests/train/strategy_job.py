@@ -1,0 +1,117 @@
+"""A process of a job that trains toy heads under one strategy after another, and what one process alone makes of them.
+
+    python tests/train/strategy_job.py FOLDER ddp:eagle fsdp2:eagle …
+
+Run as such by two processes, it writes what each case gave to FOLDER.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from accelerate import Accelerator
+from hydra import compose, initialize_config_dir
+
+from data.batches import Batches, Packed
+from data.features import Live
+from heads.resolvers import ROOT, register_resolvers
+from tests import toys
+from train.adapt import adapt
+from train.config import RunConfig, run_config
+from train.step import Stepper
+
+BEFORE, AFTER = 3, 3  # steps, with what is kept of the run between
+CASES: dict[str, tuple[str, list[str]]] = {
+    "eagle": ("eagle", ["head=eagle", "trainer.ema=0.5"]),
+    "eagle3": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.weight_decay=0.1"]),
+    "medusa": ("medusa", ["head=medusa", "objective.depths=4"]),
+    "lora": ("eagle pruned", ["head=eagle", "peft=lora", "peft.rank=2", "init=x", "trainer.ema=0.5"]),
+    "muon": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.optimizer=muon"]),
+    "bf16": ("eagle3", ["head=eagle3", "objective.depths=3", "trainer.precision=bf16"]),
+    "compiled": ("medusa shared", ["head=medusa", "objective.depths=4", "trainer.compile=true"]),
+}
+
+
+def run_of(case: str, strategy: str) -> RunConfig:
+    """Return a case's configuration."""
+    register_resolvers()
+    small = ["trainer.steps=20", "data.length=16", "trainer.batch_tokens=80", "trainer.micro_tokens=32"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        words = [f"launcher.strategy={strategy}", *small, *CASES[case][1]]
+        return run_config(compose("train", words))
+
+
+def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
+    """Return a toy head at its start, with rows of which the second process has fewer."""
+    target, head = toys.target(), toys.head(CASES[case][0], toys.target()).requires_grad_().train()
+    made: Any = head
+    torch.manual_seed(4)
+    adapt(head, run.peft)
+    target.feature_layers = made.feature_layers
+    token = torch.randint(toys.VOCAB, (24, 16), generator=torch.Generator().manual_seed(5))
+    packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
+    batches = Batches(packed, 5, 2, 0, accelerator.process_index, accelerator.num_processes)
+    return Stepper(run, accelerator, head, batches, Live(target, batches), target.ends.hidden_size)
+
+
+def losses(step: Stepper, first: int, count: int) -> list[float]:
+    """Take steps and return their losses and gradient norms."""
+    taken = [step(number, stopping=False).record for number in range(first, first + count)]
+    return [each[key] for each in taken if each is not None for key in ("loss", "grad_norm")]
+
+
+def snapshot(step: Stepper) -> dict[str, torch.Tensor]:
+    """Return all that is kept of a run."""
+    return {name: step.state.read(name) for name in step.state.names()}
+
+
+def spoiled(step: Stepper) -> float:
+    """Add a gradient, far larger than that of any step, and drop it; return its norm."""
+    for batch, given in zip(step.batches(9), step.source(9), strict=True):
+        drawn, anchors, weight = step.drawn(batch, 9)
+        step.backward(given, drawn.index, anchors, 1e3 * weight.row, last=False)
+    step.backward(given, drawn.index, anchors, weight.row, last=True)
+    norm = float(step.strategy.clip(1.0))
+    step.strategy.drop()
+    return norm
+
+
+def outcome(strategy: str, case: str, accelerator: Accelerator) -> dict[str, Any]:
+    """Train, keep, train on; and once more from what was kept, with a gradient between that is dropped."""
+    run = run_of(case, strategy)
+    one = stepper(run, case, accelerator)
+    before = losses(one, 0, BEFORE)
+    kept = snapshot(one)
+    after = losses(one, BEFORE, AFTER)
+    two = stepper(run, case, accelerator)
+    for name, value in kept.items():
+        two.state.write(name, value)
+    again = snapshot(two)
+    norm = spoiled(two)
+    return {
+        "before": before, "after": after, "kept": kept, "again": again, "norm": norm,
+        "resumed": losses(two, BEFORE, AFTER), "weights": one.state.weights(),
+        "last": snapshot(two), "undisturbed": snapshot(one),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the cases on this process."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    for each in sys.argv[2:]:
+        strategy, case = each.split(":")
+        mixed = CASES[case][1][-1] == "trainer.precision=bf16"
+        accelerator.state._mixed_precision = "bf16" if mixed else "no"
+        found = outcome(strategy, case, accelerator)
+        if accelerator.is_main_process:
+            torch.save(found, Path(sys.argv[1], f"{each}.pt"))
+
+
+if __name__ == "__main__":
+    main()

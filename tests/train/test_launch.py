@@ -1,0 +1,150 @@
+"""What launcher=… starts, by accelerate or as a job of SLURM, and what it refuses, in one line each."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from heads.resolvers import ROOT, register_resolvers
+from tests.train import jobs
+from train import launch, processes, strategy
+from train.config import RunConfig, run_config
+
+BATCH = """#!/bin/sh
+for last; do :; done
+cp "$last" "$CAUGHT"
+echo Submitted batch job 77
+"""
+
+
+def run(*overrides: str) -> RunConfig:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return run_config(compose("train", list(overrides)))
+
+
+def test_the_command_has_the_processes_and_a_free_port() -> None:
+    words = launch.command(run("launcher=fsdp2", "launcher.num_processes=3").launcher, "run.py", ["name=x"])
+    assert words[words.index("--num_processes") + 1] == "3"
+    assert words[words.index("--main_process_port") + 1] == "0"
+    assert words[-2:] == ["run.py", "name=x"]
+    assert "--use_deepspeed" not in launch.command(run("launcher=zero3").launcher, "run.py", [])
+
+
+def test_a_job_of_slurm_is_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an sbatch that keeps the script it is given, since submitit looks for one."""
+    for name in ("sbatch", "srun", "sacct"):
+        (tmp_path / name).write_text(BATCH)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CAUGHT", str(tmp_path / "caught.sh"))
+    monkeypatch.setenv("PYTHONPATH", "")
+    asked = ["launcher.slurm.partition=gpu", "launcher.slurm.account=me", "launcher.slurm.setup=[module load cuda]"]
+    folder = [f"launcher.slurm.folder={tmp_path / 'jobs'}", "+launcher.slurm.extra.constraint=h100"]
+    found = run("launcher=slurm", "launcher.strategy=fsdp2", *asked, *folder)
+    assert launch.start(found.launcher, "train/run.py", ["launcher=slurm", "overwrite=true"]) == 0
+    script = (tmp_path / "caught.sh").read_text()
+    for option in (
+        "partition=gpu", "account=me", "nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "cpus-per-task=8",
+        "time=1440", "constraint=h100", f"signal=USR2@{launch.GRACE}",
+    ):  # fmt: skip
+        assert f"#SBATCH --{option}\n" in script
+    assert "\nmodule load cuda\n" in script
+    assert os.environ["PYTHONPATH"] == str(ROOT), "where the job finds the code"
+
+
+def test_a_job_whose_time_is_over_goes_on_where_it_stopped() -> None:
+    pytest.importorskip("submitit")
+    task = launch.Task("train/run.py", ["launcher=slurm", "overwrite=true", "name=x"])
+    then = task.checkpoint().function
+    assert (then.script, then.overrides) == ("train/run.py", ["launcher=slurm", "name=x", "resume=true"])
+
+
+def test_slurm_is_missed_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PYTHONPATH", "")
+    found = run("launcher=slurm", f"launcher.slurm.folder={tmp_path}")
+    with pytest.raises(ValueError, match=r"launcher\.slurm.*sbatch") as error:
+        launch.start(found.launcher, "train/run.py", [])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("here", "started", "overrides", "said"),
+    [
+        (1, 2, (), "2 processes were started and 1 work together"),
+        (2, 2, ("launcher=ddp",), "num_nodes is 8, 2 processes were started"),
+        (1, 1, ("launcher.strategy=fsdp2",), "there is one"),
+    ],
+)
+def test_other_processes_than_asked_for_are_refused(
+    here: int, started: int, overrides: tuple[str, ...], said: str
+) -> None:
+    processes.check_world(run(*overrides, "launcher.num_processes=2").launcher, 2, 2)
+    processes.check_world(run().launcher, 2, 2)
+    with pytest.raises(ValueError, match=said) as error:
+        processes.check_world(run(*overrides).launcher, here, started)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["DeepSpeed", "FSDP"])
+def test_a_strategy_of_accelerates_own_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+    found = run("model.device=cpu")
+    with pytest.raises(ValueError, match=f"accelerate was told to use {name}"):
+        processes.accelerator_for(found.launcher, found.trainer, found.model)
+
+
+def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("launcher=zero2", "model.device=cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ValueError, match="num_processes is 8 and this machine has 2 accelerators"):
+        processes.check_machine(found.launcher, found.model)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("train.processes.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"headstart\[cluster\]"):
+        processes.check_machine(found.launcher, found.model)
+
+
+def test_another_strategy_than_asked_for_is_an_error() -> None:
+    assert "zero3 does not run here: int does" in str(strategy.fell_back("zero3", 7))
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_muon_is_refused_where_matrices_are_flat(stage: str) -> None:
+    assert run("launcher=fsdp2", "trainer.optimizer=muon")
+    with pytest.raises(ValueError, match="choose adamw"):
+        run(f"launcher={stage}", "trainer.optimizer=muon")
+
+
+def test_a_multirun_inside_started_processes_is_refused(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "train" / "run.py"), "-m", "head=eagle,medusa", f"out={tmp_path / 'x'}"]
+    place = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        words, env={**os.environ, **place}, capture_output=True, text=True, check=False, cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: a multirun (-m) inside")]
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_a_job_on_this_machine_trains_with_two_processes(tmp_path: Path) -> None:
+    overrides = [*jobs.make(tmp_path), "trainer.steps=4", "eval.prompts=0", f"out={tmp_path / 'out'}"]
+    slurm = ["launcher=slurm", "launcher.num_nodes=1", "launcher.num_processes=2", "launcher.strategy=fsdp2"]
+    local = ["launcher.slurm.cluster=local", "launcher.slurm.gpus_per_node=null"]
+    jobs.finish(jobs.start([*overrides, *slurm, *local, f"launcher.slurm.folder={tmp_path / 'jobs'}"]))
+    assert len(jobs.losses(tmp_path / "out")) == 4
+
+
+@pytest.mark.slow
+def test_each_run_of_a_multirun_starts_its_own_processes(tmp_path: Path) -> None:
+    overrides = [*jobs.make(tmp_path), "trainer.steps=4", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    words = ["-m", *overrides, "launcher=zero3", "launcher.num_processes=2", "trainer.seed=0,1"]
+    printed = jobs.finish(jobs.start([*words, f"out={tmp_path}/seed-${{trainer.seed}}"]))
+    for seed in (0, 1):
+        assert len(jobs.losses(tmp_path / f"seed-{seed}")) == 4, printed
+    assert (tmp_path / "sweep" / "table.json").exists(), printed
