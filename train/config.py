@@ -16,12 +16,20 @@ from inference.loading import AS_IT_IS, METHODS
 from inference.policy import TreeConfig
 from inference.target import DTYPES
 from train.adapt import peft_config
+from train.device import DeviceConfig
 from train.losses import ObjectiveConfig
+
+PLACEMENTS = ("replicate", "tensor_parallel", "fsdp", "device_map", "offload")
+STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The target: what to load, and the data and prompts that go with it."""
+    """The target: what to load, and the data and prompts that go with it.
+
+    `shape` has the values of the config.json of the path that it names by `of`; a plan takes them where that file
+    cannot be read.
+    """
 
     name: str
     path: str
@@ -29,12 +37,15 @@ class ModelConfig:
     quantize: str | None
     adapter: str | None
     device: str | None
+    placement: str
     trust_remote_code: bool
     data: str
     split: str
     prompts: str
+    shape: dict[str, Any] | None
 
     def __post_init__(self) -> None:
+        _one_of("model", self, placement=PLACEMENTS)
         _one_of("model", self, dtype=("auto", *DTYPES), quantize=(None, AS_IT_IS, *METHODS))
 
 
@@ -90,6 +101,7 @@ class LauncherConfig:
     main_process_ip: str | None
     main_process_port: int | None
     deepspeed_stage: int | None
+    strategy: str
 
     def __post_init__(self) -> None:
         _at_least("launcher", self, 1, "num_processes", "num_nodes")
@@ -103,6 +115,7 @@ class LauncherConfig:
             )
         if self.deepspeed_stage is not None:
             _one_of("launcher", self, deepspeed_stage=(1, 2, 3))
+        _one_of("launcher", self, strategy=STRATEGIES)
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,7 @@ class RunConfig:
     features: Any
     trainer: TrainerConfig
     launcher: LauncherConfig
+    device: DeviceConfig
     tree: Any
     eval: EvalSettings
 

@@ -38,10 +38,12 @@ from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
 from inference.target import default_device, fast_dtype
 from train import adapt, launch, sweep
+from train.advice import advice
 from train.config import RunConfig, run_config
 from train.features import load_target, origin_of, source_for
 from train.loop import Loop
-from train.plan import plan, table
+from train.plan import plan
+from train.plan_table import table
 from train.start import CHECKPOINT, LAST_LAYER, check_start, first_head, settled
 
 register_resolvers()
@@ -181,7 +183,8 @@ def main(cfg: DictConfig) -> None:
         resolved = OmegaConf.to_container(cfg, resolve=True)
         assert isinstance(resolved, dict)
         if run.plan:
-            Console().print(table(run, plan(run)))
+            planned = plan(run)
+            Console().print(table(run, planned, [] if planned["fits"] else advice(run, planned)), highlight=False)
         elif run.launcher.num_processes * run.launcher.num_nodes > 1 and not launch.launched():
             status = launch.relaunch(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task)
             raise SystemExit(status)
