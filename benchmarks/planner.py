@@ -9,7 +9,7 @@ a run imports and ends: a part of what a plan takes as given (conf/device/cpu.ya
 """
 
 import argparse
-import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +30,7 @@ from train.plan import plan
 from train.plan_table import preset_row
 
 TINY, MIB = ROOT / "examples" / "tiny", 2**20
+BESIDE = 60 * MIB  # tokenizer and data, as conf/device/cpu.yaml counts them
 SHAPES = {
     "llama110m": {
         "vocab_size": 32000, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -40,6 +41,14 @@ SHAPES = {
         "num_key_value_heads": 4, "intermediate_size": 1536, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+DRIVER = """
+import atexit, pathlib, runpy, sys
+sys.path[0] = "."
+status = pathlib.Path("/proc/self/status")
+atexit.register(lambda: print(*(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__" if len(sys.argv) > 1 else "imported")
+"""
 LAYERS = "head.feature_layers=[0,2,4]"
 SHORT = ["trainer.steps=3", "trainer.eval_prompts=0", "eval.prompts=0", "data.limit=400", "model.device=cpu"]
 CONFIGURATIONS: dict[str, tuple[str | None, list[str]]] = {
@@ -68,19 +77,18 @@ def target(name: str, folder: Path) -> Path:
 
 
 def peak(words: list[str]) -> int:
-    """Run a Python command and return its largest resident size in bytes.
+    """Run a script of this checkout in a process of its own and return its largest resident size in bytes.
+
+    The process reads it itself: `getrusage` also knows of the process that started it, from before it was another.
 
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([sys.executable, *words], stdout=said, stderr=said, cwd=ROOT)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            said.seek(0)
-            raise RuntimeError(said.read()[-2000:])
-    return usage.ru_maxrss * 1024
+    done = subprocess.run([sys.executable, "-c", DRIVER, *words], capture_output=True, text=True, cwd=ROOT, check=False)
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", done.stdout, re.MULTILINE)
+    if done.returncode or found is None:
+        raise RuntimeError((done.stdout + done.stderr)[-2000:])
+    return int(found[1]) * 1024
 
 
 def composed(overrides: list[str]) -> Any:
@@ -90,12 +98,12 @@ def composed(overrides: list[str]) -> Any:
         return run_config(compose("train", overrides))
 
 
-def measure(name: str, folder: Path) -> tuple[float, float]:
-    """Return what a configuration's plan says and what its run took, in MiB."""
+def measure(name: str, folder: Path, imports: int) -> tuple[float, float]:
+    """Return what a configuration's plan says and what its run took, in MiB; `imports` is what a bare process takes."""
     shape, overrides = CONFIGURATIONS[name]
     path = [] if shape is None else [f"model.path={target(shape, folder)}"]
     words = [*SHORT, *path, *overrides]
-    planned = plan(composed(words))["peak_bytes"]
+    planned = plan(composed([*words, "device=cpu", f"device.context_gb={(imports + BESIDE) / 2**30}"]))["peak_bytes"]
     out = folder / "run"
     taken = peak(["train/run.py", *words, f"out={out}", "overwrite=true"])
     shutil.rmtree(out, ignore_errors=True)
@@ -104,16 +112,17 @@ def measure(name: str, folder: Path) -> tuple[float, float]:
 
 def memory(names: list[str], folder: Path) -> None:
     """Print plan and measurement of each configuration."""
-    print(f"imports: {peak(['-c', 'import train.run']) / MIB:,.0f} MiB\n")
+    imports = peak(["train/run.py"])
+    print(f"imports: {imports / MIB:,.0f} MiB\n")
     print("| configuration | plan, MiB | measured, MiB | plan / measured |\n| --- | ---: | ---: | ---: |")
     for name in names:
-        planned, taken = measure(name, folder)
+        planned, taken = measure(name, folder, imports)
         print(f"| {name} | {planned:,.0f} | {taken:,.0f} | {planned / taken:.2f} |", flush=True)
 
 
 def presets() -> None:
     """Print the plan of every experiment."""
-    print("| experiment | devices | target / active / head, billions | fullest device, GiB | fits | GPU hours | hours |")
+    print("| experiment | devices | target / active / head, 10^9 | fullest device, GiB | fits | GPU hours | hours |")
     print("| --- | --- | --- | ---: | --- | ---: | ---: |")
     for file in sorted((ROOT / "conf" / "experiment").glob("*.yaml")):
         found = plan(composed([f"experiment={file.stem}"]))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from train.config import RunConfig
@@ -67,9 +68,7 @@ def changes(run: RunConfig) -> Iterator[tuple[str, Change]]:
         half = run.data.length // 2
         yield (
             f"data.length={half} trainer.micro_tokens={half}",
-            lambda r: replace(
-                r, data=replace(r.data, length=half), trainer=replace(r.trainer, micro_tokens=half)
-            ),
+            lambda r: replace(r, data=replace(r.data, length=half), trainer=replace(r.trainer, micro_tokens=half)),
         )
 
 
@@ -92,17 +91,22 @@ def _placed(run: RunConfig) -> Iterator[tuple[str, Change]]:
     world = run.launcher.num_processes * run.launcher.num_nodes
     if world > 1 and run.launcher.strategy == "ddp":
         for name in ("zero2", "fsdp2"):
-            yield (
-                f"launcher.strategy={name}",
-                lambda r, name=name: replace(r, launcher=replace(r.launcher, strategy=name)),
-            )
+            yield f"launcher.strategy={name}", partial(_shared, name)
     if run.features.mode == "live":
         yield "features=stored trainer.eval_prompts=0", _stored
     if run.model.placement == "replicate":
         for name in ("tensor_parallel", "fsdp", "offload") if world > 1 else ("offload",):
-            yield f"model.placement={name}", lambda r, name=name: replace(r, model=replace(r.model, placement=name))
+            yield f"model.placement={name}", partial(_put, name)
     if run.model.quantize is None:
         yield "model.quantize=int8", lambda r: replace(r, model=replace(r.model, quantize="int8"))
+
+
+def _shared(strategy: str, run: RunConfig) -> RunConfig:
+    return replace(run, launcher=replace(run.launcher, strategy=strategy))
+
+
+def _put(placement: str, run: RunConfig) -> RunConfig:
+    return replace(run, model=replace(run.model, placement=placement))
 
 
 def _stored(run: RunConfig) -> RunConfig:

@@ -144,12 +144,11 @@ def head_stage(trace: Trace, features: Size, accumulates: bool, noise: bool, hea
     peak = trace.peak if heap else Size(trace.most, 0)
     own = own if heap else Size(own.total, 0)
     kept = trace.kept if heap else Size(trace.kept.total, 0)
-    held = {
+    return {
         "features": features.times(3 if noise else 1),
         "head: activations": kept,
         "loss: logits chunks, gradients": peak.less(own).less(kept),
     }
-    return held
 
 
 def spread(total: int, each: int) -> Size:

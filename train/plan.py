@@ -28,7 +28,7 @@ from train.memory import (
 )
 from train.shapes import QUANTIZED, TargetShape, target_shape
 from train.start import AUTO, CHECKPOINT, LAST_LAYER
-from train.trace import Job, Size, Trace, block, trace
+from train.trace import Job, Size, Trace, trace
 
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
@@ -127,9 +127,7 @@ def device_held(known: Given, main: bool) -> Held:
     }
     whole = {"target: gathered layers": Size(gathered, 0)} if gathered else {}
     if known.layers and run.features.mode != "stored":
-        stages["target's pass"] = whole | pass_stage(
-            shape, layout, tokens, length, known.item, traced.feature_layers
-        )
+        stages["target's pass"] = whole | pass_stage(shape, layout, tokens, length, known.item, traced.feature_layers)
     if main and run.trainer.eval_prompts and known.layers:
         reach = length + run.trainer.eval_tokens
         stages["measuring τ"] = whole | measure_stage(shape, layout, traced, reach, known.item, known.heap)
@@ -230,7 +228,8 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "steps": run.trainer.steps,
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
         "target_bytes": known.layers + known.item * shape.ends,
-        "head_and_optimizer_bytes": sum(part.total for part in held.values()) + (0 if "head: frozen" in held else resting),
+        "head_and_optimizer_bytes": sum(part.total for part in held.values())
+        + (0 if "head: frozen" in held else resting),
         "checkpoint_bytes": sum(disk(known).values()),
         "peak_bytes": max(place.peak for place in run_places),
         **work(known),

@@ -66,9 +66,7 @@ def named(places: list[Place]) -> str:
 def place_table(names: str, place: Place) -> Table:
     """Return what a device holds."""
     says = "fits" if place.fits else "does NOT fit"
-    shown = Table(
-        title=f"{names}: {gib(place.peak)} of {gib(place.capacity)}, {says}", show_header=False, min_width=60
-    )
+    shown = Table(title=f"{names}: {gib(place.peak)} of {gib(place.capacity)}, {says}", show_header=False, min_width=60)
     shown.add_column(overflow="fold")
     shown.add_column(justify="right")
     for name, size in place.held.resident.items():

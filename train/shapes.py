@@ -121,7 +121,8 @@ def target_shape(model: ModelConfig) -> TargetShape:
     layer = layer_shape(text)
     expert = getattr(text, "moe_intermediate_size", None) or layer.intermediate_size
     return TargetShape(
-        layer, chosen * expert if experts else layer.intermediate_size, text.num_hidden_layers, text.hidden_size, text.vocab_size,
+        layer, chosen * expert if experts else layer.intermediate_size,
+        text.num_hidden_layers, text.hidden_size, text.vocab_size,
         sum(weight.numel() for weight in ends.values()), sum(inner.values()),
         sum(inner.values()) - experts + experts * chosen // there,
     )  # fmt: skip

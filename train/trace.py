@@ -1,4 +1,4 @@
-"""One micro-batch of a head, followed without numbers: what it keeps in memory, at most and for how long, and its FLOPs.
+"""One micro-batch of a head, followed without numbers: what it takes of memory and of computation.
 
 The head's own code runs on torch's fake tensors, which have shapes and no values: unroll, loss and backward pass. So a
 plan holds for every head, option and recomputation, and there is no formula beside the code that could go stale. What
@@ -96,7 +96,8 @@ class Shadow(TorchDispatchMode):
     """
 
     def __init__(self, tokens: int, share: float, used: int) -> None:
-        super().__init__()
+        init: Any = super().__init__
+        init()
         self.tokens, self.share, self.used = tokens, share, used
         self.live, self.peak, self.most, self.part = NONE, NONE, 0, ""
         self.flops: dict[str, int] = {}
@@ -234,9 +235,7 @@ def _followed(job: Job) -> Trace:
     )  # fmt: skip
 
 
-def _run(
-    shadow: Shadow, head: Any, features: Features, weight: Tensor, anchors: Any, config: Any, chunk: int
-) -> Size:
+def _run(shadow: Shadow, head: Any, features: Features, weight: Tensor, anchors: Any, config: Any, chunk: int) -> Size:
     """Run the micro-batch; return what the unrolling keeps."""
     shadow.part = "unroll"
     drafts = head.unroll(features, config.depths, anchors)
