@@ -156,10 +156,16 @@ def spread(total: int, each: int) -> Size:
     return Size(total, 0) if each >= block(each).large > 0 else Size(0, total)
 
 
-def optimizer_stage(trace: Trace, layout: Layout, heap: bool) -> dict[str, Size]:
-    """Return what AdamW's step takes: on a GPU a copy of the second moments at once, on a CPU two of one tensor."""
+def optimizer_stage(trace: Trace, layout: Layout, muon: bool, heap: bool) -> dict[str, Size]:
+    """Return what the optimiser's step takes.
+
+    AdamW makes a copy of the second moments at once on a GPU, and on a CPU two of one tensor after the other. Muon
+    goes matrix by matrix.
+    """
     if heap:
         return {"optimiser: update": block(trace.largest) + block(trace.largest)}
+    if muon:
+        return {"optimiser: update": Size(4 * trace.vectors + 2 * trace.largest, 0)}
     return {"optimiser: update": Size(4 * trace.trained // (1 if layout.strategy == "ddp" else layout.world), 0)}
 
 

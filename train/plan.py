@@ -123,7 +123,7 @@ def device_held(known: Given, main: bool) -> Held:
     resident = target | head_state(traced, layout, known.compute, muon, run.trainer.ema > 0)
     stages = {
         "head's step": head_stage(traced, features, known.micro > 1, run.objective.noise > 0, known.heap),
-        "optimiser": optimizer_stage(traced, layout, known.heap),
+        "optimiser": optimizer_stage(traced, layout, muon, known.heap),
     }
     whole = {"target: gathered layers": Size(gathered, 0)} if gathered else {}
     if known.layers and run.features.mode != "stored":

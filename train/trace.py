@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from heads import HEADS
@@ -105,6 +106,9 @@ class Shadow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on shapes, and note what it makes and costs."""
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor):  # what an operation is first seen to read was there before, and may come out
+                self.know(each.untyped_storage(), NONE)
         if func is torch.ops.aten.nonzero.default:
             out: Any = torch.empty(self.found(args[0]), args[0].ndim, dtype=torch.long)
         elif func is torch.ops.aten._local_scalar_dense.default:
@@ -116,7 +120,7 @@ class Shadow(TorchDispatchMode):
             self.flops[self.part] = self.flops.get(self.part, 0) + cost(*args, **(kwargs or {}), out_val=out)
         for each in out if isinstance(out, tuple | list) else (out,):
             if isinstance(each, Tensor):
-                self.note(each.untyped_storage())
+                self.know(each.untyped_storage(), block(each.untyped_storage().nbytes()))
         return out
 
     def found(self, flags: Tensor) -> int:
@@ -125,9 +129,9 @@ class Shadow(TorchDispatchMode):
             return flags.shape[0] * round(flags.shape[1] * self.share)
         return self.used if flags.numel() == self.tokens else round(flags.numel() * self.share)
 
-    def note(self, storage: Any) -> None:
-        """Count a storage until it is freed."""
-        key, size = id(storage), block(storage.nbytes())
+    def know(self, storage: Any, size: Size) -> None:
+        """Count a storage, with this size, until it is freed; one that is known already is not counted again."""
+        key = id(storage)
         if key not in self.known:
             self.known.add(key)
             self.live += size
