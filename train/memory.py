@@ -37,7 +37,7 @@ class Held:
     resident: dict[str, Size]
     stages: dict[str, dict[str, Size]]
 
-    def peak(self, base: float, slack: float, heap: bool) -> int:
+    def peak(self, base: int | float, slack: float, heap: bool) -> int:
         """Return the bytes at the widest moment.
 
         Args:

@@ -90,7 +90,7 @@ def verdict(planned: dict[str, Any], changes: list[Advice]) -> list[str]:
     return lines
 
 
-def gib(size: float) -> str:
+def gib(size: int | float) -> str:
     """Return bytes for people."""
     return f"{size / GIB:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
 

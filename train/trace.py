@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from heads import HEADS
 from heads.base import Features, LayerShape
 from heads.layers import SwiGLU
+from heads.rope import Rotary
 from train.adapt import adapt
 from train.objective import ROWS, objective, suited
 
@@ -50,7 +51,7 @@ class Size(NamedTuple):
         """Return the larger of each kind."""
         return Size(max(self.large, other.large), max(self.small, other.small))
 
-    def times(self, factor: float) -> "Size":
+    def times(self, factor: int | float) -> "Size":
         """Return a multiple."""
         return Size(round(self.large * factor), round(self.small * factor))
 
@@ -58,9 +59,9 @@ class Size(NamedTuple):
 NONE = Size(0, 0)
 
 
-def block(size: float) -> Size:
+def block(size: int) -> Size:
     """Return the size of one block."""
-    return Size(round(size), 0) if size >= LARGE else Size(0, round(size))
+    return Size(size, 0) if size >= LARGE else Size(0, size)
 
 
 class Ends:
@@ -211,12 +212,15 @@ def _followed(job: Job) -> Trace:
     tokens = job.rows * job.length
     share = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
     used = min(tokens, round(tokens * share * config.depths)) if share < 1 else tokens
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.device("meta"):
         ends = Ends(job.width, job.vocab, job.layers, job.layer, job.dtype)
         head: Any = HEADS[job.head.name](job.head, ends)
         whole = sum(p.numel() for p in head.parameters())
-        chunk = suited(head, job.device)
         adapt(head, job.peft)
+    chunk = suited(head, job.device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ends.weight = torch.empty(ends.weight.shape, dtype=job.dtype)
+        _place(head)
         for module in head.modules():
             if isinstance(module, SwiGLU):
                 module.recompute = job.recompute
@@ -237,6 +241,20 @@ def _followed(job: Job) -> Trace:
         sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
         kept, shadow.peak, shadow.most, round(sum(counts.values())),
     )  # fmt: skip
+
+
+def _place(head: nn.Module) -> None:
+    """Put a module of the meta device on the CPU, in the fake mode that is entered, where autocast knows it."""
+    for module in head.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            there = torch.empty(parameter.shape, dtype=parameter.dtype)
+            setattr(module, name, nn.Parameter(there, requires_grad=parameter.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+        for value in vars(module).values():
+            if isinstance(value, Rotary):
+                value.frequency = torch.empty(value.frequency.shape, dtype=value.frequency.dtype)
+                value.table = torch.empty(value.table.shape)
 
 
 def _run(shadow: Shadow, head: Any, features: Features, weight: Tensor, anchors: Any, config: Any, chunk: int) -> Size:
