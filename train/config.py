@@ -16,13 +16,21 @@ from inference.loading import AS_IT_IS, METHODS
 from inference.policy import TreeConfig
 from inference.target import DTYPES
 from train.adapt import peft_config
+from train.device import DeviceConfig
 from train.losses import ObjectiveConfig
 from train.trackers import TRACKERS
+
+PLACEMENTS = ("replicate", "tensor_parallel", "fsdp", "device_map", "offload")
+STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The target: what to load, and the data and prompts that go with it."""
+    """The target: what to load, and the data and prompts that go with it.
+
+    `shape` has the values of the config.json of the path that it names by `of`; a plan takes them where that file
+    cannot be read.
+    """
 
     name: str
     path: str
@@ -30,12 +38,15 @@ class ModelConfig:
     quantize: str | None
     adapter: str | None
     device: str | None
+    placement: str
     trust_remote_code: bool
     data: str
     split: str
     prompts: str
+    shape: dict[str, Any] | None
 
     def __post_init__(self) -> None:
+        _one_of("model", self, placement=PLACEMENTS)
         _one_of("model", self, dtype=("auto", *DTYPES), quantize=(None, AS_IT_IS, *METHODS))
 
 
@@ -122,9 +133,6 @@ class SlurmConfig:
         _at_least("launcher.slurm", self, 1, "minutes", "cpus_per_task", "gpus_per_node", "mem_gb")
 
 
-STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
-
-
 @dataclass(frozen=True)
 class LauncherConfig:
     """The processes: `num_processes` on each of `num_nodes` nodes, of which this one is `machine_rank`.
@@ -198,6 +206,7 @@ class RunConfig:
     features: Any
     trainer: TrainerConfig
     launcher: LauncherConfig
+    device: DeviceConfig
     tree: Any
     eval: EvalSettings
 

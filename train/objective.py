@@ -225,6 +225,6 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the kept gradient, scaled in place, so once: a second copy of an lm_head's costs like its product."""
+        """Return the kept gradient, scaled in place, and keep it no longer: of a large lm_head it is large."""
         grads, ctx.grads = ctx.grads, None
         return None, None, *(None if grad is None else grad.mul_(upstream[0]) for grad in grads)

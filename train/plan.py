@@ -1,86 +1,241 @@
-"""What a run would do, from configurations alone: nothing is loaded, nothing is written."""
+"""What a run would do, from configurations alone: nothing is loaded, nothing is written.
 
-from typing import Any
+Memory device by device, disk, FLOPs and hours. What is not known before there is data is taken at its largest: every
+token is trained, no row comes twice. Each assumption is a key of conf/device or stands in docs/training_plan.md.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
-from rich.table import Table
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads import HEADS
-from heads.base import LayerShape, frozen_count, parameter_count
-from inference.ends import layer_shape
-from inference.target import DTYPES, default_device, fast_dtype
-from train.adapt import adapt
+from data.quantize import size
+from data.store import TOP_BYTES
+from heads.mtp import Mtp
+from inference.target import DTYPES, fast_dtype
 from train.config import RunConfig
-from train.start import AUTO
+from train.device import GIB, DeviceConfig, settled
+from train.memory import (
+    Held,
+    Layout,
+    features_size,
+    head_stage,
+    head_state,
+    measure_stage,
+    optimizer_stage,
+    pass_stage,
+    target_state,
+)
+from train.shapes import QUANTIZED, TargetShape, target_shape
+from train.start import AUTO, CHECKPOINT, LAST_LAYER
+from train.trace import Job, Size, Trace, trace
 
-ADAMW_BYTES = 16  # fp32 weight, gradient and two moments
+ROW_BYTES = 9  # a packed token: its number, its document, its mask
+HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 
 
-class ShapesOnly:
-    """The ends of a target that is not there: shapes for building a head, on the meta device."""
+class Given(NamedTuple):
+    """A run, and what follows from it: the device, the target's shape, the trace, who shares what, and sizes in bytes.
 
-    def __init__(self, hidden_size: int, vocab_size: int, num_layers: int, layer: LayerShape) -> None:
-        self.hidden_size, self.vocab_size, self.num_layers, self.layer = hidden_size, vocab_size, num_layers, layer
+    `rows` are those of a micro-batch, `micro` how many of these a process has a step, `layers` the target's layers in
+    bytes, 0 where they stay on disk, and `compute` is the precision of the head.
+    """
 
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
-        """Return shapes without values."""
-        return torch.empty(*token.shape, self.hidden_size, device="meta")
+    run: RunConfig
+    device: DeviceConfig
+    shape: TargetShape
+    traced: Trace
+    layout: Layout
+    item: int
+    compute: int
+    rows: int
+    micro: int
+    layers: int
 
-    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
-        """Return shapes without values."""
-        return torch.empty(*hidden.shape[:-1], self.vocab_size if ids is None else len(ids), device="meta")
+    @property
+    def heap(self) -> bool:
+        """Whether the device's memory is the process's own."""
+        return self.device.type == "cpu"
 
-    def head_weight(self) -> Float[Tensor, "V D"]:
-        """Return shapes without values."""
-        return torch.empty(self.vocab_size, self.hidden_size, device="meta")
+
+@dataclass(frozen=True)
+class Place:
+    """A device or a node's memory: where it is, what it holds, the bytes at its widest moment and those it has."""
+
+    node: int
+    device: int | None
+    held: Held
+    peak: int
+    capacity: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is enough."""
+        return self.peak <= self.capacity
+
+
+def given(run: RunConfig) -> Given:
+    """Return what a plan is made of.
+
+    Raises:
+        ValueError: the target's configuration cannot be read, the head does not fit it, or is one to be loaded.
+    """
+    if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
+        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
+    device = settled(run.device, run.model.device)
+    place = torch.device(str(device.type))
+    kind = fast_dtype(place) if run.model.dtype == "auto" else DTYPES[run.model.dtype]
+    bf16 = run.trainer.precision == "bf16" or (run.trainer.precision == "auto" and fast_dtype(place) == torch.bfloat16)
+    shape, launcher = target_shape(run.model), run.launcher
+    accelerators = launcher.num_processes if device.count is None else device.count
+    layout = Layout(
+        launcher.strategy, run.model.placement, launcher.num_processes, launcher.num_nodes,
+        accelerators, launcher.num_processes,
+    )  # fmt: skip
+    length = run.data.length
+    mine = -(-max(1, run.trainer.batch_tokens // length) // layout.world)
+    rows = min(mine, max(1, run.trainer.micro_tokens // length))
+    micro = -(-mine // rows)
+    job = Job(
+        run.head, run.peft, run.objective, shape.layer, shape.layers, shape.width, shape.vocab, kind, bf16, place.type,
+        rows, length, run.trainer.recompute, micro > 1,
+    )  # fmt: skip
+    quantize = QUANTIZED.get(run.model.quantize or "", kind.itemsize)
+    layers = 0 if bare(run) else int(quantize * shape.inner)
+    return Given(run, device, shape, trace(job), layout, kind.itemsize, 2 if bf16 else 4, rows, micro, layers)
+
+
+def bare(run: RunConfig) -> bool:
+    """Return whether a run loads no more of its target than the ends (train/features.py)."""
+    plain = run.model.quantize in (None, "none") and run.model.adapter in (None, "none")
+    starts = run.init in (LAST_LAYER, CHECKPOINT) or (run.init == AUTO and isinstance(run.head, Mtp.Config))
+    reads = run.features.mode == "stored" and run.features.on_missing == "fail" and run.trainer.eval_prompts == 0
+    return plain and reads and not starts
+
+
+def device_held(known: Given, main: bool) -> Held:
+    """Return what lies on the device of a process; the main one also measures."""
+    run, traced, layout, shape = known.run, known.traced, known.layout, known.shape
+    tokens, length = known.rows * run.data.length, run.data.length
+    target, gathered, _ = target_state(shape, layout, known.layers, known.item)
+    muon = run.trainer.optimizer == "muon"
+    features = features_size(shape, tokens, known.item, traced.feature_layers)
+    resident = target | head_state(traced, layout, known.compute, muon, run.trainer.ema > 0)
+    stages = {
+        "head's step": head_stage(traced, features, known.micro > 1, run.objective.noise > 0, known.heap),
+        "optimiser": optimizer_stage(traced, layout, muon, known.heap),
+    }
+    whole = {"target: gathered layers": Size(gathered, 0)} if gathered else {}
+    if known.layers and run.features.mode != "stored":
+        stages["target's pass"] = whole | pass_stage(shape, layout, tokens, length, known.item, traced.feature_layers)
+    if main and run.trainer.eval_prompts and known.layers:
+        reach = length + run.trainer.eval_tokens
+        stages["measuring τ"] = whole | measure_stage(shape, layout, traced, reach, known.item, known.heap)
+    if main and run.eval.prompts:
+        again = int(QUANTIZED.get(run.model.quantize or "", 4) * shape.inner) + 4 * shape.ends
+        stages["final evaluation"] = {"target again, in fp32": Size(again, 0)}
+    return Held(resident, stages)
+
+
+def host_held(known: Given) -> Held:
+    """Return what lies in a node's memory beside its devices."""
+    run, layout = known.run, known.layout
+    _, _, offloaded = target_state(known.shape, layout, known.layers, known.item)
+    tokens = run.trainer.steps * run.trainer.batch_tokens
+    snapshot = round(state_bytes(known) / layout.nodes)
+    resident = {
+        "processes": Size(round(HOST_BASE * GIB * layout.processes), 0),
+        "data, if no row comes twice": Size(ROW_BYTES * tokens * layout.processes, 0),
+        "a checkpoint that is being written": Size(snapshot, 0),
+    }
+    if offloaded:
+        resident["target: layers"] = Size(offloaded * layout.processes, 0)
+    return Held(resident, {})
+
+
+def state_bytes(known: Given) -> int:
+    """Return the bytes of what a run must keep to go on: weights, moments, the running average."""
+    kept = 12 + (4 if known.run.trainer.ema > 0 else 0)
+    return known.traced.trained * kept + known.traced.resting * 4
+
+
+def places(known: Given) -> list[Place]:
+    """Return every device of every node, and the nodes' own memory where it is another."""
+    device, layout = known.device, known.layout
+    capacity, found = round(float(device.memory_gb or 0) * GIB), []
+    base = device.context_gb * GIB
+    for node in range(layout.nodes):
+        for process in range(layout.processes):
+            held = device_held(known, main=node == process == 0)
+            peak = held.peak(base, device.slack, known.heap)
+            room = capacity // layout.processes if known.heap else capacity
+            found.append(Place(node, process, held, peak, room))
+        for spare in range(layout.processes, layout.accelerators if layout.placement == "device_map" else 0):
+            there = {"target: layers": Size(known.layers // layout.accelerators, 0)}
+            held = Held(there, {})
+            found.append(Place(node, spare, held, held.peak(base, device.slack, False), capacity))
+    return found
+
+
+def disk(known: Given) -> dict[str, int]:
+    """Return the bytes of checkpoints, of the kept head, and of a feature store of all tokens."""
+    run, shape = known.run, known.shape
+    found = {"checkpoints": (run.trainer.keep + 1) * state_bytes(known), "head": 4 * known.traced.whole}
+    if run.features.mode != "live":
+        row = size(shape.width, run.features.dtype)
+        last = row if run.features.teacher == "state" else run.features.k * TOP_BYTES
+        tokens = run.trainer.steps * run.trainer.batch_tokens
+        found["features, if no row comes twice"] = tokens * (known.traced.feature_layers * row + last)
+    return found
+
+
+def work(known: Given) -> dict[str, Any]:
+    """Return floating-point operations of the whole run, and the hours that they take at the assumed share of the peak.
+
+    Those of a measurement are not in it.
+    """
+    run, device, shape = known.run, known.device, known.shape
+    tokens = known.rows * run.data.length
+    steps = run.trainer.steps * max(1, run.trainer.batch_tokens // run.data.length) / known.rows
+    target = round(shape.flops(tokens, run.data.length) * steps)
+    head = round(known.traced.flops * steps)
+    found: dict[str, Any] = {"target_flops": target, "head_flops": head, "flops": target + head}
+    if device.tflops is None:
+        return found
+    rate = 3600 * device.tflops * 1e12 * device.mfu
+    stored = run.features.mode == "stored"
+    if stored:
+        found["gpu_hours_of_extraction"] = target / rate
+    hours = (head if stored else target + head) / rate
+    return found | {"gpu_hours": hours, "hours": hours / known.layout.world}
 
 
 def plan(run: RunConfig) -> dict[str, Any]:
-    """Return parameters, tokens, memory and disk of a run, in counts and bytes.
+    """Return what a run takes: counts, bytes, floating-point operations, hours, and every place that holds something.
 
     Raises:
-        ValueError: the target's configuration cannot be read, or the head is one to be loaded.
+        ValueError: the target's configuration cannot be read, the head does not fit it, or is one to be loaded.
     """
-    if run.init not in (None, AUTO):
-        raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
-    try:
-        config = AutoConfig.from_pretrained(run.model.path, trust_remote_code=run.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"model.path={run.model.path}: its configuration cannot be read ({reason})") from error
-    with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(config, trust_remote_code=run.model.trust_remote_code)
-        text = config.get_text_config()
-        ends = ShapesOnly(text.hidden_size, text.vocab_size, text.num_hidden_layers, layer_shape(text))
-        head = HEADS[run.head.name](run.head, ends)
-        whole = parameter_count(head)
-        adapt(head, run.peft)
-    place = torch.device(run.model.device or default_device())
-    kind = fast_dtype(place) if run.model.dtype == "auto" else DTYPES[run.model.dtype]
-    trained, resting = parameter_count(head), frozen_count(head)
-    frozen = sum(p.numel() for p in target.parameters())
-    rows = run.trainer.micro_tokens
-    logits = 4 * rows * text.vocab_size * (2 * run.objective.depths + 1)
+    known = given(run)
+    traced, shape, run_places = known.traced, known.shape, places(known)
+    resting = traced.resting * 4
+    held = head_state(traced, known.layout, known.compute, run.trainer.optimizer == "muon", False)
     return {
-        "target_parameters": frozen,
-        "head_parameters": whole,
-        "trained_parameters": trained,
+        "target_parameters": shape.parameters,
+        "active_parameters": shape.active + shape.ends,
+        "head_parameters": traced.whole,
+        "trained_parameters": traced.trained,
         "steps": run.trainer.steps,
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
-        "target_bytes": frozen * kind.itemsize,
-        "head_and_optimizer_bytes": trained * ADAMW_BYTES + resting * 4,
-        "logits_bytes": logits,
-        "checkpoint_bytes": run.trainer.keep * (trained * 12 + resting * 4) + whole * 4,
+        "target_bytes": known.layers + known.item * shape.ends,
+        "head_and_optimizer_bytes": sum(part.total for part in held.values())
+        + (0 if "head: frozen" in held else resting),
+        "checkpoint_bytes": sum(disk(known).values()),
+        "peak_bytes": max(place.peak for place in run_places),
+        **work(known),
+        "places": run_places,
+        "host": None if known.heap else host_held(known),
+        "disk": disk(known),
+        "fits": all(place.fits for place in run_places),
+        "device": asdict(known.device),
     }
-
-
-def table(run: RunConfig, planned: dict[str, Any]) -> Table:
-    """Return the plan for the terminal."""
-    shown = Table(title=f"plan: {run.name} -> {run.out}", show_header=False)
-    for name, value in planned.items():
-        text = f"{value / 2**20:,.1f} MiB" if name.endswith("_bytes") else f"{value:,}"
-        shown.add_row(name.removesuffix("_bytes").replace("_", " "), text)
-    return shown

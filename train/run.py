@@ -37,12 +37,14 @@ from heads.layers import SwiGLU
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
 from train import adapt, checkpoint, launch, processes, resume, sweep
+from train.advice import advice
 from train.config import RunConfig, run_config
 from train.features import load_target, origin_of, source_for
 from train.lock import RunLock
 from train.loop import Loop
 from train.peers import RANKS, on_main
-from train.plan import plan, table
+from train.plan import plan
+from train.plan_table import table
 from train.start import CHECKPOINT, LAST_LAYER, check_start, first_head, settled
 
 register_resolvers()
@@ -203,7 +205,8 @@ def main(cfg: DictConfig) -> float | None:
         resolved = OmegaConf.to_container(cfg, resolve=True)
         assert isinstance(resolved, dict)
         if run.plan:
-            Console().print(table(run, plan(run)))
+            planned = plan(run)
+            Console().print(table(run, planned, [] if planned["fits"] else advice(run, planned)), highlight=False)
             return None
         if launch.awaited(run.launcher):
             launch_all(run)

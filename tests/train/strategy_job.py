@@ -60,7 +60,7 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
 
 def losses(step: Stepper, first: int, count: int) -> list[float]:
     """Take steps and return their losses and gradient norms."""
-    taken = [step(number, stopping=False).record for number in range(first, first + count)]
+    taken = [step(number, halted=lambda: False).record for number in range(first, first + count)]
     return [each[key] for each in taken if each is not None for key in ("loss", "grad_norm")]
 
 

@@ -27,8 +27,9 @@ from train.adapt import FactorsConfig, adapt, peft_config, plain
 from train.config import RunConfig, run_config
 from train.objective import objective
 from train.optim import Average, optimizer
-from train.plan import ShapesOnly, plan
+from train.plan import plan
 from train.start import check_start
+from train.trace import Ends
 from train.weights import weights
 
 FACTORS = FactorsConfig("lora", 4, 8, 0.0, False, None)
@@ -140,7 +141,7 @@ def test_bad_values_are_one_line() -> None:
 
 def test_a_plan_counts_the_factors() -> None:
     whole, adapted = (plan(run("head=eagle", f"peft={method}")) for method in ("none", "lora"))
-    ends = ShapesOnly(128, 2048, 24, LayerShape(4, 2, 32, adapted_inner()))
+    ends = Ends(128, 2048, 24, LayerShape(4, 2, 32, adapted_inner()), torch.float32)
     head = HEADS["eagle"](run("head=eagle").head, ends)
     adapt(head, peft_config(DictConfig(asdict(run("peft=lora").peft))))
     assert adapted["head_parameters"] == whole["head_parameters"] == whole["trained_parameters"] == frozen_count(head)

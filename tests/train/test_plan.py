@@ -1,15 +1,21 @@
-"""The plan's parameter counts are those of the published heads."""
+"""A plan counts what published heads and targets have, and says what fits where, without loading anything."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from rich.console import Console
 from transformers import LlamaConfig, Qwen3Config
 
+from benchmarks import planner
 from heads.resolvers import ROOT, register_resolvers
-from train import plan as planning
-from train.config import run_config
+from train import shapes
+from train.advice import advice
+from train.config import RunConfig, run_config
 from train.plan import plan
+from train.plan_table import table
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
 TARGETS = {
@@ -31,6 +37,7 @@ TARGETS = {
         num_key_value_heads=8, head_dim=128,
     ),
 }  # fmt: skip
+SMALL = ("data.length=64", "trainer.batch_tokens=64", "trainer.micro_tokens=64", "objective.anchors=4")  # for speed
 DFLASH = ("head.layers=5", "head.depths=15", "objective.depths=15")
 
 
@@ -52,8 +59,150 @@ DFLASH = ("head.layers=5", "head.depths=15", "objective.depths=15")
 def test_published_counts(
     target: str, overrides: tuple[str, ...], billions: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning.AutoConfig, "from_pretrained", lambda *_, **__: TARGETS[target])
+    monkeypatch.setattr(shapes.AutoConfig, "from_pretrained", lambda *_, **__: TARGETS[target])
+    found = plan(run("model=llama70b", *SMALL, *overrides))
+    assert found["head_parameters"] / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def run(*overrides: str) -> RunConfig:
     register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = run_config(compose("train", ["model=llama70b", *overrides]))
-    assert plan(run)["head_parameters"] / 1e9 == pytest.approx(billions, rel=0.005)
+    with pytest.MonkeyPatch.context() as patch, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        patch.setenv("MASTER_ADDR", "127.0.0.1")  # for launchers of more than one node
+        return run_config(compose("train", list(overrides)))
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("there is no network")
+
+    monkeypatch.setattr(shapes.AutoConfig, "from_pretrained", fail)
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    ("model", "billions", "active"),
+    [
+        ("llama70b", 70.55, 70.55),
+        ("llama8b", 8.03, 8.03),
+        ("qwen3_8b", 8.19, 8.19),
+        ("qwen3_30b_a3b", 30.53, 3.35),
+        ("qwen3_0.6b", 0.596, 0.596),
+        ("smollm2_135m", 0.1345, 0.1345),
+    ],
+)
+def test_a_preset_plans_without_network(model: str, billions: float, active: float) -> None:
+    found = shapes.target_shape(run(f"model={model}").model)
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert (found.active + found.ends) / 1e9 == pytest.approx(active, rel=0.002)
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["model=llama70b", "model.path=me/other"], "model.path=me/other: its configuration cannot be read"),
+        (["model=llama8b", "+model.shape.no_such=1", "model.shape.model_type=nonesuch"], "model.shape of meta-llama"),
+        (["model=llama8b", "head=eagle3", "head.feature_layers=[90]"], "head.feature_layers is [90]"),
+        (["model=llama8b", "head=medusa", "head.heads=2"], "objective.depths is 4 but the head drafts 2"),
+        (["model=llama8b", "device=h100", "model.device=cpu"], "device=h100 is of type cuda, and model.device=cpu"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line(overrides: list[str], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)) as error:
+        plan(run(*overrides))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("device.type=tpu", "device.type is 'tpu'"),
+        ("device.mfu=0", "device.mfu is 0"),
+        ("device.memory_gb=-1", "device.memory_gb is -1"),
+        ("device.slack=-1", "device.slack -1"),
+        ("launcher.strategy=zero9", "launcher.strategy is 'zero9'"),
+        ("model.placement=moon", "model.placement is 'moon'"),
+    ],
+)
+def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)) as error:
+        run(override)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
+    """Each change saves what it says, the largest comes first, and together they are enough."""
+    given = run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=local8")
+    found = plan(given)
+    changes = advice(given, found)
+    single = [each for each in changes if " model." not in each.overrides and not each.fits]
+    assert not found["fits"]
+    assert [each.saves for each in single] == sorted((each.saves for each in single), reverse=True)
+    assert "model.placement=tensor_parallel" in [each.overrides for each in changes]
+    assert changes[-1].fits
+    fixed = plan(run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=local8",
+                     *changes[-1].overrides.split()))  # fmt: skip
+    assert fixed["fits"]
+    assert found["peak_bytes"] - fixed["peak_bytes"] == changes[-1].saves
+
+
+@pytest.mark.usefixtures("offline")
+def test_two_nodes_show_what_lies_where() -> None:
+    given = run("experiment=eagle3_llama70b_2x8x80", "head=medusa", "head.lm_head=shared", "objective.depths=4")
+    found = plan(given)
+    console = Console(record=True, width=120)
+    with console.capture() as shown:
+        console.print(table(given, found, []))
+    text = shown.get()
+    assert len(found["places"]) == 16
+    assert "node 0 device 0: " in text
+    assert "node 0 device 1-7, node 1 device 0-7: " in text
+    assert "target: layers" in text
+    layers = found["places"][9].held.resident["target: layers"].total
+    assert layers == 2 * (found["target_parameters"] - 2 * 128256 * 8192) // 8
+    assert "measuring τ" in found["places"][0].held.stages
+    assert "measuring τ" not in found["places"][1].held.stages
+    assert found["hours"] == pytest.approx(found["gpu_hours"] / 16)
+
+
+@pytest.mark.usefixtures("offline")
+def test_from_a_store_only_the_ends_are_loaded() -> None:
+    words = ("model=llama8b", "head=medusa", "head.lm_head=shared", "device=rtx4090", "features=stored")
+    live, stored = plan(run(*words, "eval.prompts=0")), plan(run(*words, "eval.prompts=0", "trainer.eval_prompts=0"))
+    assert "target: layers" in live["places"][0].held.resident
+    assert "target: layers" not in stored["places"][0].held.resident
+    assert stored["target_bytes"] == 2 * 2 * 128256 * 4096
+    assert stored["disk"]["features, if no row comes twice"] == stored["tokens"] * 2 * 4096
+
+
+def test_the_final_evaluation_needs_room_for_the_target_in_fp32() -> None:
+    held = plan(run("head=medusa"))["places"][0].held
+    assert held.stages["final evaluation"]["target again, in fp32"].total == 4 * plan(run())["target_parameters"]
+    assert "final evaluation" not in plan(run("eval.prompts=0"))["places"][0].held.stages
+
+
+def test_a_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan(run("out=run"))
+    assert list(tmp_path.iterdir()) == []
+
+
+EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_fits_its_devices(experiment: str) -> None:
+    found = plan(run(f"experiment={experiment}"))
+    assert found["fits"]
+    assert found["gpu_hours"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama110m-eagle", "vocabulary128k-eagle3", "tiny-eagle"])
+def test_a_plan_is_near_the_memory_that_a_run_takes(name: str, tmp_path: Path) -> None:
+    planned, taken = planner.measure(name, tmp_path, planner.peak(["train/run.py"]))
+    assert planned == pytest.approx(taken, rel=0.15)

@@ -1,0 +1,180 @@
+"""What a plan is made of, on cases that can be counted by hand, and against what really runs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from heads.base import LayerShape
+from inference.target import Target
+from tests import toys
+from train.adapt import WholeConfig
+from train.device import known
+from train.flops import Flops
+from train.losses import ObjectiveConfig
+from train.memory import Held, Layout, head_state, target_state
+from train.shapes import TargetShape
+from train.step import Loss
+from train.trace import LARGE, NONE, Job, Shadow, Size, Trace, trace
+from train.weights import weights
+
+MIB = 2**20
+Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
+OBJECTIVE = ObjectiveConfig({"soft_ce": 1.0}, "decay", 1.0, 0.5, 4, "token", None, 0.0, 3.0, 10)
+SHAPE = TargetShape(LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000)
+TRACE = Trace(1000, 1000, 0, 3, Size(4000, 0), 400, 200, NONE, NONE, 0, 0)
+
+
+def followed(run: Any) -> Shadow:
+    with FakeTensorMode(), Shadow(10, 1.0, 10) as shadow:
+        run()
+    return shadow
+
+
+def test_a_trace_counts_what_is_there_at_once() -> None:
+    def run() -> None:
+        x = torch.empty(MIB)  # 4 MiB
+        for _ in range(3):
+            y = x + 1
+            del y
+
+    assert followed(run).peak == Size(0, 8 * MIB)
+
+
+def test_views_and_results_in_place_take_nothing() -> None:
+    shadow = followed(lambda: torch.empty(MIB).add_(1).view(2, -1).t().mul_(2))
+    assert (shadow.peak, shadow.live) == (Size(0, 4 * MIB), NONE)
+
+
+def test_what_was_there_before_does_not_count() -> None:
+    with FakeTensorMode():
+        there = torch.empty(MIB)
+        with Shadow(10, 1.0, 10) as shadow:
+            there.add_(1).view(2, -1)
+    assert shadow.peak == NONE
+
+
+def test_large_and_small_blocks_have_moments_of_their_own() -> None:
+    def run() -> None:
+        for count in (LARGE // 4, 10):
+            torch.empty(count)
+
+    shadow = followed(run)
+    assert (shadow.peak, shadow.most) == (Size(LARGE, 40), LARGE)
+
+
+def job(target: Target, name: str, **changes: Any) -> Job:
+    ends = target.ends
+    made = Job(
+        toys.head(name, target).config, WholeConfig("none"), OBJECTIVE,
+        ends.layer, ends.num_layers, ends.hidden_size, ends.vocab_size,
+        torch.float32, False, "cpu", 2, 64, False, True,
+    )  # fmt: skip
+    return made._replace(**changes)
+
+
+@pytest.mark.parametrize("name", list(toys.HEAD_CONFIGS))
+def test_the_operations_are_those_of_a_real_step(name: str) -> None:
+    target = toys.target()
+    head: Any = toys.head(name, target).float().requires_grad_(True)
+    depths = min(4, head.max_depth)
+    config = ObjectiveConfig(**{**vars(OBJECTIVE), "depths": depths})
+    target.feature_layers = head.feature_layers
+    token, document = torch.randint(toys.VOCAB, (2, 64)), torch.zeros(2, 64, dtype=torch.long)
+    features = target.features(token, document)
+    weight = weights(document, torch.ones_like(token), None, config).row
+    with Counter() as count:
+        loss, _ = Loss(head, config, compiled=False)(features, weight, None)
+        loss.backward()
+    wanted = trace(job(target, name, head=head.config, objective=config)).flops
+    assert wanted == pytest.approx(count.total, rel=0.05)
+
+
+def test_recomputation_keeps_less_and_computes_more() -> None:
+    target = toys.target()
+    kept, again = (trace(job(target, "eagle", recompute=each)) for each in (False, True))
+    assert again.kept.total < kept.kept.total
+    assert again.flops > kept.flops
+
+
+def test_memory_grows_with_the_rows_alone() -> None:
+    target = toys.target()
+    one, two, four = (trace(job(target, "eagle", rows=rows)).kept.total for rows in (2, 4, 8))
+    assert four - two == pytest.approx(2 * (two - one), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "item", "bytes_each"),
+    [
+        ("ddp", 1, 2, 4 + 4 + 8),
+        ("ddp", 4, 2, 4 + 4 + 8 + 4),
+        ("zero2", 4, 2, 2 + 4 / 4 + 4 / 4 + 8 / 4 + 2 * 2),
+        ("zero3", 4, 2, 2 / 4 + 4 / 4 + 4 / 4 + 8 / 4 + 2 * 2 + 2 * 2),
+        ("fsdp2", 4, 2, (4 + 4 + 8) / 4 + 2 * 2),
+        ("zero2", 4, 4, 4 + 4 / 4 + 8 / 4 + 2 * 4),
+    ],
+)
+def test_a_parameter_takes_what_its_strategy_says(strategy: str, processes: int, item: int, bytes_each: float) -> None:
+    held = head_state(TRACE, Layout(strategy, "replicate", processes, 1, processes, 1), item, False, False)
+    assert sum(size.total for size in held.values()) == round(1000 * bytes_each)
+
+
+def test_muon_keeps_one_moment_of_matrices() -> None:
+    held = head_state(TRACE, Layout("ddp", "replicate", 1, 1, 1, 1), 2, True, True)
+    assert held["head: optimiser"].total == 4 * 800 + 8 * 200
+    assert held["head: running average"].total == 4000
+
+
+@pytest.mark.parametrize(
+    ("placement", "there", "gathered", "host"),
+    [
+        ("replicate", 1600, 0, 0),
+        ("tensor_parallel", 1600 // 8, 0, 0),
+        ("fsdp", 1600 // 16, 320, 0),
+        ("device_map", 1600, 0, 0),
+        ("offload", 320, 0, 1600),
+    ],
+)
+def test_a_placement_cuts_the_layers(placement: str, there: int, gathered: int, host: int) -> None:
+    held, *rest = target_state(SHAPE, Layout("ddp", placement, 8, 2, 8, 8), 1600, 2)
+    assert held["target: layers"].total == there
+    assert held["target: embedding, lm_head"].total == 2 * SHAPE.ends
+    assert rest == [gathered, host]
+
+
+def test_stages_do_not_add_up() -> None:
+    held = Held({"a": Size(100, 10)}, {"one": {"x": Size(50, 1)}, "two": {"y": Size(5, 30), "z": Size(1, 0)}})
+    assert held.peak(1000, 0.0, heap=False) == 1000 + 110 + 51
+    assert held.peak(1000, 1.0, heap=True) == 1000 + 100 + 50 + 2 * (10 + 30)
+
+
+def test_the_products_of_a_pass_are_counted() -> None:
+    """A CPU's attention has no formula in torch's register, so the products alone are compared."""
+    target = toys.target()
+    token, document = torch.randint(toys.VOCAB, (2, 64)), torch.zeros(2, 64, dtype=torch.long)
+    with Counter() as count:
+        target.features(token, document)
+    inner = sum(p.numel() for p in target.decoder_layers.parameters())
+    shape = replace(SHAPE, active=inner, layers=0)
+    assert shape.flops(128, 64) == pytest.approx(count.total, rel=0.05)
+
+
+def test_a_pass_over_a_target_counts_products_and_attention() -> None:
+    assert SHAPE.flops(64, 32) == 2 * 4_000_000 * 64 + 10 * 2 * 2 * 64 * 32 * 8 * 16
+    assert SHAPE.cache(7, 2) == 2 * 10 * 2 * 16 * 7 * 2
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100_40"), ("NVIDIA A100-SXM4-80GB", "a100")],
+)
+def test_a_device_is_known_by_the_name_of_its_driver(driver: str, name: str) -> None:
+    found = known(driver)
+    assert found is not None
+    assert (found.name, found.type) == (name, "cuda")
+
+
+def test_an_unknown_device_is_none() -> None:
+    assert known("Riva TNT2") is None

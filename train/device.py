@@ -1,0 +1,96 @@
+"""The device that a plan is made for: of conf/device by name, or this machine's."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from heads.resolvers import ROOT
+from heads.typed import typed
+from inference.target import default_device
+
+GIB = 2**30
+FOLDER = ROOT / "conf" / "device"
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """A device and what a run makes of it, as conf/device has it.
+
+    Attributes:
+        match: a part of the name that the driver gives it; None: it is not looked up.
+        type: cuda or cpu; None for this machine's.
+        count: accelerators of a node; None for as many as processes.
+        memory_gb: GiB of an accelerator, or of a CPU node, which its processes share; None for this machine's.
+        tflops: peak, in 10^12 floating-point operations a second, of dense bf16 products; None: not known.
+        mfu: the share of it that is reached.
+        context_gb: GiB that a process takes before it loads anything.
+        slack: what the allocator takes beside what is asked of it, as a fraction.
+    """
+
+    name: str
+    match: str | None
+    type: str | None
+    count: int | None
+    memory_gb: float | None
+    tflops: float | None
+    mfu: float
+    context_gb: float
+    slack: float
+
+    def __post_init__(self) -> None:
+        """Check kinds and ranges."""
+        if self.type not in (None, "cuda", "cpu"):
+            raise ValueError(f"device.type is {self.type!r}: choose cuda or cpu, or null for this machine's")
+        if not 0 < self.mfu <= 1:
+            raise ValueError(f"device.mfu is {self.mfu}: give a fraction above 0, up to 1")
+        for key in ("count", "memory_gb", "tflops"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ValueError(f"device.{key} is {value}: give a number above 0, or null")
+        if min(self.context_gb, self.slack) < 0:
+            raise ValueError(f"device.context_gb is {self.context_gb} and device.slack {self.slack}: give 0 or more")
+
+
+def named(name: str) -> DeviceConfig:
+    """Return what conf/device says of a device."""
+    given: Any = OmegaConf.create({})
+    for part in ("here", name):
+        given = OmegaConf.merge(given, OmegaConf.load(FOLDER / f"{part}.yaml"))
+    given.pop("defaults", None)
+    return typed(DeviceConfig, given)
+
+
+def known(driver: str) -> DeviceConfig | None:
+    """Return the device whose `match` is in a name that a driver gives, the longest of them; None if there is none."""
+    files = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "here")
+    found = [device for device in map(named, files) if device.match and device.match in driver]
+    return max(found, key=lambda device: len(device.match or ""), default=None)
+
+
+def settled(device: DeviceConfig, wanted: str | None) -> DeviceConfig:
+    """Return a device whose type and memory are known: what is null is this machine's.
+
+    Args:
+        device: as composed.
+        wanted: the torch device that the run asks for; None for its default.
+
+    Raises:
+        ValueError: `device` is a GPU, and the run asks for the CPU.
+    """
+    kind = torch.device(wanted or default_device()).type if device.type is None else device.type
+    if wanted is not None and torch.device(wanted).type != kind:
+        raise ValueError(f"device={device.name} is of type {kind}, and model.device={wanted} is not: leave one out")
+    if kind == "cpu":
+        own = named("cpu")
+        memory = device.memory_gb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        base = device if device.type is not None else replace(device, context_gb=own.context_gb, slack=own.slack)
+        return replace(base, type=kind, memory_gb=memory)
+    if device.memory_gb is not None:
+        return replace(device, type=kind)
+    facts = torch.cuda.get_device_properties(wanted or "cuda")
+    there = known(facts.name)
+    tflops = device.tflops or (None if there is None else there.tflops)
+    return replace(device, type=kind, memory_gb=facts.total_memory / GIB, tflops=tflops, name=facts.name)

@@ -1,0 +1,190 @@
+"""What a process keeps and needs in memory, from plain numbers: the head by its strategy, the target by its placement.
+
+A device holds what is resident, and on top of it what the widest of its stages takes: the target's pass, the head's
+step, the optimiser, a measurement of τ, the final evaluation. Stages come one after the other and never add up.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from train.shapes import TargetShape
+from train.trace import NONE, Size, Trace, block
+
+BUCKET = 500_000_000  # values of DeepSpeed's buckets, as accelerate sets it up
+AHEAD = 2  # layers of a target that are whole on a device at once where they are gathered or streamed
+
+
+class Layout(NamedTuple):
+    """Who shares what: `processes` on each of `nodes`, `accelerators` of a node, `group` of them tensor-parallel."""
+
+    strategy: str
+    placement: str
+    processes: int
+    nodes: int
+    accelerators: int
+    group: int
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.processes * self.nodes
+
+
+@dataclass(frozen=True)
+class Held:
+    """What lies on a device or in a node's memory: by name what stays, and by stage what comes and goes."""
+
+    resident: dict[str, Size]
+    stages: dict[str, dict[str, Size]]
+
+    def peak(self, base: int | float, slack: float, heap: bool) -> int:
+        """Return the bytes at the widest moment.
+
+        Args:
+            base: bytes of a process before it loads anything.
+            slack: of the allocator, as a fraction of what is asked of it.
+            heap: whether it is glibc's, which keeps small blocks and gives back large ones; of each kind the widest
+                moment then counts.
+        """
+        kept = sum(self.resident.values(), NONE)
+        stages = [sum(parts.values(), NONE) for parts in self.stages.values()]
+        if not heap:
+            return round(base + (1 + slack) * (kept.total + max((each.total for each in stages), default=0)))
+        most = NONE
+        for each in stages:
+            most = most.most(each)
+        return round(base + kept.large + most.large + (1 + slack) * (kept.small + most.small))
+
+
+def head_state(trace: Trace, layout: Layout, item: int, muon: bool, averaged: bool) -> dict[str, Size]:
+    """Return what a process holds of the head and its optimiser between steps.
+
+    Args:
+        trace: the head's sizes.
+        layout: the strategy and who shares it.
+        item: bytes of a value in the precision that it computes in; weights are fp32 in any case.
+        muon: one moment in place of two for the matrices between hidden states.
+        averaged: whether a running average is kept, whole on every process.
+    """
+    count, world, whole = trace.trained, layout.world, trace.weights
+    moments = (trace.trained + trace.vectors) / count if muon else 2.0
+    cut = {"ddp": (1, 1, 1), "zero2": (1, world, world), "zero3": (world, world, world), "fsdp2": (world, world, world)}
+    weights, gradients, states = cut[layout.strategy]
+    held = {
+        "head: weights": whole.times(1 / weights),
+        "head: gradients": whole.times(1 / gradients),
+        "head: optimiser": whole.times(moments / states),
+    }
+    if layout.strategy.startswith("zero"):
+        held["head: weights"] = whole.times((item / weights + (4 / world if item < 4 else 0)) / 4)
+        held["head: buckets"] = block(2 * min(BUCKET, count) * item)
+    elif layout.strategy == "ddp" and world > 1:
+        held["head: buckets"] = whole
+    if weights > 1:  # whole while it computes, and its gradients before they are scattered
+        held["head: gathered"] = block(2 * count * item)
+    if trace.resting:
+        held["head: frozen"] = block(4 * trace.resting)
+    if averaged:
+        held["head: running average"] = whole
+    return held
+
+
+def target_state(shape: TargetShape, layout: Layout, layers: int, item: int) -> tuple[dict[str, Size], int, int]:
+    """Return what a process's device holds of the target, what of it is gathered in a pass, and what the host holds.
+
+    Args:
+        shape: the target's.
+        layout: its placement and who shares it.
+        layers: bytes of all layers, quantised or not; 0 where they are not loaded.
+        item: bytes of a value of embedding and lm_head, which are whole on every trainer's device.
+    """
+    each = AHEAD * layers // shape.layers
+    there, gathered, host = {
+        "replicate": (layers, 0, 0),
+        "tensor_parallel": (layers // layout.group, 0, 0),
+        "fsdp": (layers // layout.world, each, 0),
+        "device_map": (layers * layout.processes // max(layout.accelerators, 1), 0, 0),
+        "offload": (each, 0, layers),
+    }[layout.placement]
+    held = {"target: embedding, lm_head": block(item * shape.ends)}
+    if there:
+        held["target: layers"] = Size(there, 0)
+    return held, gathered, host
+
+
+def pass_stage(
+    shape: TargetShape, layout: Layout, tokens: int, length: int, item: int, features: int
+) -> dict[str, Size]:
+    """Return what the target's pass takes, whose rows are those of all processes of a tensor-parallel group."""
+    group = layout.group if layout.placement == "tensor_parallel" else 1
+    working = shape.working(tokens * group, length, item, features, group)
+    return {
+        "target: activations, mask": spread(working, tokens * group * item * shape.width),
+        "features": features_size(shape, tokens * group, item, features),
+    }
+
+
+def features_size(shape: TargetShape, tokens: int, item: int, features: int) -> Size:
+    """Return the size of a micro-batch's features: the layers that the head reads, and the last state."""
+    row = tokens * shape.width * item
+    return block(row * features) + block(row)
+
+
+def head_stage(trace: Trace, features: Size, accumulates: bool, noise: bool, heap: bool) -> dict[str, Size]:
+    """Return what the head's step takes above its resident state.
+
+    Args:
+        trace: of one micro-batch.
+        features: what it reads.
+        accumulates: whether gradients stand there from micro-batch to micro-batch.
+        noise: whether noise is added to the features, which makes copies of them.
+        heap: whether small and large blocks count apart.
+    """
+    own = NONE if accumulates else trace.weights
+    peak = trace.peak if heap else Size(trace.most, 0)
+    own = own if heap else Size(own.total, 0)
+    kept = trace.kept if heap else Size(trace.kept.total, 0)
+    return {
+        "features": features.times(3 if noise else 1),
+        "head: activations": kept,
+        "loss: logits chunks, gradients": peak.less(own).less(kept),
+    }
+
+
+def spread(total: int, each: int) -> Size:
+    """Return the size of memory that is made of many blocks of about this size."""
+    return Size(total, 0) if each >= block(each).large > 0 else Size(0, total)
+
+
+def optimizer_stage(trace: Trace, layout: Layout, muon: bool, heap: bool) -> dict[str, Size]:
+    """Return what the optimiser's step takes.
+
+    AdamW makes a copy of the second moments at once on a GPU, and on a CPU two of one tensor after the other. Muon
+    goes matrix by matrix.
+    """
+    if heap:
+        return {"optimiser: update": block(trace.largest) + block(trace.largest)}
+    if muon:
+        return {"optimiser: update": Size(4 * trace.vectors + 2 * trace.largest, 0)}
+    return {"optimiser: update": Size(4 * trace.trained // (1 if layout.strategy == "ddp" else layout.world), 0)}
+
+
+def measure_stage(
+    shape: TargetShape, layout: Layout, trace: Trace, tokens: int, item: int, on_host: bool
+) -> dict[str, Size]:
+    """Return what a measurement of τ takes: a copy of the head, keys and values, and the pass over a prompt.
+
+    Args:
+        shape: the target's.
+        layout: its placement.
+        trace: the head's sizes.
+        tokens: of a prompt and its answer.
+        item: bytes of a value of the target.
+        on_host: whether the device is the host, where the copy is made in fp32 first.
+    """
+    group = layout.group if layout.placement == "tensor_parallel" else 1
+    return {
+        "τ: decoding copy of the head": block((item + (4 if on_host else 0)) * trace.whole),
+        "τ: keys and values": block(shape.cache(2 * tokens, item) // group),  # a buffer doubles when it is full
+        "τ: pass over a prompt": block(shape.working(tokens, tokens, item, trace.feature_layers, group)),
+    }
