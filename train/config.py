@@ -155,10 +155,6 @@ class LauncherConfig:
             raise ValueError(
                 f"launcher.machine_rank is {self.machine_rank} of {self.num_nodes} nodes: count from 0 (NODE_RANK)"
             )
-        if self.num_nodes > 1 and self.main_process_ip is None and self.slurm is None:
-            raise ValueError(
-                "launcher.main_process_ip is missing: set it, or MASTER_ADDR, to the address of node 0 on every node"
-            )
 
 
 @dataclass(frozen=True)

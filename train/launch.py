@@ -32,14 +32,21 @@ def awaited(launcher: LauncherConfig) -> bool:
     """Whether the processes that are asked for have still to be started.
 
     Raises:
-        ValueError: they have been, and each would go through the runs of a multirun for itself.
+        ValueError: they have been, and each would go through the runs of a multirun for itself; or they are to find
+            each other on several nodes, and it is not said where.
     """
     if launched() and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError(
             "a multirun (-m) inside processes that are started already: run `python train/run.py -m launcher=ddp …` "
             "itself, and each of its runs starts its own processes"
         )
-    return not launched() and (launcher.slurm is not None or launcher.num_processes * launcher.num_nodes > 1)
+    if launched() or (launcher.slurm is None and launcher.num_processes * launcher.num_nodes == 1):
+        return False
+    if launcher.num_nodes > 1 and launcher.main_process_ip is None and launcher.slurm is None:
+        raise ValueError(
+            "launcher.main_process_ip is missing: set it, or MASTER_ADDR, to the address of node 0 on every node"
+        )
+    return True
 
 
 def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list[str]:

@@ -66,8 +66,7 @@ def test_published_counts(
 
 def run(*overrides: str) -> RunConfig:
     register_resolvers()
-    with pytest.MonkeyPatch.context() as patch, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        patch.setenv("MASTER_ADDR", "127.0.0.1")  # for launchers of more than one node
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return run_config(compose("train", list(overrides)))
 
 
