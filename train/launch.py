@@ -28,7 +28,7 @@ def launched() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def awaited(launcher: LauncherConfig) -> bool:
+def missing(launcher: LauncherConfig) -> bool:
     """Whether the processes that are asked for have still to be started.
 
     Raises:

@@ -208,7 +208,7 @@ def main(cfg: DictConfig) -> float | None:
             planned = plan(run)
             Console().print(table(run, planned, [] if planned["fits"] else advice(run, planned)), highlight=False)
             return None
-        if launch.awaited(run.launcher):
+        if launch.missing(run.launcher):
             launch_all(run)
         else:
             train(run, {str(k): v for k, v in resolved.items()})

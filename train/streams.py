@@ -111,7 +111,7 @@ def main(cfg: DictConfig) -> None:
         run = typed(StreamsRunConfig, cfg)
         resolved = OmegaConf.to_container(cfg, resolve=True)
         assert isinstance(resolved, dict)
-        if launch.awaited(run.launcher):
+        if launch.missing(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task))
         train(run, {str(key): value for key, value in resolved.items()})
 

@@ -38,10 +38,10 @@ def test_nodes_that_do_not_know_where_to_meet_are_told(monkeypatch: pytest.Monke
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     nodes = run("launcher=nodes2").launcher  # composes, for plan=true asks for no address
-    with pytest.raises(ValueError, match="^launcher.main_process_ip is missing: set it, or MASTER_ADDR") as error:
-        launch.awaited(nodes)
+    with pytest.raises(ValueError, match=r"^launcher\.main_process_ip is missing: set it, or MASTER_ADDR") as error:
+        launch.missing(nodes)
     assert "\n" not in str(error.value)
-    assert launch.awaited(run("launcher=nodes2", "launcher.main_process_ip=10.0.0.1").launcher)
+    assert launch.missing(run("launcher=nodes2", "launcher.main_process_ip=10.0.0.1").launcher)
 
 
 def test_a_job_of_slurm_is_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
