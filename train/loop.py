@@ -25,7 +25,7 @@ from train.track import Tracker
 
 
 class Loop:
-    """One run, on every process alike; the main process alone measures and writes."""
+    """One run, on every process alike; the main process alone writes, and measures unless that takes all of them."""
 
     def __init__(
         self, run: RunConfig, accelerator: Accelerator, target: Target | Bare, head: nn.Module, batches: Batches,
@@ -33,6 +33,8 @@ class Loop:
     ) -> None:  # fmt: skip
         self.run, self.accelerator, self.target, self.head = run, accelerator, target, head
         self.judge = Judge(target, prompts, run) if isinstance(target, Target) and run.trainer.eval_prompts else None
+        together = isinstance(target, Target) and target.placed.together
+        self.judges = accelerator.is_main_process or together  # all decode the same, so that passes meet
         self.source, self.out = source, Path(run.out)
         self.step = Stepper(run, accelerator, head, batches, source, target.ends.hidden_size)
         self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0, "seconds": 0.0, "stall": 0.0}
@@ -130,7 +132,7 @@ class Loop:
         patience = self.run.trainer.patience
         if self.judge is None:
             self.keep(self.step.average.state(self.head))
-        elif self.accelerator.is_main_process:
+        elif self.judges:
             weights = self.step.average.state(self.head)
             head = decoding_copy(self.head, weights, self.target)
             found = self.judge.tau(head)
@@ -144,7 +146,8 @@ class Loop:
             low, high = found["tau_ci"] or (tau, tau)
             self.tracker.say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
         self.accelerator.wait_for_everyone()
-        stale = torch.tensor([float(self.progress["stale"])], device=self.accelerator.device)
+        own = self.progress["stale"] if self.accelerator.is_main_process else 0.0
+        stale = torch.tensor([float(own)], device=self.accelerator.device)
         shared: Any = self.accelerator.reduce(stale, "sum")
         return patience is not None and bool(shared.item() >= patience)
 
@@ -156,7 +159,7 @@ class Loop:
 
     def estimate(self, step: int) -> None:
         """Log what one pass over recorded text says of the head."""
-        if self.judge is not None and self.accelerator.is_main_process:
+        if self.judge is not None and self.judges:
             head = decoding_copy(self.head, self.step.average.state(self.head), self.target)
             self.tracker.log({"step": step, "estimate": self.judge.estimate(head)})
 

@@ -31,6 +31,7 @@ from heads.base import parameter_count
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
+from inference.placement import REPLICATE
 from inference.streams import KIND, Streams
 from inference.target import Target, default_device, fast_dtype
 from train import launch
@@ -71,6 +72,8 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     set_seed(trainer.seed)
     model = run.model
     place = str(accelerator.device)
+    if model.placement != REPLICATE:
+        raise ValueError(f"model.placement={model.placement}: streams adapt the target's own layers: give replicate")
     target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
     streams = Streams(run.streams, target)
     samples, prompts, counts = load_training(run.data, target.tokenizer, trainer.eval_prompts)
