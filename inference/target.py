@@ -21,6 +21,7 @@ from inference import loading, probe, tree
 from inference.adapter import Adapter
 from inference.cache import BatchCache, BatchPass, TargetCache
 from inference.compiled import Compiled
+from inference.packed import Packing, by_documents, packing, spans_of
 from inference.parts import LayerOutputs, Parts
 from inference.placed import Placed, by_turns, on_one_device
 from inference.placed import placed as place_whole
@@ -44,6 +45,7 @@ class Target:
 
     Attributes:
         feature_layers: the decoder layers whose outputs every pass returns; set by whoever knows the head.
+        packing: how its attention runs over packed documents one by one (proven at load); None where it needs a mask.
         takes_trees: whether its attention honours a tree mask (proven at load); else only chains are verified.
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
@@ -74,7 +76,11 @@ class Target:
         mark, carried = (self.placed.mark, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = TargetSpec(name, *sizes, mark, carried)
         self.compiled: Compiled | None = None
+        self.packing: Packing | None = None
         self.takes_trees = probe.check(self)
+        self.packing = packing(model)
+        if self.packing is not None and not probe.packs(self):
+            self.packing = None
 
     @classmethod
     def load(
@@ -145,12 +151,17 @@ class Target:
         """
         token, document = token.to(self.device), document.to(self.device)
         if self.placed.group is None:
-            return self._features(token, document)
-        return by_turns(self.placed.group, self._features, token, document)
+            return self.own_features(token, document)
+        return by_turns(self.placed.group, self.own_features, token, document)
 
-    def _features(self, token: Tensor, document: Tensor) -> Features:
-        whole = bool((document == document[:, :1]).all())  # a document a row: the causal pattern, which needs no mask
-        out = self.run(token, rows.positions(document), None if whole else rows.visible(document), None)
+    def own_features(self, token: Tensor, document: Tensor) -> Features:
+        """Return the features of rows that all processes of a pass have alike."""
+        position, spans = rows.positions(document), spans_of(document)
+        if self.packing is not None and self.packing.needed(spans, len(token)):
+            with by_documents(self.packing, spans):
+                out = self.run(token, position, None, None)
+        else:  # a document a row has the causal pattern, which needs no mask
+            out = self.run(token, position, None if len(spans) == len(token) else rows.visible(document), None)
         return Features(token, out.hidden, out.last, document)
 
     @torch.inference_mode()
