@@ -33,7 +33,7 @@ from eval.config import eval_config
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.errors import user_errors
-from heads.layers import SwiGLU
+from heads.layers import Recomputing
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
 from inference.target import default_device, fast_dtype
@@ -124,7 +124,7 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     resolved = {**resolved, "head": asdict(head.config), "init": run.init}
     target.feature_layers = head.feature_layers
     for module in head.modules():
-        if isinstance(module, SwiGLU):
+        if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
     wanted = max(run.eval.prompts, run.trainer.eval_prompts)
     samples, prompts, counts = load_training(run.data, target.tokenizer, wanted, run.workload)
