@@ -20,6 +20,7 @@ from heads import HEADS
 from heads.typed import typed
 from inference.bare import Bare
 from inference.ends import final_norm
+from inference.placement import alone
 from inference.target import Target
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,8 @@ def _target(model: dict[str, Any], place: str, *, bare: bool) -> Target | Bare:
             return Bare.load(path, model["dtype"], place, trust)
         except ValueError as error:
             log.warning("%s; the whole target is loaded", error)
-    return Target.load(path, model["dtype"], place, trust, model.get("quantize"), model.get("adapter"))
+    where = alone(model, "an extraction")
+    return Target.load(path, model["dtype"], place, trust, model.get("quantize"), model.get("adapter"), where)
 
 
 def _maker(target: Target | Bare, packed: Packed, spec: StoreSpec, config: FeaturesConfig) -> Make:

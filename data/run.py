@@ -35,6 +35,7 @@ from data.prompts import load_samples, records_to_answer
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
+from inference.placement import alone
 from inference.target import Target
 
 register_resolvers()
@@ -139,7 +140,7 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
     if job.by != "engine":
         client = Client(job.by, job.endpoint, os.environ.get(job.endpoint.api_key_env))
         return Endpoint(client, _load_tokenizer(model["path"], model["trust_remote_code"]), settings)
-    how = model["trust_remote_code"], model.get("quantize"), model.get("adapter")
+    how = model["trust_remote_code"], model.get("quantize"), model.get("adapter"), alone(model, "writing answers")
     target = Target.load(model["path"], model["dtype"], model["device"], *how)
     drafter = drafter_of(job.drafter, job.run, job.tree, target)
     return Engine(target, drafter, settings, job.batch_size)

@@ -32,6 +32,7 @@ from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
 from inference.decode import Settings
+from inference.placement import alone
 from inference.target import Target, default_device, fast_dtype
 from inference.verify import is_lossy
 
@@ -120,7 +121,8 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
 def load_target(model: Mapping[str, Any], dtype: str, engine: EngineConfig) -> Target:
     """Load the target in a dtype, which is that of what is not quantised, and compile it if the engine is to be."""
     remote = bool(model["trust_remote_code"])
-    target = Target.load(model["path"], dtype, model["device"], remote, model["quantize"], model["adapter"])
+    how = remote, model["quantize"], model["adapter"], alone(model, "an evaluation")
+    target = Target.load(model["path"], dtype, model["device"], *how)
     if engine.compile:
         target.compile()
     return target

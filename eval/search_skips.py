@@ -21,6 +21,7 @@ from heads.resolvers import register_resolvers
 from heads.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.layer_skip import LayerSkip
+from inference.placement import alone
 from inference.sample import GREEDY
 from inference.skips import FORMAT, Rating, SearchSettings, SkipFile, record, save_skips, search
 from inference.target import Target
@@ -52,7 +53,7 @@ def find(job: JobConfig) -> Path:
     if not workload:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
     remote = bool(model["trust_remote_code"])
-    how = remote, model.get("quantize"), model.get("adapter")
+    how = remote, model.get("quantize"), model.get("adapter"), alone(model, "this search")
     target = Target.load(model["path"], model["dtype"], model["device"], *how)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     settings = Settings(job.max_new_tokens, GREEDY)

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from heads.hub import kind_of, resolve_head, target_path
 from heads.published import is_published
 from heads.store import read_config
 from heads.typed import first_line
+from inference.placement import DEVICE_MAP, TOGETHER, Placement
 
-KEPT = ("dtype", "device", "quantize", "adapter", "prompts")  # of a run's model, where model.path is another
+PLACING = tuple(each.name for each in fields(Placement))
+KEPT = ("dtype", "device", "quantize", "adapter", "prompts", *PLACING)  # of a run's model, where model.path is another
 YAML_ERROR: type[Exception] = importlib.import_module("yaml").YAMLError  # imported by name: PyYAML comes without types
 
 
@@ -53,6 +56,8 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     own = {} if run is None else _trained_model(run)
     # A run's folder may come from the Hub: whether the target's own code may run is for the user alone to say.
     own.pop("trust_remote_code", None)
+    if own.get("placement") in TOGETHER:  # of the run's processes; here is one
+        own["placement"] = DEVICE_MAP
     if given.get("path") is not None:
         own = {key: value for key, value in own.items() if key in KEPT}
     model: dict[str, Any] = {

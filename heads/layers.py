@@ -7,6 +7,7 @@ differs), X input width, D model width.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +21,21 @@ from heads.rope import Rope, Rotary
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class RMSNorm(nn.Module):
+class Recomputing(nn.Module):
+    """A part whose `recompute` has the backward pass make its activations again, from what goes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recompute = False
+
+    def remade(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Call a function of tensors; what it keeps for the backward pass is let go if it can be made again."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(function, *given, use_reentrant=False)
+        return function(*given)
+
+
+class RMSNorm(Recomputing):
     """Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -30,6 +45,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Normalise the last dimension."""
+        return self.remade(self.apply_to, x)
+
+    def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Apply the norm, keeping its activations."""
         wide = x if x.dtype == torch.float64 else x.float()
         return self.weight * functional.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
 
@@ -52,7 +71,7 @@ def masked_attention(
     )
 
 
-class Attention(nn.Module):
+class Attention(Recomputing):
     """Grouped-query self-attention whose input may be wider than the model (EAGLE-3 feeds two states).
 
     `norm_eps` adds Qwen3's norms of queries and keys. `inject_width` adds projections that make keys and values of
@@ -85,11 +104,15 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, attend: Attend
     ) -> Float[Tensor, "B T D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
+        out = attend(*self.remade(self.project, x, position, last))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def project(self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, rotated."""
         query, key, value = (self.split(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         query, key = self.q_norm(query), self.k_norm(key)
         both = self.rotary(torch.cat([query, key], 1), position, last)
-        out = attend(both[:, : query.shape[1]], both[:, query.shape[1] :], value)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return both[:, : query.shape[1]], both[:, query.shape[1] :], value
 
     def key_value(
         self, c: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int
@@ -109,21 +132,18 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
 
 
-class SwiGLU(nn.Module):
-    """Gated feed-forward layer (Shazeer, 2020); with `recompute` the backward pass makes its activations again."""
+class SwiGLU(Recomputing):
+    """Gated feed-forward layer (Shazeer, 2020)."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.recompute = False
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Apply the layer."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.apply_to, x, use_reentrant=False)
-        return self.apply_to(x)
+        return self.remade(self.apply_to, x)
 
     def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Apply the layer, keeping its activations."""

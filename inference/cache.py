@@ -91,9 +91,10 @@ class BatchLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Write each sequence's rows at its columns and return all rows up to the end."""
         count = len(self.columns)
-        row = torch.arange(count, device=self.columns.device)[:, None]
+        columns = self.columns.to(key_states.device)  # layers may lie on several
+        row = torch.arange(count, device=columns.device)[:, None]
         for buffer, states in zip(self.both, (key_states, value_states), strict=True):
-            buffer[row, :, self.columns] = states.transpose(1, 2)
+            buffer[row, :, columns] = states.transpose(1, 2)
         return self.both[0][:count, :, : self.end], self.both[1][:count, :, : self.end]
 
     def get_seq_length(self) -> int:
@@ -156,7 +157,7 @@ class TargetCache:
                     index = torch.tensor(rows, device=layer.store.both[0].device) + prefix
                 for buffer in layer.store.both:
                     own = buffer[self.slot]
-                    own.narrow(1, prefix, len(rows)).copy_(own.index_select(1, index))
+                    own.narrow(1, prefix, len(rows)).copy_(own.index_select(1, index.to(own.device)))
             layer.length = prefix + len(rows)
 
     def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:

@@ -52,7 +52,7 @@ def fingerprint(model: PreTrainedModel, checkpoint: str) -> str:
             few |= _originals(checkpoint, quantised)
         except (OSError, ValueError, KeyError, SafetensorError):
             mark = QUANTISED
-    return mark + _digest(few)
+    return mark + digest(few)
 
 
 def fingerprint_on_disk(model: PreTrainedModel, checkpoint: str) -> str:
@@ -61,10 +61,11 @@ def fingerprint_on_disk(model: PreTrainedModel, checkpoint: str) -> str:
     Raises:
         OSError, ValueError, KeyError, SafetensorError: a parameter cannot be read there, or is quantised.
     """
-    return _digest(_originals(checkpoint, {name for name, _ in model.named_parameters()}))
+    return digest(_originals(checkpoint, {name for name, _ in model.named_parameters()}))
 
 
-def _digest(few: dict[str, Tensor]) -> str:
+def digest(few: dict[str, Tensor]) -> str:
+    """Hash the first values of parameters, by their names."""
     digest = hashlib.sha256()
     for name in sorted(few):
         digest.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())

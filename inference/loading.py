@@ -24,6 +24,9 @@ from transformers import (
     TorchAoConfig,
 )
 
+from inference import placement
+from inference.placement import HERE, Placement
+
 AS_IT_IS = "none"
 
 
@@ -90,7 +93,12 @@ def _installed(module: str) -> bool:
 
 
 def load(
-    path: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, quantize: str | None
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    quantize: str | None,
+    where: Placement = HERE,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer.
 
@@ -100,27 +108,32 @@ def load(
         device: where it goes; quantised weights are made there.
         trust_remote_code: passed to transformers.
         quantize: a key of METHODS; None or "none" for the weights as the checkpoint has them.
+        where: how it is placed; what is not whole on `device` stays where transformers puts it.
 
     Raises:
-        ValueError: it cannot be loaded or quantised, and why.
+        ValueError: it cannot be loaded, quantised or placed, and why.
     """
     method = _method(quantize)
     remote = {"trust_remote_code": trust_remote_code}
     with _errors(path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **remote)
         own: Any = getattr(AutoConfig.from_pretrained(path, **remote), "quantization_config", None)
-    options: dict[str, Any] = {} if method is None and own is None else {"device_map": {"": str(device)}}
     if method is not None and own is not None:
         name = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
         raise ValueError(f"model.quantize={quantize}: {path} is quantised already ({name}); leave model.quantize out")
+    placement.check(where, quantize if method else None if own is None else "by its checkpoint", None, device)
     with _errors(path):
+        options = placement.options(where, path, device, dtype, trust_remote_code)
+        if (method is not None or own is not None) and not options:
+            options["device_map"] = {"": str(device)}
         if method is not None:
             options["quantization_config"] = method.config(dtype)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **remote, **options)
     if not options:
         move: Any = model.to  # transformers wraps it in a way that hides its arguments
         return move(device), tokenizer
-    _check(model, path, quantize if method else None)
+    if method is not None or own is not None:
+        _check(model, path, quantize if method else None)
     return model, tokenizer
 
 

@@ -68,6 +68,22 @@ def splits(target: "Target", layers: int) -> bool:
     return _close(found, target.score(chain, whole).logits)
 
 
+@torch.no_grad()
+def packs(target: "Target") -> bool:
+    """Return whether documents packed in a row have the last hidden states that each has by itself."""
+    token = torch.arange(2 * PROMPT, device=target.device)[None] % target.ends.vocab_size
+    document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
+    alone = [
+        target.run(part, torch.arange(part.shape[1], device=target.device)[None], None, None).last
+        for part in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
+    ]
+    try:
+        packed = target.own_features(token, document).last
+    except (ValueError, RuntimeError, TypeError, AttributeError):
+        return False  # an attention that is not what it seemed says so in its own way
+    return _close(packed, torch.cat(alone, 1))
+
+
 def _tree_is_exact(target: "Target", prompt: Tensor, drafted: DraftTree) -> bool:
     """Compare one tree pass with the plain pass of each path, and the compacted cache with a fresh prefill."""
     for path in tree.paths(drafted):

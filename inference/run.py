@@ -29,6 +29,7 @@ from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.limits import check_tree
+from inference.placement import alone
 from inference.policy import TreeConfig
 from inference.sample import Sampling
 from inference.stream import Painter
@@ -90,6 +91,7 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
         model = {"adapter": saved["adapter"], **model}
     keys = ("dtype", "device", "trust_remote_code", "quantize", "adapter")
     options = {key: model[key] for key in keys if key in model}
+    options["where"] = alone(model, "decoding")
     target = Target.load(model.get("path", target_path(saved["name"])), **options)
     if folder is None:
         return target, None

@@ -20,10 +20,13 @@ from inference import adapter as adapters
 from inference import loading, probe, tree
 from inference.adapter import Adapter
 from inference.cache import BatchCache, BatchPass, TargetCache
-from inference.checkpoint import fingerprint
 from inference.compiled import Compiled
-from inference.ends import TargetEnds
+from inference.packed import Packing, by_documents, packing, spans_of
 from inference.parts import LayerOutputs, Parts
+from inference.placed import Placed, by_turns, on_one_device
+from inference.placed import placed as place_whole
+from inference.placement import HERE, REPLICATE, Placement
+from inference.placement import check as check_placement
 from inference.tree import DraftTree, Riders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -42,6 +45,7 @@ class Target:
 
     Attributes:
         feature_layers: the decoder layers whose outputs every pass returns; set by whoever knows the head.
+        packing: how its attention runs over packed documents one by one (proven at load); None where it needs a mask.
         takes_trees: whether its attention honours a tree mask (proven at load); else only chains are verified.
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
@@ -49,25 +53,34 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, adapter: Adapter | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        adapter: Adapter | None = None,
+        placed: Placed | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
-        self.device, self.dtype = model.device, model.dtype
+        self.placed = on_one_device(model, name) if placed is None else placed
+        self.device, self.dtype, self.ends = self.placed.device, model.dtype, self.placed.ends
         self.base: nn.Module = model.base_model
         self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
         self._noted = LayerOutputs(self.decoder_layers)
-        self.ends = TargetEnds(model)
         self.feature_layers: tuple[int, ...] = ()
         self.context: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         self.eos = _end_tokens(model, tokenizer)
         self.quantized = loading.method_of(model)
         sizes = self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers
-        mark, carried = (fingerprint(model, name), None) if adapter is None else (adapter.fingerprint, adapter.name)
+        mark, carried = (self.placed.mark, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = TargetSpec(name, *sizes, mark, carried)
         self.compiled: Compiled | None = None
+        self.packing: Packing | None = None
         self.takes_trees = probe.check(self)
+        self.packing = packing(model)
+        if self.packing is not None and not probe.packs(self):
+            self.packing = None
 
     @classmethod
     def load(
@@ -78,6 +91,7 @@ class Target:
         trust_remote_code: bool = False,
         quantize: str | None = None,
         adapter: str | None = None,
+        where: Placement = HERE,
     ) -> "Target":
         """Load a target from a folder or the Hub.
 
@@ -88,16 +102,21 @@ class Target:
             trust_remote_code: passed to transformers.
             quantize: a key of `inference.loading.METHODS`; None or "none" for the weights as the checkpoint has them.
             adapter: folder or Hub name of a PEFT adapter to merge into the weights; None or "none" for none.
+            where: how it is placed, for a target that does not fit one device; features come on `device` all the same.
 
         Raises:
-            ValueError: the model or its tokenizer cannot be loaded or cannot be verified, and why.
+            ValueError: the model or its tokenizer cannot be loaded, placed or verified, and why.
         """
         if dtype != "auto" and dtype not in DTYPES:
             raise ValueError(f"model.dtype is {dtype!r}: choose auto or one of {', '.join(DTYPES)}")
         place = torch.device(device or default_device())
         kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
         if adapter in (None, loading.AS_IT_IS):
-            return cls(*loading.load(path, kind, place, trust_remote_code, quantize), path)
+            model, tokenizer = loading.load(path, kind, place, trust_remote_code, quantize, where)
+            if where.placement == REPLICATE:
+                return cls(model, tokenizer, path)
+            return cls(model, tokenizer, path, None, place_whole(model, where, path, place, trust_remote_code))
+        check_placement(where, None, adapter, place)
         adapters.check(adapter, quantize)
         model, tokenizer = loading.load(path, kind, place, trust_remote_code, quantize)
         merged, carried = adapters.merge(model, path, adapter)
@@ -126,10 +145,23 @@ class Target:
 
     @torch.no_grad()
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
-        """Return the features of packed rows; documents do not see each other and each starts at position 0."""
+        """Return the features of packed rows; documents do not see each other and each starts at position 0.
+
+        Where passes take all processes, all call this as often, each for rows of its own.
+        """
         token, document = token.to(self.device), document.to(self.device)
-        whole = bool((document == document[:, :1]).all())  # a document a row: the causal pattern, which needs no mask
-        out = self.run(token, rows.positions(document), None if whole else rows.visible(document), None)
+        if self.placed.group is None:
+            return self.own_features(token, document)
+        return by_turns(self.placed.group, self.own_features, token, document)
+
+    def own_features(self, token: Tensor, document: Tensor) -> Features:
+        """Return the features of rows that all processes of a pass have alike."""
+        position, spans = rows.positions(document), spans_of(document)
+        if self.packing is not None and self.packing.needed(spans, len(token)):
+            with by_documents(self.packing, spans):
+                out = self.run(token, position, None, None)
+        else:  # a document a row has the causal pattern, which needs no mask
+            out = self.run(token, position, None if len(spans) == len(token) else rows.visible(document), None)
         return Features(token, out.hidden, out.last, document)
 
     @torch.inference_mode()
@@ -214,10 +246,10 @@ class Target:
             use_cache=cache is not None,
         )
         self._noted.outputs = None
-        last = out.last_hidden_state
+        last = out.last_hidden_state.to(self.device)
         if not layers:
             return last.new_zeros((*last.shape[:2], 0, last.shape[2])), last
-        return torch.stack([outputs[i] for i in layers], 2), last
+        return torch.stack([outputs[i].to(self.device) for i in layers], 2), last
 
     def attention_mask(self, seen: Tensor, position: Tensor, column: Tensor | None) -> Any:
         """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""

@@ -13,6 +13,7 @@ from data.features import FeaturesConfig
 from heads import HEADS
 from heads.typed import typed
 from inference.loading import AS_IT_IS, METHODS
+from inference.placement import placement_of
 from inference.policy import TreeConfig
 from inference.target import DTYPES
 from train.adapt import peft_config
@@ -20,7 +21,6 @@ from train.device import DeviceConfig
 from train.losses import ObjectiveConfig
 from train.trackers import TRACKERS
 
-PLACEMENTS = ("replicate", "tensor_parallel", "fsdp", "device_map", "offload")
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
@@ -39,6 +39,10 @@ class ModelConfig:
     adapter: str | None
     device: str | None
     placement: str
+    tensor_parallel: int | None
+    devices: list[int] | None
+    offload: str
+    memory_gb: float | None
     trust_remote_code: bool
     data: str
     split: str
@@ -46,8 +50,8 @@ class ModelConfig:
     shape: dict[str, Any] | None
 
     def __post_init__(self) -> None:
-        _one_of("model", self, placement=PLACEMENTS)
         _one_of("model", self, dtype=("auto", *DTYPES), quantize=(None, AS_IT_IS, *METHODS))
+        placement_of(self)  # which checks it
 
 
 @dataclass(frozen=True)
@@ -233,11 +237,29 @@ def run_config(cfg: DictConfig) -> RunConfig:
             f"trainer.optimizer=muon does not run under launcher.strategy={run.launcher.strategy}, which cuts matrices "
             "up into flat pieces: choose adamw, or launcher.strategy=fsdp2"
         )
+    _check_together(run)
     for key in ("batch_tokens", "micro_tokens"):
         tokens = getattr(run.trainer, key)
         if tokens < run.data.length:
             raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={run.data.length}: raise it")
     return run
+
+
+def _check_together(run: RunConfig) -> None:
+    """Refuse what only some processes would do with a target whose passes take all of them."""
+    kind = run.model.placement
+    if not placement_of(run.model).together:
+        return
+    if run.eval.prompts:
+        raise ValueError(
+            f"model.placement={kind} takes all processes for a pass, and the evaluation that ends a run has one: give "
+            "eval.prompts=0, and evaluate afterwards with eval/run.py, which spreads the target over one node's devices"
+        )
+    if run.features.mode == "hybrid" or (run.features.mode == "stored" and run.features.on_missing == "compute"):
+        raise ValueError(
+            f"model.placement={kind} takes all processes for a pass, and they lack different rows of a store: give "
+            "features=live, or features.on_missing=fail with a whole store"
+        )
 
 
 def _at_least(part: str, config: object, least: int, *keys: str) -> None:

@@ -18,6 +18,7 @@ from data.stored import Fallback, Stored
 from heads.base import DraftHead
 from heads.mtp import Mtp
 from inference.bare import Bare
+from inference.placement import placement_of
 from inference.target import Target
 from train.config import RunConfig
 from train.losses import ObjectiveConfig
@@ -29,7 +30,7 @@ SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layer
 
 
 def load_target(run: RunConfig, place: str) -> Target | Bare:
-    """Return the target, without its layers where nothing in the run needs them and it can be loaded so.
+    """Return the target, placed as the run says; without its layers where nothing needs them and it can be loaded so.
 
     Raises:
         ValueError: it cannot be loaded.
@@ -44,7 +45,8 @@ def load_target(run: RunConfig, place: str) -> Target | Bare:
             return Bare.load(model.path, model.dtype, place, model.trust_remote_code)
         except ValueError as error:
             log.warning("%s; the whole target is loaded", error)
-    return Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
+    how = model.trust_remote_code, model.quantize, model.adapter
+    return Target.load(model.path, model.dtype, place, *how, placement_of(model))
 
 
 def source_for(run: RunConfig, target: Target | Bare, head: DraftHead, batches: Batches) -> FeatureSource:

@@ -33,7 +33,7 @@ SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
 class Loop:
-    """One run, on every process alike; the main process alone measures and writes."""
+    """One run, on every process alike; the main process alone writes, and measures unless that takes all of them."""
 
     def __init__(
         self, run: RunConfig, accelerator: Accelerator, target: Target | Bare, head: nn.Module, batches: Batches,
@@ -41,6 +41,8 @@ class Loop:
     ) -> None:  # fmt: skip
         self.run, self.accelerator, self.target, self.head = run, accelerator, target, head
         self.judge = Judge(target, prompts, run) if isinstance(target, Target) and run.trainer.eval_prompts else None
+        # Where a pass of the target takes all processes, all decode the same.
+        self.together = isinstance(target, Target) and target.placed.together
         self.source, self.out = source, Path(run.out)
         self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
         self.step = Stepper(run, accelerator, head, batches, source, target.ends.hidden_size)
@@ -202,6 +204,10 @@ class Loop:
         weights = self.step.state.weights()
         if self.judge is None:
             self.keep(weights)
+        elif self.together:
+            found = self.judge.tau(decoding_copy(self.head, weights, self.target), self.peers.halted)
+            if found is not None:
+                self.note(step, found, weights)
         elif not self.accelerator.is_main_process:
             self.peers.attend()
         else:
@@ -216,7 +222,7 @@ class Loop:
         return self.judge is None or self.progress["measured"] == step
 
     def note(self, step: int, found: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Take note of a measurement, on the main process."""
+        """Take note of a measurement, where it was made; the main process writes."""
         tau = found["tau"]
         better = tau > self.progress["best_tau"]
         self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
@@ -238,7 +244,7 @@ class Loop:
         if self.judge is None:
             return
         weights = self.step.state.weights()
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process or self.together:
             head = decoding_copy(self.head, weights, self.target)
             self.tracker.log({"step": step, "estimate": self.judge.estimate(head)})
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from train.shapes import TargetShape
+from train.strategy import BUCKET
 from train.trace import NONE, Size, Trace, block
 
-BUCKET = 500_000_000  # values of DeepSpeed's buckets, as accelerate sets it up
 AHEAD = 2  # layers of a target that are whole on a device at once where they are gathered or streamed
 
 
@@ -56,15 +56,14 @@ class Held:
         return round(base + kept.large + most.large + (1 + slack) * (kept.small + most.small))
 
 
-def head_state(trace: Trace, layout: Layout, item: int, muon: bool, averaged: bool) -> dict[str, Size]:
-    """Return what a process holds of the head and its optimiser between steps.
+def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict[str, Size]:
+    """Return what a process holds of the head and its optimiser between steps, all of it in fp32.
 
     Args:
         trace: the head's sizes.
         layout: the strategy and who shares it.
-        item: bytes of a value in the precision that it computes in; weights are fp32 in any case.
         muon: one moment in place of two for the matrices between hidden states.
-        averaged: whether a running average is kept, whole on every process.
+        averaged: whether a running average is kept, cut up as the weights are.
     """
     count, world, whole = trace.trained, layout.world, trace.weights
     moments = (trace.trained + trace.vectors) / count if muon else 2.0
@@ -76,16 +75,16 @@ def head_state(trace: Trace, layout: Layout, item: int, muon: bool, averaged: bo
         "head: optimiser": whole.times(moments / states),
     }
     if layout.strategy.startswith("zero"):
-        held["head: weights"] = whole.times((item / weights + (4 / world if item < 4 else 0)) / 4)
-        held["head: buckets"] = block(2 * min(BUCKET, count) * item)
+        held["head: weights"] = whole.times(1 / weights + 1 / world)  # DeepSpeed moves a copy of its own
+        held["head: buckets"] = block(2 * min(BUCKET, count) * 4)
     elif layout.strategy == "ddp" and world > 1:
         held["head: buckets"] = whole
     if weights > 1:  # whole while it computes, and its gradients before they are scattered
-        held["head: gathered"] = block(2 * count * item)
+        held["head: gathered"] = block(2 * count * 4)
     if trace.resting:
         held["head: frozen"] = block(4 * trace.resting)
     if averaged:
-        held["head: running average"] = whole
+        held["head: running average"] = whole.times(1 / weights)
     return held
 
 

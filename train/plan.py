@@ -38,7 +38,7 @@ class Given(NamedTuple):
     """A run, and what follows from it: the device, the target's shape, the trace, who shares what, and sizes in bytes.
 
     `rows` are those of a micro-batch, `micro` how many of these a process has a step, `layers` the target's layers in
-    bytes, 0 where they stay on disk, and `compute` is the precision of the head.
+    bytes, 0 where they stay on disk.
     """
 
     run: RunConfig
@@ -47,7 +47,6 @@ class Given(NamedTuple):
     traced: Trace
     layout: Layout
     item: int
-    compute: int
     rows: int
     micro: int
     layers: int
@@ -90,7 +89,7 @@ def given(run: RunConfig) -> Given:
     accelerators = launcher.num_processes if device.count is None else device.count
     layout = Layout(
         launcher.strategy, run.model.placement, launcher.num_processes, launcher.num_nodes,
-        accelerators, launcher.num_processes,
+        accelerators, run.model.tensor_parallel or launcher.num_processes,
     )  # fmt: skip
     length = run.data.length
     mine = -(-max(1, run.trainer.batch_tokens // length) // layout.world)
@@ -102,7 +101,7 @@ def given(run: RunConfig) -> Given:
     )  # fmt: skip
     quantize = QUANTIZED.get(run.model.quantize or "", kind.itemsize)
     layers = 0 if bare(run) else int(quantize * shape.inner)
-    return Given(run, device, shape, trace(job), layout, kind.itemsize, 2 if bf16 else 4, rows, micro, layers)
+    return Given(run, device, shape, trace(job), layout, kind.itemsize, rows, micro, layers)
 
 
 def bare(run: RunConfig) -> bool:
@@ -120,7 +119,7 @@ def device_held(known: Given, main: bool) -> Held:
     target, gathered, _ = target_state(shape, layout, known.layers, known.item)
     muon = run.trainer.optimizer == "muon"
     features = features_size(shape, tokens, known.item, traced.feature_layers)
-    resident = target | head_state(traced, layout, known.compute, muon, run.trainer.ema > 0)
+    resident = target | head_state(traced, layout, muon, run.trainer.ema > 0)
     stages = {
         "head's step": head_stage(traced, features, known.micro > 1, run.objective.noise > 0, known.heap),
         "optimiser": optimizer_stage(traced, layout, muon, known.heap),
@@ -219,7 +218,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
     known = given(run)
     traced, shape, run_places = known.traced, known.shape, places(known)
     resting = traced.resting * 4
-    held = head_state(traced, known.layout, known.compute, run.trainer.optimizer == "muon", False)
+    held = head_state(traced, known.layout, run.trainer.optimizer == "muon", False)
     return {
         "target_parameters": shape.parameters,
         "active_parameters": shape.active + shape.ends,

@@ -33,7 +33,7 @@ from eval.config import eval_config
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.errors import user_errors
-from heads.layers import SwiGLU
+from heads.layers import Recomputing
 from heads.resolvers import ROOT, register_resolvers
 from heads.vocab import prune
 from train import adapt, checkpoint, launch, processes, resume, sweep
@@ -131,7 +131,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     resolved = {**resolved, "head": asdict(head.config), "init": run.init}
     target.feature_layers = head.feature_layers
     for module in head.modules():
-        if isinstance(module, SwiGLU):
+        if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
     wanted = max(run.eval.prompts, run.trainer.eval_prompts)
     samples, prompts, counts = load_training(run.data, target.tokenizer, wanted, run.workload)

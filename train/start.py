@@ -17,6 +17,8 @@ from heads.store import TargetSpec, read_config
 from heads.typed import typed
 from inference.bare import Bare
 from inference.mtp import load_mtp
+from inference.placed import whole
+from inference.placement import REPLICATE
 from inference.target import Target
 from train.adapt import FactorsConfig, WholeConfig
 from train.config import RunConfig
@@ -108,6 +110,11 @@ def mtp_from_target(run: RunConfig, target: Target) -> nn.Module:
     if not isinstance(run.head, Mtp.Config):
         raise ValueError(f"init={run.init} starts head=mtp alone: give that head, or a folder for init")
     if run.init == CHECKPOINT:
+        if run.model.placement != REPLICATE:
+            raise ValueError(
+                f"init=checkpoint copies a layer of a target that lies whole on a device: not with model.placement="
+                f"{run.model.placement}; give init=last_layer"
+            )
         loaded = load_mtp(target, run.model.path).state_dict()
         start: dict[str, Tensor] = {name.replace("block.layer.", "block."): value for name, value in loaded.items()}
     else:
@@ -135,9 +142,9 @@ def module_like(run: RunConfig, target: Target) -> Mtp:
 
 def last_layer(target: Target) -> dict[str, Tensor]:
     """Return the target's last layer and final norm under the module's names."""
-    start = {f"block.{name}": value for name, value in target.decoder_layers[-1].state_dict().items()}
+    start = {f"block.{name}": value for name, value in whole(target.decoder_layers[-1]).items()}
     norm = getattr(target.base, "norm", None)
-    return start | ({"norm.weight": norm.weight} if norm is not None else {})
+    return start | ({"norm.weight": whole(norm)["weight"]} if norm is not None else {})
 
 
 def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:

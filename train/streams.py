@@ -30,6 +30,7 @@ from heads.base import parameter_count
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
+from inference.placement import REPLICATE
 from inference.streams import KIND, Streams
 from inference.target import Target
 from train import checkpoint, launch, processes, resume
@@ -75,6 +76,8 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
     trainer, model = run.trainer, run.model
     set_seed(trainer.seed)
     place = str(accelerator.device)
+    if model.placement != REPLICATE:
+        raise ValueError(f"model.placement={model.placement}: streams adapt the target's own layers: give replicate")
     target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
     streams = Streams(run.streams, target)
     samples, prompts, counts = load_training(run.data, target.tokenizer, trainer.eval_prompts)

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from heads import HEADS
 from heads.base import Features
-from heads.layers import SwiGLU
+from heads.layers import Recomputing
 from heads.resolvers import ROOT, register_resolvers
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
@@ -109,7 +109,7 @@ def step(head: Any, compiled: bool = False, recompute: bool = False) -> dict[str
     document[0, 9:] = 1
     features = target.features(token, document)
     for module in head.modules():
-        if isinstance(module, SwiGLU):
+        if isinstance(module, Recomputing):
             module.recompute = recompute
     head.requires_grad_().zero_grad()
     depths = min(4, head.max_depth)

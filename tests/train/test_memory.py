@@ -106,23 +106,22 @@ def test_memory_grows_with_the_rows_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "processes", "item", "bytes_each"),
+    ("strategy", "processes", "bytes_each"),
     [
-        ("ddp", 1, 2, 4 + 4 + 8),
-        ("ddp", 4, 2, 4 + 4 + 8 + 4),
-        ("zero2", 4, 2, 2 + 4 / 4 + 4 / 4 + 8 / 4 + 2 * 2),
-        ("zero3", 4, 2, 2 / 4 + 4 / 4 + 4 / 4 + 8 / 4 + 2 * 2 + 2 * 2),
-        ("fsdp2", 4, 2, (4 + 4 + 8) / 4 + 2 * 2),
-        ("zero2", 4, 4, 4 + 4 / 4 + 8 / 4 + 2 * 4),
+        ("ddp", 1, 4 + 4 + 8),
+        ("ddp", 4, 4 + 4 + 8 + 4),
+        ("zero2", 4, 4 + 4 / 4 + 4 / 4 + 8 / 4 + 2 * 4),
+        ("zero3", 4, 4 / 4 + 4 / 4 + 4 / 4 + 8 / 4 + 2 * 4 + 2 * 4),
+        ("fsdp2", 4, (4 + 4 + 8) / 4 + 2 * 4),
     ],
 )
-def test_a_parameter_takes_what_its_strategy_says(strategy: str, processes: int, item: int, bytes_each: float) -> None:
-    held = head_state(TRACE, Layout(strategy, "replicate", processes, 1, processes, 1), item, False, False)
+def test_a_parameter_takes_what_its_strategy_says(strategy: str, processes: int, bytes_each: float) -> None:
+    held = head_state(TRACE, Layout(strategy, "replicate", processes, 1, processes, 1), False, False)
     assert sum(size.total for size in held.values()) == round(1000 * bytes_each)
 
 
 def test_muon_keeps_one_moment_of_matrices() -> None:
-    held = head_state(TRACE, Layout("ddp", "replicate", 1, 1, 1, 1), 2, True, True)
+    held = head_state(TRACE, Layout("ddp", "replicate", 1, 1, 1, 1), True, True)
     assert held["head: optimiser"].total == 4 * 800 + 8 * 200
     assert held["head: running average"].total == 4000
 

@@ -133,7 +133,7 @@ def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
 @pytest.mark.usefixtures("offline")
 def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
     """Each change saves what it says, the largest comes first, and together they are enough."""
-    given = run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=local8")
+    given = run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=ddp")
     found = plan(given)
     changes = advice(given, found)
     single = [each for each in changes if " model." not in each.overrides and not each.fits]
@@ -141,7 +141,7 @@ def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
     assert [each.saves for each in single] == sorted((each.saves for each in single), reverse=True)
     assert "model.placement=tensor_parallel" in [each.overrides for each in changes]
     assert changes[-1].fits
-    fixed = plan(run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=local8",
+    fixed = plan(run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=ddp",
                      *changes[-1].overrides.split()))  # fmt: skip
     assert fixed["fits"]
     assert found["peak_bytes"] - fixed["peak_bytes"] == changes[-1].saves

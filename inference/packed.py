@@ -1,0 +1,128 @@
+"""The attention of packed rows: each document by itself, so that neither a mask nor scores over a whole row are made.
+
+A row of T tokens under a mask costs memory and time in T x T, whatever is packed in it. Here every linear layer sees
+all rows at once, and scaled_dot_product_attention each document alone, causally: its kernels need memory linear in the
+document, and the time is that of the documents. A sliding window goes over a document in blocks of queries.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+ATTENTION = "headstart_documents"
+BLOCK = 1024  # queries at a time, under a window
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Span(NamedTuple):
+    """A document: its row, its first token there, and the one behind its last."""
+
+    row: int
+    begin: int
+    end: int
+
+
+class Packing(NamedTuple):
+    """What each attention layer of a target sees of a document: as many tokens back as its window, None for all."""
+
+    config: Any
+    windows: tuple[int | None, ...]
+
+    def needed(self, spans: list[Span], rows: int) -> bool:
+        """Whether a pass without a mask of ours would see too much, or make a mask by itself."""
+        longest = max(span.end - span.begin for span in spans)
+        return len(spans) > rows or any(window is not None and window < longest for window in self.windows)
+
+
+def packing(model: PreTrainedModel) -> Packing | None:
+    """Return how a model's attention runs over documents; None where it does something of its own."""
+    config: Any = model.config.get_text_config()
+    window: int | None = getattr(config, "sliding_window", None)
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * count
+    able = getattr(model, "_supports_attention_backend", False) and config._attn_implementation == "sdpa"
+    if not able or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window is None):
+        return None
+    return Packing(config, tuple(window if kind == SLIDING else None for kind in kinds))
+
+
+def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
+    """Return the documents of packed rows, padding as one."""
+    first = torch.ones_like(document, dtype=torch.bool)
+    first[:, 1:] = document[:, 1:] != document[:, :-1]
+    starts = first.flatten().nonzero()[:, 0].tolist()
+    length = document.shape[1]
+    ends = [*starts[1:], document.numel()]
+    return [Span(a // length, a % length, (b - 1) % length + 1) for a, b in zip(starts, ends, strict=True)]
+
+
+_HERE: ContextVar[tuple[Packing, list[Span]]] = ContextVar("documents")
+
+
+@contextmanager
+def by_documents(packing: Packing, spans: list[Span]) -> Iterator[None]:
+    """Let the target's attention run over these documents for a while; transformers then makes no mask."""
+    config, before, token = packing.config, packing.config._attn_implementation, _HERE.set((packing, spans))
+    config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _HERE.reset(token)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend within the documents, under transformers' signature."""
+    if odd := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
+        raise ValueError(f"its attention has a {odd[0]}")
+    packing, spans = _HERE.get()
+    layer: Any = module.layer_idx
+    window, scale = packing.windows[layer], kwargs.get("scaling")
+    out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
+    for row, begin, end in spans:
+        here = (slice(row, row + 1), slice(None), slice(begin, end))
+        made = within(query[here], key[here], value[here], scale, window)
+        out[row, begin:end] = made[0].transpose(0, 1)
+    return out, None
+
+
+def within(
+    query: Float[Tensor, "1 H N E"],
+    key: Float[Tensor, "1 G N E"],
+    value: Float[Tensor, "1 G N F"],
+    scale: float | None,
+    window: int | None,
+) -> Float[Tensor, "1 H N F"]:
+    """Return one document's causal attention, over the last `window` tokens if that is given."""
+    grouped = query.shape[1] != key.shape[1]
+    length = query.shape[2]
+    if window is None or length <= window:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    parts = []
+    for begin in range(0, length, BLOCK):
+        end, least = min(begin + BLOCK, length), max(0, begin - window + 1)
+        back = torch.arange(begin, end, device=query.device)[:, None] - torch.arange(least, end, device=query.device)
+        there = (slice(None), slice(None), slice(least, end))
+        parts.append(
+            scaled_dot_product_attention(
+                query[:, :, begin:end],
+                key[there],
+                value[there],
+                attn_mask=(back >= 0) & (back < window),
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(parts, 2)
+
+
+AttentionInterface.register(ATTENTION, _attend)

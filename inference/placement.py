@@ -1,0 +1,261 @@
+"""Where a frozen target lies: whole on each process's device, cut up among the processes, or spread and streamed.
+
+transformers and accelerate place the weights; here stands which of their options a placement means, what cannot work,
+and who has to make a pass together.
+
+- replicate: the whole target on every process's device.
+- tensor_parallel: each layer cut up among a group of processes, by transformers' own plan; groups hold the same.
+- fsdp: each layer's weights cut up among all processes and gathered for the time of its pass (torch's fully_shard).
+- device_map: whole layers on the devices of one process; several processes hold a copy each.
+- offload: layers in CPU memory or on disk, brought to the device for the time of their pass.
+
+Under tensor_parallel and fsdp no process can make a pass alone: all make the same passes in the same order.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD = "replicate", "tensor_parallel", "fsdp", "device_map", "offload"
+PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)
+TOGETHER = (TENSOR_PARALLEL, FSDP)  # those under which no process makes a pass alone
+OFFLOADS = ("cpu", "disk")
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a target lies.
+
+    Attributes:
+        placement: one of `PLACEMENTS`.
+        tensor_parallel: processes that share one target; None for those of a node. All are a multiple of it.
+        devices: numbers of the devices under device_map, shared out among a node's processes; None for all of them.
+        offload: where offloaded layers lie: "cpu" for its memory, "disk" for the checkpoint's own files.
+        memory_gb: under device_map, of weights on each device at most, in 10^9 bytes, None for what is free; under
+            offload, of layers that stay on the device, None for none.
+    """
+
+    placement: str
+    tensor_parallel: int | None
+    devices: list[int] | None
+    offload: str
+    memory_gb: float | None
+
+    def __post_init__(self) -> None:
+        """Refuse what nothing is known of."""
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"model.placement is {self.placement!r}: choose {', '.join(PLACEMENTS)}")
+        if self.offload not in OFFLOADS:
+            raise ValueError(f"model.offload is {self.offload!r}: choose {', '.join(OFFLOADS)}")
+        if self.tensor_parallel is not None and self.tensor_parallel < 1:
+            raise ValueError(f"model.tensor_parallel is {self.tensor_parallel}: give 1 or more, or null for a node's")
+        if self.memory_gb is not None and self.memory_gb <= 0:
+            raise ValueError(f"model.memory_gb is {self.memory_gb}: give more than 0, or null")
+        if self.devices is not None and (not self.devices or len({*self.devices}) < len(self.devices)):
+            raise ValueError(f"model.devices is {self.devices}: give different numbers of devices, or null for all")
+
+    @property
+    def together(self) -> bool:
+        """Whether no process makes a pass of the target alone."""
+        return self.placement in TOGETHER
+
+    @property
+    def group_size(self) -> int:
+        """How many processes share one target by tensor parallelism."""
+        return self.tensor_parallel or int(os.environ.get("LOCAL_WORLD_SIZE", str(_world())))
+
+
+HERE = Placement(REPLICATE, None, None, "cpu", None)
+
+
+def placement_of(model: object) -> Placement:
+    """Return the placement that a model's configuration asks for, object or mapping; what it lacks is `HERE`'s."""
+    given = model if isinstance(model, Mapping) else vars(model)
+    own = {each.name: given.get(each.name) for each in fields(Placement)}
+    return Placement(**{key: getattr(HERE, key) if value is None else value for key, value in own.items()})
+
+
+def alone(model: object, who: str) -> Placement:
+    """Return a model's placement for a command whose processes do not make the same passes.
+
+    Raises:
+        ValueError: it is one under which they have to.
+    """
+    found = placement_of(model)
+    if found.together:
+        raise ValueError(
+            f"model.placement={found.placement} needs processes that make every pass together, which is not so in "
+            f"{who}: give model.placement=device_map, or offload"
+        )
+    return found
+
+
+def check(where: Placement, quantized: str | None, adapter: str | None, place: torch.device) -> None:
+    """Check what can be checked before anything is loaded.
+
+    Args:
+        where: the placement.
+        quantized: how the weights are quantised, in the checkpoint or while loading; None if they are not.
+        adapter: the adapter to be merged; None for none.
+        place: this process's device.
+
+    Raises:
+        ValueError: processes, devices or weights do not allow it.
+    """
+    kind = where.placement
+    if kind == REPLICATE:
+        return
+    if adapter is not None:
+        raise ValueError(
+            f"model.placement={kind}: model.adapter={adapter} is merged into whole weights on one device: merge it, "
+            "save the model and give that as model.path"
+        )
+    if quantized is not None and kind != DEVICE_MAP:
+        raise ValueError(
+            f"model.placement={kind} cannot cut up or move quantised weights ({quantized}): take full ones, or "
+            "model.placement=device_map"
+        )
+    if where.together:
+        _check_processes(where, place)
+    elif kind == DEVICE_MAP and place.type != "cpu":
+        devices_of(where, place)
+    elif kind == OFFLOAD and place.type == "cpu" and where.offload == "cpu":
+        raise ValueError(
+            "model.placement=offload: on a CPU the weights are in its memory anyway: give model.offload=disk"
+        )
+
+
+def _check_processes(where: Placement, place: torch.device) -> None:
+    kind, world, found = where.placement, _world(), torch._C._get_accelerator().type
+    if place.type != found:
+        raise ValueError(
+            f"model.placement={kind} uses this machine's {found} devices, but model.device is {place.type}: leave "
+            "model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
+        )
+    if world == 1 and where.tensor_parallel != 1:
+        raise ValueError(
+            f"model.placement={kind} shares the target among processes, and there is one: give launcher.num_processes, "
+            "or model.placement=device_map"
+        )
+    if kind == TENSOR_PARALLEL and world % where.group_size:
+        raise ValueError(
+            f"model.tensor_parallel={where.group_size} does not divide the {world} processes: give a divisor, or other "
+            "launcher.num_processes"
+        )
+
+
+def check_shape(where: Placement, config: PreTrainedConfig, path: str) -> None:
+    """Check that tensor parallelism can cut up this target's attention and MLP.
+
+    Raises:
+        ValueError: a size is not a multiple of the processes.
+    """
+    if where.placement != TENSOR_PARALLEL:
+        return
+    heads = config.num_attention_heads
+    sizes = {
+        "attention heads": heads,
+        "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
+        "MLP columns": getattr(config, "intermediate_size", None) or where.group_size,
+    }
+    for name, size in sizes.items():
+        if size % where.group_size:
+            raise ValueError(
+                f"model.tensor_parallel={where.group_size} does not divide the {size} {name} of {path}: give a divisor "
+                "of it, or model.placement=fsdp"
+            )
+
+
+def options(where: Placement, path: str, place: torch.device, dtype: torch.dtype, trust: bool) -> dict[str, Any]:
+    """Return what transformers' from_pretrained takes for a placement; nothing for replicate.
+
+    Raises:
+        ValueError: tensor parallelism cannot cut the target up.
+        OSError: the checkpoint has no configuration.
+    """
+    world = _world()
+    if where.placement == TENSOR_PARALLEL and where.group_size > 1:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        check_shape(where, config.get_text_config(), path)
+        return _tensor_parallel(where.group_size, world // where.group_size, place)
+    if where.placement == FSDP:
+        return {"distributed_config": DistributedConfig(fsdp_size=world)}
+    if where.placement == DEVICE_MAP:
+        if place.type == "cpu":
+            return {"device_map": {"": "cpu"}}
+        numbers, free = devices_of(where, place), torch.cuda.mem_get_info
+        cap = {n: int(free(n)[0] * 0.9) if where.memory_gb is None else int(where.memory_gb * GB) for n in numbers}
+        return {"device_map": "auto", "max_memory": cap}
+    if where.placement == OFFLOAD:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        return {"device_map": dict(_offloaded(empty, where, str(place), dtype))}
+    return {}
+
+
+def _tensor_parallel(size: int, copies: int, place: torch.device) -> dict[str, Any]:
+    if copies == 1:
+        return {"distributed_config": DistributedConfig(tp_size=size)}
+    if "dp_replicate_size" in DistributedConfig.__dataclass_fields__:
+        return {"distributed_config": DistributedConfig(tp_size=size, dp_replicate_size=copies)}
+    # Before transformers had a size for copies, a mesh with a dimension of ours held them; it only wants the product.
+    return {"distributed_config": DistributedConfig(tp_size=size, fsdp_size=copies), "device_mesh": mesh(size, place)}
+
+
+def mesh(size: int, place: torch.device) -> Any:
+    """Return all processes as copies x tensor-parallel groups; the processes of a group follow each other."""
+    return init_device_mesh(place.type, (_world() // size, size), mesh_dim_names=("copy", "tp"))
+
+
+def devices_of(where: Placement, place: torch.device) -> list[int]:
+    """Return the devices of this process's target: its share of the node's, its own first where it is among them.
+
+    Raises:
+        ValueError: there are none such, or fewer than processes.
+    """
+    count = torch.cuda.device_count()
+    numbers = list(range(count)) if where.devices is None else where.devices
+    if odd := [n for n in numbers if not 0 <= n < count]:
+        raise ValueError(f"model.devices names {odd[0]}, and there are {count} devices: count from 0")
+    processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    if len(numbers) < processes:
+        raise ValueError(
+            f"model.placement=device_map has {len(numbers)} devices for {processes} processes: start fewer, or give "
+            "more model.devices"
+        )
+    own = numbers[mine::processes]
+    return sorted(own, key=lambda n: n != place.index)
+
+
+def _offloaded(empty: PreTrainedModel, where: Placement, place: str, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+    """Yield each part's name and place: layers off the device but for the first ones, all else on it."""
+    count = empty.config.get_text_config().num_hidden_layers
+    room = int((where.memory_gb or 0) * GB)
+
+    def down(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+        nonlocal room
+        for name, part in module.named_children():
+            full = prefix + name
+            if isinstance(part, nn.ModuleList) and len(part) == count:
+                for i, layer in enumerate(part):
+                    room -= sum(each.numel() for each in layer.parameters()) * dtype.itemsize
+                    yield f"{full}.{i}", place if room >= 0 else where.offload
+            elif any(isinstance(inner, nn.ModuleList) and len(inner) == count for inner in part.modules()):
+                yield from down(part, f"{full}.")
+            else:
+                yield full, place
+
+    yield from down(empty, "")
+
+
+def _world() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1

@@ -1,0 +1,64 @@
+"""One process of several that hold a target together: compares it with the target on one device, writes what it found.
+
+torchrun … tests/inference/placing.py FOLDER OUT KIND:SIZE … : SIZE is of the tensor-parallel group, 0 for all.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from heads.base import Features
+from inference.decode import Settings, autoregress
+from inference.placed import whole
+from inference.placement import Placement
+from inference.sample import GREEDY
+from inference.target import Target
+from tests import toys
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def compared(ours: Target, alone: Target) -> dict[str, float | bool]:
+    rank = distributed.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    token = torch.randint(toys.VOCAB, (1 + rank, 20), generator=generator)  # every process has rows of its own
+    document = (torch.arange(20) > 6).long().expand_as(token)
+    ours.feature_layers = alone.feature_layers = (0, 2)
+    found, expected = ours.features(token, document), alone.features(token, document)
+    assert isinstance(found, Features)
+    layer = whole(ours.decoder_layers[-1])
+    answers = [autoregress(each, toys.prompt(0), Settings(12, GREEDY)).tokens for each in (ours, alone)]
+    return {
+        "hidden": error(found.hidden, expected.hidden),
+        "last": error(found.last, expected.last),
+        "spec": ours.spec == alone.spec,
+        "trees": ours.takes_trees,
+        "ends": ours.ends.head_weight().equal(alone.ends.head_weight())
+        and ours.ends.embed(token).equal(alone.ends.embed(token)),
+        "layer": all(layer[name].equal(value) for name, value in alone.decoder_layers[-1].named_parameters()),
+        "answer": answers[0] == answers[1],
+        "share": sum(each.to_local().numel() for each in ours.model.parameters() if hasattr(each, "to_local"))
+        / sum(each.numel() for each in alone.model.parameters()),
+    }
+
+
+def main() -> None:
+    folder, out, *kinds = sys.argv[1:]
+    distributed.init_process_group("gloo")
+    alone = Target.load(folder, "float32", "cpu")
+    found = {}
+    for kind in kinds:
+        name, size = kind.split(":")
+        where = Placement(name, int(size) or None, None, "cpu", None)
+        found[kind] = compared(Target.load(folder, "float32", "cpu", where=where), alone)
+    Path(out, f"{distributed.get_rank()}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

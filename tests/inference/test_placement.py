@@ -1,0 +1,172 @@
+"""Placed targets: the features, ends and fingerprint of the target on one device; and refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from eval.sources import model_of
+from inference import placement
+from inference.decode import Settings, autoregress
+from inference.placed import whole
+from inference.placement import HERE, Placement, alone, check, check_shape, options, placement_of
+from inference.sample import GREEDY
+from inference.target import Target
+from tests import assistants, toys
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+OFFLOAD = Placement("offload", None, None, "disk", None)
+NEAR = 1e-5  # of the largest value, in fp32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return assistants.save(toys.target().model, toys.tokenizer(), tmp_path_factory.mktemp("plain"))
+
+
+def together(folder: str, out: Path, processes: int, *kinds: str) -> list[dict[str, dict[str, float]]]:
+    """Run `placing.py` on several processes; return what each found of each kind."""
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run(
+        [sys.executable, *words, str(ROOT / "tests/inference/placing.py"), folder, str(out), *kinds],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def same(found: dict[str, float], share: float) -> bool:
+    alike = all(found[key] for key in ("spec", "trees", "ends", "layer", "answer"))
+    return alike and max(found["hidden"], found["last"]) < NEAR and 0 < found["share"] < share
+
+
+def test_two_processes_hold_a_target_together(folder: str, tmp_path: Path) -> None:
+    for found in together(folder, tmp_path, 2, "tensor_parallel:0", "fsdp:0"):
+        assert same(found["tensor_parallel:0"], 0.55), found
+        assert same(found["fsdp:0"], 0.55), found
+        assert found["fsdp:0"]["last"] == 0, "whole weights are gathered, so nothing is rounded otherwise"
+
+
+@pytest.mark.slow
+def test_four_processes_hold_a_target_together(folder: str, tmp_path: Path) -> None:
+    for found in together(folder, tmp_path, 4, "tensor_parallel:2", "fsdp:0"):
+        assert same(found["tensor_parallel:2"], 0.55), found
+        assert same(found["fsdp:0"], 0.3), found
+
+
+@pytest.mark.parametrize(
+    "where", [OFFLOAD, replace(OFFLOAD, memory_gb=7e-5), replace(HERE, placement="device_map")], ids=str
+)
+def test_a_streamed_target_is_the_target(folder: str, where: Placement) -> None:
+    plain, placed = Target.load(folder, "float32", "cpu"), Target.load(folder, "float32", "cpu", where=where)
+    there = [not each.is_meta for each in (next(layer.parameters()) for layer in placed.decoder_layers)]
+    some = where.memory_gb is not None
+    assert there == [where.placement == "device_map" or (some and i < 2) for i in range(3)]
+    token = torch.tensor([toys.prompt(0, 20)])
+    document = (torch.arange(20) > 6).long()[None]
+    plain.feature_layers = placed.feature_layers = (0, 2)
+    ours, theirs = placed.features(token, document), plain.features(token, document)
+    assert ours.hidden.equal(theirs.hidden)
+    assert ours.last.equal(theirs.last)
+    assert placed.spec == plain.spec
+    assert placed.ends.head_weight().equal(plain.ends.head_weight())
+    assert whole(placed.decoder_layers[0])["mlp.up_proj.weight"].equal(plain.decoder_layers[0].mlp.up_proj.weight)
+    written = [autoregress(each, toys.prompt(1), Settings(12, GREEDY)).tokens for each in (placed, plain)]
+    assert written[0] == written[1]
+    assert toys.lively(written[0])
+
+
+def test_a_tied_target_in_another_dtype_is_streamed() -> None:
+    path = str(ROOT / "examples" / "tiny")
+    plain, placed = Target.load(path, "float32", "cpu"), Target.load(path, "float32", "cpu", where=OFFLOAD)
+    token = torch.arange(12)[None]
+    assert placed.features(token, torch.zeros_like(token)).last.equal(
+        plain.features(token, torch.zeros_like(token)).last
+    )
+    assert placed.spec == plain.spec
+
+
+def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(words: str, where: Placement, **given: str | None) -> None:
+        with pytest.raises(ValueError, match=words) as error:
+            check(where, given.get("quantized"), given.get("adapter"), CPU)
+        assert "\n" not in str(error.value)
+
+    parallel, sharded = replace(HERE, placement="tensor_parallel"), replace(HERE, placement="fsdp")
+    refused(r"there is one: give launcher\.num_processes", parallel)
+    refused(r"there is one: give launcher\.num_processes", sharded)
+    refused(r"cannot cut up or move quantised weights \(int8\)", sharded, quantized="int8")
+    refused(r"model\.adapter=a is merged into whole weights", parallel, adapter="a")
+    refused(r"give model\.offload=disk", replace(OFFLOAD, offload="cpu"))
+    monkeypatch.setattr(placement, "_world", lambda: 4)
+    refused(r"model\.tensor_parallel=3 does not divide the 4 processes", replace(parallel, tensor_parallel=3))
+    with pytest.raises(ValueError, match=r"model\.tensor_parallel=4 does not divide the 2 key-value heads of .*fsdp"):
+        check_shape(replace(parallel, tensor_parallel=4), AutoConfig.from_pretrained(folder), folder)
+    with pytest.raises(ValueError, match=r"needs processes that make every pass together, which is not so in an eval"):
+        alone({"placement": "fsdp"}, "an evaluation")
+    with pytest.raises(ValueError, match=r"model\.placement=offload cannot cut up or move quantised weights \(int8\)"):
+        Target.load(folder, "float32", "cpu", quantize="int8", where=OFFLOAD)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (r"model\.placement is 'here': choose replicate, tensor_parallel", {"placement": "here"}),
+        (r"model\.offload is 'tape': choose cpu, disk", {"offload": "tape"}),
+        (r"model\.tensor_parallel is 0", {"tensor_parallel": 0}),
+        (r"model\.memory_gb is 0", {"memory_gb": 0.0}),
+        (r"model\.devices is \[1, 1\]: give different numbers", {"devices": [1, 1]}),
+        (r"model\.devices is \[\]", {"devices": []}),
+    ],
+)
+def test_values_are_checked(words: str, key: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=words):
+        placement_of(key)
+
+
+def test_devices_are_shared_out_among_a_nodes_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (10 * (n + 1), 100))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    where, place = replace(HERE, placement="device_map"), torch.device("cuda", 1)
+    assert placement.devices_of(where, place) == [1, 3, 5, 7]
+    assert placement.devices_of(replace(where, devices=[4, 5, 6, 7]), place) == [5, 7]
+    found = options(replace(where, devices=[4, 5, 6, 7]), "", place, torch.bfloat16, False)
+    assert found == {"device_map": "auto", "max_memory": {5: 54, 7: 72}}
+    capped = options(replace(where, devices=[4, 5, 6, 7], memory_gb=2.0), "", place, torch.bfloat16, False)
+    assert capped["max_memory"] == {5: 2 * 10**9, 7: 2 * 10**9}
+    with pytest.raises(ValueError, match="names 9, and there are 8 devices"):
+        placement.devices_of(replace(where, devices=[1, 9]), place)
+    with pytest.raises(ValueError, match="has 1 devices for 2 processes"):
+        placement.devices_of(replace(where, devices=[1]), place)
+
+
+def test_a_run_whose_processes_shared_a_target_is_evaluated_over_one_process_devices(tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text("{}")
+    for kind, expected in (("fsdp", "device_map"), ("offload", "offload"), ("replicate", "replicate")):
+        (tmp_path / "config.yaml").write_text(f"model: {{path: {tmp_path}, placement: {kind}, offload: disk}}")
+        found = model_of(str(tmp_path), {"placement": None})
+        assert (found["placement"], found["offload"]) == (expected, "disk")
+        assert model_of(str(tmp_path), {"placement": "offload"})["placement"] == "offload"
+
+
+@pytest.mark.gpu
+def test_layers_lie_on_several_devices_or_are_streamed(folder: str) -> None:
+    plain = Target.load(folder, "float32", "cuda:0")
+    token = torch.tensor([toys.prompt(0, 20)])
+    for where in (replace(OFFLOAD, offload="cpu"), OFFLOAD, replace(HERE, placement="device_map")):
+        placed = Target.load(folder, "float32", "cuda:0", where=where)
+        assert placed.device == torch.device("cuda", 0)
+        found = placed.features(token, torch.zeros_like(token)).last
+        assert found.device == placed.device
+        torch.testing.assert_close(found, plain.features(token, torch.zeros_like(token)).last)

@@ -1,0 +1,93 @@
+"""Runs whose target is placed: the losses of a target on one device, τ measured on the way, refusals before a start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from heads.resolvers import ROOT, register_resolvers
+from tests.train import jobs
+from train.config import run_config
+
+STEPS = 4
+HEAD = ["head=eagle3", "head.feature_layers=[0,1,2]"]
+TOGETHER = ["eval.prompts=0", "trainer.estimate_every=2"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[dict[str, Any]]]:
+    """A run of one process: its folder, its overrides, its records."""
+    folder = tmp_path_factory.mktemp("placed")
+    words = [*jobs.make(folder), *HEAD, f"trainer.steps={STEPS}", "trainer.eval_every=4"]
+    jobs.finish(jobs.start([*words, *TOGETHER, f"out={folder / 'alone'}"]))
+    return folder, words, records(folder / "alone")
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bool:
+    assert [record.keys() for record in ours] == [record.keys() for record in theirs]
+    near = all(abs(a["loss"] - b["loss"]) < 1e-5 * b["loss"] for a, b in zip(ours, theirs, strict=True) if "loss" in a)
+    assert [record["step"] for record in ours if "tau" in record] == [STEPS]
+    assert [record["step"] for record in ours if "estimate" in record] == [2]
+    return near and all(a.get(key) == b.get(key) for a, b in zip(ours, theirs, strict=True) for key in ("tau", "step"))
+
+
+def test_a_tensor_parallel_run_has_the_losses_of_one_process(alone: tuple[Path, list[str], list[Any]]) -> None:
+    folder, words, whole = alone
+    out = folder / "tensor_parallel"
+    processes = ["model.placement=tensor_parallel", "launcher.num_processes=2"]
+    jobs.finish(jobs.start([*words, *TOGETHER, *processes, f"out={out}"]))
+    assert same(records(out), whole)
+    assert json.loads((out / "provenance.json").read_text())["world_size"] == 2
+    assert (out / "head" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "placed",
+    [
+        ["model.placement=fsdp", "launcher.num_processes=2"],
+        ["model.placement=tensor_parallel", "model.tensor_parallel=2", "launcher.num_processes=4"],
+    ],
+    ids=["fsdp", "tensor parallel times data parallel"],
+)
+def test_a_placed_run_has_the_losses_of_one_process(
+    alone: tuple[Path, list[str], list[Any]], placed: list[str], tmp_path: Path
+) -> None:
+    jobs.finish(jobs.start([*alone[1], *TOGETHER, *placed, f"out={tmp_path / 'placed'}"]))
+    assert same(records(tmp_path / "placed"), alone[2])
+
+
+def test_a_streamed_target_trains_and_is_evaluated(alone: tuple[Path, list[str], list[Any]], tmp_path: Path) -> None:
+    _, words, whole = alone
+    streamed = ["model.placement=offload", "model.offload=disk", "trainer.estimate_every=2"]
+    jobs.finish(jobs.start([*words, *streamed, f"out={tmp_path / 'streamed'}"]))
+    found = records(tmp_path / "streamed")
+    assert [record.get("loss") for record in found] == [record.get("loss") for record in whole]
+    row = json.loads((tmp_path / "streamed" / "report.json").read_text())["rows"][-1]
+    assert row["lossless"]["identical"] == row["lossless"]["checked"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        (r"model\.placement=fsdp takes all processes for a pass.*give eval\.prompts=0", ["model.placement=fsdp"]),
+        (
+            r"model\.placement=tensor_parallel .* rows of a store: give features=live",
+            ["model.placement=tensor_parallel", "eval.prompts=0", "features=hybrid", "features.path=x"],
+        ),
+        (r"model\.placement is 'here'", ["model.placement=here"]),
+    ],
+)
+def test_refusals_come_before_anything_is_loaded(words: str, overrides: list[str]) -> None:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("train", overrides)
+    with pytest.raises(ValueError, match=words) as error:
+        run_config(cfg)
+    assert "\n" not in str(error.value)
