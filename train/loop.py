@@ -203,7 +203,8 @@ class Loop:
         if self.judge is None:
             self.keep(weights)
         elif self.together:
-            found = self.judge.tau(decoding_copy(self.head, weights, self.target), self.peers.halted)
+            head = decoding_copy(self.head, weights, self.target)
+            found = self.judge.tau(head, lambda: self.peers.measuring(over=False))
             if found is not None:
                 self.note(step, found, weights)
         elif not self.accelerator.is_main_process:
