@@ -11,7 +11,13 @@ from tests.train import jobs
 from tests.train.undisturbed import Toy, records, steps
 from train.config import STRATEGIES
 
-HERE = ("trainer.steps=8", "trainer.micro_tokens=32", "trainer.eval_every=4", "trainer.eval_prompts=1", "trainer.ema=0.5")
+HERE = (
+    "trainer.steps=8",
+    "trainer.micro_tokens=32",
+    "trainer.eval_every=4",
+    "trainer.eval_prompts=1",
+    "trainer.ema=0.5",
+)
 
 
 @pytest.fixture(scope="module")
