@@ -52,6 +52,10 @@ class Guard:
         """Whether the run ends with the step that was just found bad."""
         return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
 
+    def take_back(self) -> None:
+        """Forget the step that was just found bad: a run that it stops is saved as it was before it."""
+        self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}
+
     def remedy(self) -> str:
         """Return what can be done about a run that was stopped."""
         if self.config.on_bad_step == "stop":

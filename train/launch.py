@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from heads.resolvers import ROOT
 from train.config import LauncherConfig, SlurmConfig
 
 SAID = 2  # the status of a process that has printed what was wrong (heads/errors.py)
+AFTER = 5  # seconds that the other processes leave to the main one, to say its error and to end
 GRACE = 90  # seconds before the end of a job's time that SLURM tells it
 
 
@@ -28,18 +30,25 @@ def launched() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def missing(launcher: LauncherConfig) -> bool:
-    """Whether the processes that are asked for have still to be started.
+def check_mode() -> None:
+    """Refuse a multirun in processes that are started already.
 
     Raises:
-        ValueError: they have been, and each would go through the runs of a multirun for itself; or they are to find
-            each other on several nodes, and it is not said where.
+        ValueError: each of them would go through all the runs for itself.
     """
     if launched() and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError(
             "a multirun (-m) inside processes that are started already: run `python train/run.py -m launcher=ddp …` "
             "itself, and each of its runs starts its own processes"
         )
+
+
+def missing(launcher: LauncherConfig) -> bool:
+    """Whether the processes that are asked for have still to be started.
+
+    Raises:
+        ValueError: they are to find each other on several nodes, and it is not said where.
+    """
     if launched() or (launcher.slurm is None and launcher.num_processes * launcher.num_nodes == 1):
         return False
     if launcher.num_nodes > 1 and launcher.main_process_ip is None and launcher.slurm is None:
@@ -47,6 +56,22 @@ def missing(launcher: LauncherConfig) -> bool:
             "launcher.main_process_ip is missing: set it, or MASTER_ADDR, to the address of node 0 on every node"
         )
     return True
+
+
+def leaves(launcher: LauncherConfig) -> bool:
+    """Whether this command only puts the run into a queue, and does not wait for it."""
+    return not launched() and launcher.slurm is not None and launcher.slurm.cluster != "local"
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """Let the main process say first what is wrong: where that is wrong for all, its launcher then ends the others."""
+    try:
+        yield
+    except (ValueError, OSError):
+        if int(os.environ.get("RANK", "0")):
+            time.sleep(AFTER)
+        raise
 
 
 def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list[str]:
@@ -116,7 +141,7 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
     except (RuntimeError, TypeError, submitit.core.utils.FailedJobError) as error:
         raise ValueError(f"launcher.slurm: no job could be made ({error}); run this where sbatch is") from None
     sys.stdout.write(f"job {job.job_id}: what it prints is in {job.paths.stdout.parent}" + "\n")
-    return max(job.results()) if slurm.cluster == "local" else 0
+    return 0 if leaves(launcher) else max(job.results())
 
 
 class Task:

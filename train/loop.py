@@ -49,6 +49,7 @@ class Loop:
         self.peers = Peers(accelerator, self.out, run.trainer.timeout)
         self.saver = Saver(self.out, self.peers, run.trainer.keep)
         self.settings = resume.settings(run, target.spec.fingerprint, batches)
+        self.arithmetic = resume.arithmetic(run, self.peers.world)
         self.start, self.progress = 0, dict(BEGINNING)
         if run.resume:
             self.load()
@@ -73,18 +74,14 @@ class Loop:
                 "overrides that the run was started with"
             ) from error
         self.start, self.progress = found["step"], self.progress | found["progress"]
-        if changed := resume.differences(found["arithmetic"], self.arithmetic()):
+        if changed := resume.differences(found["arithmetic"], self.arithmetic):
             self.peers.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
 
     def save(self, step: int) -> None:
         """Write a checkpoint beside the training, unless this step has one."""
         if self.saver.saved != step:
-            content = {"progress": dict(self.progress), "settings": self.settings, "arithmetic": self.arithmetic()}
+            content = {"progress": dict(self.progress), "settings": self.settings, "arithmetic": self.arithmetic}
             self.saver.save(self.step.state, step, content, int(self.progress["best_step"]))
-
-    def arithmetic(self) -> dict[str, Any]:
-        """Return what the last bits of this run's losses follow from."""
-        return resume.arithmetic(self.run.trainer, self.peers.world, self.run.launcher.strategy)
 
     def train(self) -> None:
         """Run all steps; on SIGTERM write a checkpoint and exit with status 143.
@@ -108,7 +105,8 @@ class Loop:
     def advance(self) -> None:
         """Take the steps that are left, measure, save."""
         trainer, done = self.run.trainer, self.start
-        if done and self.due(done) and self.progress["measured"] < done and not self.measure(done):
+        late = bool(done) and self.due(done) and self.progress["measured"] < done
+        if late and not self.measure(done):
             self.halt(done)
         for step in range(self.start, trainer.steps):
             if self.exhausted():
@@ -127,7 +125,7 @@ class Loop:
             self.save(done)
             self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
         self.saver.finish()
-        if done > self.start or not (self.out / COST).exists():
+        if late or done > self.start or not (self.out / COST).exists():
             self.write_cost(done)
 
     def due(self, done: int) -> bool:
@@ -176,11 +174,11 @@ class Loop:
         if not self.step.guard.stops():
             self.tracker.say(f"step {step + 1} is skipped: {why}; {kept}")
             return
+        remedy = self.step.guard.remedy()
+        self.step.guard.take_back()
         self.save(step)
         self.saver.finish()
-        if not main:
-            raise SystemExit(2)
-        raise ValueError(f"stopped before step {step + 1}: {why}; {kept}; {self.step.guard.remedy()}")
+        self.peers.refuse(f"stopped before step {step + 1}: {why}; {kept}; {remedy}")
 
     def write_cost(self, steps: int) -> None:
         """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
@@ -205,7 +203,8 @@ class Loop:
         if self.judge is None:
             self.keep(weights)
         elif self.together:
-            found = self.judge.tau(decoding_copy(self.head, weights, self.target), self.peers.halted)
+            head = decoding_copy(self.head, weights, self.target)
+            found = self.judge.tau(head, lambda: self.peers.measuring(over=False))
             if found is not None:
                 self.note(step, found, weights)
         elif not self.accelerator.is_main_process:

@@ -81,7 +81,10 @@ class Peers:
         return stopping
 
     def measuring(self, *, over: bool) -> bool:
-        """On the main process: tell the others whether a measurement is over; return whether to leave it."""
+        """Where a measurement is made: tell the others whether it is over; return whether to leave it.
+
+        A call of every process: of those that measure nothing by `attend`.
+        """
         return self._exchange(over)[0]
 
     def attend(self) -> None:

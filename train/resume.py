@@ -11,6 +11,10 @@ from train import checkpoint
 from train.config import RunConfig, TrainerConfig
 from train.state import TrainState
 
+STEERING = (
+    "steps", "lr", "lr_width", "min_lr", "warmup", "betas", "momentum", "weight_decay", "clip", "precision",
+    "micro_tokens", "spike",
+)  # fmt: skip
 SHOWN = 60  # characters of a value in a message
 
 
@@ -39,9 +43,11 @@ def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
     }
 
 
-def arithmetic(trainer: TrainerConfig, world: int, strategy: str) -> dict[str, Any]:
-    """Return what only the last bits of the losses follow from."""
-    return {"trainer.micro_tokens": trainer.micro_tokens, "processes": world, "strategy": strategy}
+def arithmetic(run: RunConfig, world: int) -> dict[str, Any]:
+    """Return what the losses follow from and may change: the schedule, the objective, or their last bits alone."""
+    trainer = {f"trainer.{key}": getattr(run.trainer, key) for key in STEERING}
+    objective = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
+    return plain({**trainer, **objective, "processes": world, "strategy": run.launcher.strategy})
 
 
 def check(out: Path, now: dict[str, Any]) -> None:

@@ -189,19 +189,21 @@ def launch_all(run: RunConfig) -> None:
     if run.launcher.slurm is None:
         check_out(run)
         processes.check_machine(run.launcher, run.model)
-    status = launch.start(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task)
+    status = launch.start(run.launcher, os.path.abspath(__file__), list(HydraConfig.get().overrides.task))
     if status:
         raise SystemExit(status)
-    if run.eval.prompts and run.launcher.slurm is None:
+    if run.eval.prompts and not launch.leaves(run.launcher):
         sweep.note(run.name, run.head.name, Path(run.out))
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may be after."""
-    with sweep.alone(), user_errors():
+    with user_errors(), launch.main_first():
+        launch.check_mode()
+    with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
-        sweep.check(run.trainer.eval_prompts)
+        sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
         resolved = OmegaConf.to_container(cfg, resolve=True)
         assert isinstance(resolved, dict)
         if run.plan:
@@ -212,7 +214,7 @@ def main(cfg: DictConfig) -> float | None:
             launch_all(run)
         else:
             train(run, {str(k): v for k, v in resolved.items()})
-        return sweep.best_tau(Path(run.out))
+        return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 
 
 if __name__ == "__main__":

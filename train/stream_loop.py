@@ -180,7 +180,7 @@ class StreamLoop:
         for i, (batch, chosen) in enumerate(micro):
             for name, value in self.backward(batch, chosen, trained, last=i + 1 == len(micro)).items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip)
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip or torch.inf)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(step)
         self.optimizer.step()

@@ -110,12 +110,14 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
 @hydra.main(version_base="1.3", config_path="../conf", config_name="streams")
 def main(cfg: DictConfig) -> None:
     """Compose, check, and launch or train."""
-    with user_errors():
+    with user_errors(), launch.main_first():
+        launch.check_mode()
         run = typed(StreamsRunConfig, cfg)
         resolved = OmegaConf.to_container(cfg, resolve=True)
         assert isinstance(resolved, dict)
         if launch.missing(run.launcher):
-            raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), HydraConfig.get().overrides.task))
+            words = list(HydraConfig.get().overrides.task)
+            raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), words))
         train(run, {str(key): value for key, value in resolved.items()})
 
 

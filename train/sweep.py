@@ -20,15 +20,26 @@ def sweeping() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def check(prompts: int) -> None:
-    """Refuse to search for the largest τ where no run measures any on `prompts` prompts.
+def check(prompts: int, *, waits: bool) -> None:
+    """Refuse to search for the largest τ where no run tells one.
+
+    Args:
+        prompts: how many a run measures on.
+        waits: whether this command sees the end of a run.
 
     Raises:
         ValueError: it is so.
     """
-    if prompts == 0 and sweeping() and "direction" in HydraConfig.get().sweeper:
+    if not sweeping() or "direction" not in HydraConfig.get().sweeper:
+        return
+    if prompts == 0:
         raise ValueError(
             "trainer.eval_prompts is 0, and sweep=optuna is after the τ that a run measures: give 1 or more"
+        )
+    if not waits:
+        raise ValueError(
+            "launcher=slurm puts a run into the queue and does not wait for the τ that sweep=optuna is after: search "
+            "inside one job with another launcher, or sweep without sweep=optuna"
         )
 
 

@@ -5,6 +5,7 @@ numbers alone, those of an inner list or dict under a name and a place: `accurac
 """
 
 import json
+import logging
 import math
 import os
 import uuid
@@ -13,6 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from omegaconf import OmegaConf
+
+from heads.errors import one_line
+
+log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 
@@ -74,12 +79,17 @@ class Jsonl:
         partial = path.with_suffix(".partial")
         partial.write_text("".join(lines))
         os.replace(partial, path)
-        self.file = path.open("a")
+        self.file, self.refused = path.open("a"), False
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a line."""
+        """Write a line; one that a full disk refuses stays in the file's buffer, and goes with a later one."""
         self.file.write(json.dumps(plain(record)) + "\n")
-        self.file.flush()
+        try:
+            self.file.flush()
+        except OSError as error:
+            if not self.refused:
+                log.warning("%s: %s; its lines are kept until there is room", self.file.name, one_line(error))
+            self.refused = True
 
     def close(self) -> None:
         """Close the file."""

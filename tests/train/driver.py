@@ -6,6 +6,7 @@ A job may be told to misbehave by hooks, which replace parts of the program in i
 import multiprocessing
 import os
 import resource
+import signal
 import socket
 import sys
 import time
@@ -191,4 +192,29 @@ def fails(folder: Path, rank: int) -> None:
     Stepper.backward = backward
 
 
-HOOKS = {hook.__name__: hook for hook in (slow, stuck, rows, measured, slow_disk, full_disk, fails)}
+def told(folder: Path, rank: int) -> None:
+    """The first micro-batch of the sixth step brings a SIGTERM: the step is left after the second."""
+    before = Stepper.backward
+
+    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
+        if int(drawn[0]) // STRIDE == 5 and not (folder / "told").exists():
+            note(folder, "told")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before(self, given, drawn, *words, **named)
+
+    Stepper.backward = backward
+
+
+def poisoned(folder: Path, rank: int) -> None:
+    """What the target gives for the sixth step is not finite."""
+    before = Stepper.backward
+
+    def backward(self: Stepper, given: Any, drawn: Any, *words: Any, **named: Any) -> Any:
+        if int(drawn[0]) // STRIDE == 5:
+            given.features.last.fill_(float("nan"))
+        return before(self, given, drawn, *words, **named)
+
+    Stepper.backward = backward
+
+
+HOOKS = {hook.__name__: hook for hook in (slow, stuck, rows, measured, slow_disk, full_disk, fails, told, poisoned)}

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from heads.resolvers import ROOT, register_resolvers
 from tests.train import jobs
 from train import launch, processes, strategy
+from train import run as runs
 from train.config import RunConfig, run_config
 
 BATCH = """#!/bin/sh
@@ -71,6 +72,25 @@ def test_a_job_whose_time_is_over_goes_on_where_it_stopped() -> None:
     task = launch.Task("train/run.py", ["launcher=slurm", "overwrite=true", "name=x"])
     then = task.checkpoint().function
     assert (then.script, then.overrides) == ("train/run.py", ["launcher=slurm", "name=x", "resume=true"])
+
+
+def test_a_run_that_was_queued_has_no_result_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(launch, "submit", lambda *words: asked.append(words[2:]) or 0)
+    monkeypatch.setattr(sys, "argv", ["train/run.py", "launcher=slurm", f"out={tmp_path / 'new'}"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    runs.main()
+    assert asked == [(runs.__file__, sys.argv[1:])]
+
+
+def test_the_main_process_says_first_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ValueError, match="here"), launch.main_first():
+            raise ValueError("here")
+    assert waited == [launch.AFTER]
 
 
 def test_slurm_is_missed_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

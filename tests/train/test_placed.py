@@ -1,6 +1,7 @@
 """Runs whose target is placed: the losses of a target on one device, τ measured on the way, refusals before a start."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from heads.resolvers import ROOT, register_resolvers
-from tests.train import jobs
+from tests.train import driver, jobs
 from train.config import run_config
 
 STEPS = 4
@@ -61,6 +62,22 @@ def test_a_placed_run_has_the_losses_of_one_process(
 ) -> None:
     jobs.finish(jobs.start([*alone[1], *TOGETHER, *placed, f"out={tmp_path / 'placed'}"]))
     assert same(records(tmp_path / "placed"), alone[2])
+
+
+@pytest.mark.slow
+def test_told_to_stop_amid_a_measurement_of_all_processes(alone: tuple[Path, list[str], list[Any]]) -> None:
+    folder, words, whole = alone
+    place = folder / "told"
+    place.mkdir()
+    words = [*words, *TOGETHER, "model.placement=fsdp", f"out={place / 'out'}"]
+    pair = driver.start(place, words, "measured", world=2)
+    pair[0].until(place / "prompts", 1)
+    pair[1].signal(signal.SIGTERM)
+    assert [job.end() for job in pair] == [143, 143], pair[0].printed()
+    assert "stopped by SIGTERM, checkpoint at step 4" in pair[0].printed()
+    pair = driver.start(place, [*words, "resume=true"], world=2)
+    assert [job.end() for job in pair] == [0, 0], pair[0].printed()
+    assert same(records(place / "out"), whole)
 
 
 def test_a_streamed_target_trains_and_is_evaluated(alone: tuple[Path, list[str], list[Any]], tmp_path: Path) -> None:

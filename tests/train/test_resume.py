@@ -132,7 +132,8 @@ def test_what_may_change_and_what_may_not(toy: Toy) -> None:
         assert words in errors[0]
     assert (place / "out" / "config.yaml").read_text() == config, "a run that was refused has left its mark"
     allowed = ("trainer.steps=6", "trainer.save_every=1", "trainer.eval_every=3", "trainer.eval_prompts=1")
-    toy.start(place, "resume=true", *allowed)[0].finish()
+    said = toy.start(place, "resume=true", *allowed, "trainer.lr=1e-3", "objective.depth_decay=0.5")[0].finish()
+    assert "no longer bit for bit: trainer.steps (4, now 6), trainer.lr (0.003, now 0.001), objective.depth" in said
     assert steps(place / "out") == [1, 2, 3, 4, 5, 6]
     kept = sorted(path.name for path in (place / "out" / "checkpoints").iterdir())
     assert kept == ["step-00000005", "step-00000006"]

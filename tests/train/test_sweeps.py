@@ -41,11 +41,13 @@ def test_a_run_of_many_fails_alone(
 
 def test_a_search_needs_prompts_to_measure_on(monkeypatch: pytest.MonkeyPatch) -> None:
     mode(monkeypatch, "many")
-    sweep.check(1)
+    sweep.check(1, waits=True)
     with pytest.raises(ValueError, match=r"trainer\.eval_prompts is 0"):
-        sweep.check(0)
+        sweep.check(0, waits=True)
+    with pytest.raises(ValueError, match=r"launcher=slurm .* does not wait for the τ"):
+        sweep.check(1, waits=False)
     mode(monkeypatch, "one")
-    sweep.check(0)
+    sweep.check(0, waits=False)
 
 
 def test_the_best_tau_is_what_training_measured(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Trackers: what each is given, what a resumed run leaves in them, and that none of them can stop a run."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,24 @@ def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
     tracker.close()
     (line,) = lines(tmp_path)
     assert (line["loss"], line["seconds"]) == (None, {"data": None})
+
+
+def test_lines_that_a_full_disk_refuses_come_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Tracker(tmp_path, active=True, steps=9, start=0, trackers=[], config={})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tracker.log(record(1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150, before[1]))  # in the middle of the second line
+    try:
+        for step in (2, 3):
+            tracker.log(record(step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    tracker.log(record(4))
+    tracker.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert caplog.text.count("its lines are kept until there is room") == 1
 
 
 def test_a_resumed_run_drops_what_came_after(tmp_path: Path) -> None:
