@@ -9,6 +9,7 @@ a run imports and ends: a part of what a plan takes as given (conf/device/cpu.ya
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -122,6 +123,7 @@ def memory(names: list[str], folder: Path) -> None:
 
 def presets() -> None:
     """Print the plan of every experiment."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # launchers of more than one node ask for it
     print("| experiment | devices | target / active / head, 10^9 | fullest device, GiB | fits | GPU hours | hours |")
     print("| --- | --- | --- | ---: | --- | ---: | ---: |")
     for file in sorted((ROOT / "conf" / "experiment").glob("*.yaml")):

@@ -1,8 +1,7 @@
-"""What to change first when a run does not fit: each change planned by itself, the largest saving first."""
+"""What to change first when a run does not fit: each change planned by itself, and the mildest ones together."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from train.config import RunConfig
@@ -24,27 +23,35 @@ class Advice(NamedTuple):
 def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
     """Return what makes the fullest device hold less, the most effective first.
 
-    Where no single change is enough, the last entry is the changes that are, together, in that order; none where all
-    of them are not.
+    Where no single change is enough, the last entry is several of them: those that change nothing of what is learned
+    come before those that do. There is no such entry where all of them are not enough.
     """
-    most = planned["peak_bytes"]
-    found = [(words, change, attempt(change(run))) for words, change in changes(run)]
-    single = [
-        (Advice(words, most - there["peak_bytes"], there["fits"]), change) for words, change, there in found if there
-    ]
-    single = sorted((each for each in single if each[0].saves > 0), key=lambda each: -each[0].saves)
-    given = [each for each, _ in single]
-    if any(each.fits for each in given):
-        return given
-    together, chosen, left = run, [], most
-    for each, change in single:
-        there = attempt(change(together))
-        if there and there["peak_bytes"] < left:
-            together, left = change(together), there["peak_bytes"]
-            chosen.append(each.overrides)
+    most, single = planned["peak_bytes"], []
+    for words, change in changes(run):
+        there = attempt(change(run))
+        if there is not None and there["peak_bytes"] < most:
+            single.append(Advice(words, most - there["peak_bytes"], there["fits"]))
+    single.sort(key=lambda each: -each.saves)
+    if any(each.fits for each in single):
+        return single
+    enough = together(run, most)
+    return single if enough is None else [*single, enough]
+
+
+def together(run: RunConfig, most: int) -> Advice | None:
+    """Return the first changes, in their order, that are enough together; each is taken that saves something then."""
+    chosen: list[str] = []
+    left = most
+    for words, change in changes(run):
+        if any(words.split("=")[0] == each.split("=")[0] for each in chosen):
+            continue
+        there = attempt(change(run))
+        if there is not None and there["peak_bytes"] < left:
+            run, left = change(run), there["peak_bytes"]
+            chosen.append(words)
             if there["fits"]:
-                return [*given, Advice(" ".join(chosen), most - left, True)]
-    return given
+                return Advice(" ".join(chosen), most - left, True)
+    return None
 
 
 def attempt(run: RunConfig) -> dict[str, Any] | None:
@@ -56,60 +63,64 @@ def attempt(run: RunConfig) -> dict[str, Any] | None:
 
 
 def changes(run: RunConfig) -> Iterator[tuple[str, Change]]:
-    """Yield what may be changed of a run, as it is written on the command line."""
-    yield from _trained(run)
-    yield from _placed(run)
-    known = {field.name for field in fields(run.head)}
+    """Yield what may be changed of a run, as it is written on the command line; what costs least comes first."""
+    world, length = run.launcher.num_processes * run.launcher.num_nodes, run.data.length
+    if run.eval.prompts:
+        yield "eval.prompts=0", lambda r: replace(r, eval=replace(r.eval, prompts=0))
+    if run.trainer.micro_tokens >= 2 * length:
+        yield f"trainer.micro_tokens={length}", trainer(micro_tokens=length)
+    if world > 1 and run.launcher.strategy == "ddp":
+        yield "launcher.strategy=zero2", strategy("zero2")
+        yield "launcher.strategy=fsdp2", strategy("fsdp2")
+    alone = run.model.placement == "replicate"
+    if alone and world > 1:
+        yield "model.placement=tensor_parallel", model(placement="tensor_parallel")
+        yield "model.placement=fsdp", model(placement="fsdp")
+    if not run.trainer.recompute:
+        yield "trainer.recompute=true", trainer(recompute=True)
+    if run.features.mode == "live":
+        yield "features=stored trainer.eval_prompts=0", stored
+    if run.trainer.optimizer == "adamw" and run.launcher.strategy == "ddp":
+        yield "trainer.optimizer=muon", trainer(optimizer="muon")
+    if alone:
+        yield "model.placement=offload", model(placement="offload")
+    if run.model.quantize is None:
+        yield "model.quantize=int8", model(quantize="int8")
+    yield from _smaller(run)
+
+
+def _smaller(run: RunConfig) -> Iterator[tuple[str, Change]]:
+    """Yield smaller heads and shorter rows."""
+    known, length = {field.name for field in fields(run.head)}, run.data.length
     if "draft_vocab" in known and run.head.draft_vocab is None:
         yield f"head.draft_vocab={PRUNED}", lambda r: replace(r, head=replace(r.head, draft_vocab=PRUNED))
     if "lm_head" in known and run.head.lm_head == "own":
         yield "head.lm_head=shared", lambda r: replace(r, head=replace(r.head, lm_head="shared"))
-    if run.data.length > 512:
-        half = run.data.length // 2
+    if length > 512:
+        half = length // 2
         yield (
             f"data.length={half} trainer.micro_tokens={half}",
-            lambda r: replace(r, data=replace(r.data, length=half), trainer=replace(r.trainer, micro_tokens=half)),
+            lambda r: replace(trainer(micro_tokens=half)(r), data=replace(r.data, length=half)),
         )
 
 
-def _trained(run: RunConfig) -> Iterator[tuple[str, Change]]:
-    """Yield changes of the trainer and of the measurements."""
-    length, trainer = run.data.length, run.trainer
-    if trainer.micro_tokens >= 2 * length:
-        words = f"trainer.micro_tokens={length}"
-        yield words, lambda r: replace(r, trainer=replace(r.trainer, micro_tokens=r.data.length))
-    if not trainer.recompute:
-        yield "trainer.recompute=true", lambda r: replace(r, trainer=replace(r.trainer, recompute=True))
-    if trainer.eval_prompts:
-        yield "trainer.eval_prompts=0", lambda r: replace(r, trainer=replace(r.trainer, eval_prompts=0))
-    if run.eval.prompts:
-        yield "eval.prompts=0", lambda r: replace(r, eval=replace(r.eval, prompts=0))
+def trainer(**values: Any) -> Change:
+    """Return a change of the trainer."""
+    return lambda run: replace(run, trainer=replace(run.trainer, **values))
 
 
-def _placed(run: RunConfig) -> Iterator[tuple[str, Change]]:
-    """Yield other strategies, placements and weights."""
-    world = run.launcher.num_processes * run.launcher.num_nodes
-    if world > 1 and run.launcher.strategy == "ddp":
-        for name in ("zero2", "fsdp2"):
-            yield f"launcher.strategy={name}", partial(_shared, name)
-    if run.features.mode == "live":
-        yield "features=stored trainer.eval_prompts=0", _stored
-    if run.model.placement == "replicate":
-        for name in ("tensor_parallel", "fsdp", "offload") if world > 1 else ("offload",):
-            yield f"model.placement={name}", partial(_put, name)
-    if run.model.quantize is None:
-        yield "model.quantize=int8", lambda r: replace(r, model=replace(r.model, quantize="int8"))
+def model(**values: Any) -> Change:
+    """Return a change of the target's placement or weights."""
+    return lambda run: replace(run, model=replace(run.model, **values))
 
 
-def _shared(strategy: str, run: RunConfig) -> RunConfig:
-    return replace(run, launcher=replace(run.launcher, strategy=strategy))
+def strategy(name: str) -> Change:
+    """Return a change of how the head is shared."""
+    return lambda run: replace(run, launcher=replace(run.launcher, strategy=name))
 
 
-def _put(placement: str, run: RunConfig) -> RunConfig:
-    return replace(run, model=replace(run.model, placement=placement))
-
-
-def _stored(run: RunConfig) -> RunConfig:
+def stored(run: RunConfig) -> RunConfig:
     """Return a run that reads its features from a store and needs no layer of the target."""
-    trainer = replace(run.trainer, eval_prompts=0)
-    return replace(run, features=replace(run.features, mode="stored", path=run.out), trainer=trainer)
+    return replace(
+        trainer(eval_prompts=0)(run), features=replace(run.features, mode="stored", on_missing="fail", path=run.out)
+    )

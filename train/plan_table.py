@@ -86,7 +86,7 @@ def verdict(planned: dict[str, Any], changes: list[Advice]) -> list[str]:
     for each in changes:
         lines.append(f"  {each.overrides}: saves {gib(each.saves)}{', and it fits' if each.fits else ''}")
     if not any(each.fits for each in changes):
-        lines.append("  all of these together are not enough: take more or larger devices, or a smaller target")
+        lines.append("  this is not enough: take more or larger devices, or another head")
     return lines
 
 

@@ -136,15 +136,26 @@ def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
     given = run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=ddp")
     found = plan(given)
     changes = advice(given, found)
-    single = [each for each in changes if " model." not in each.overrides and not each.fits]
+    saves = [each.saves for each in changes[:-1]]
     assert not found["fits"]
-    assert [each.saves for each in single] == sorted((each.saves for each in single), reverse=True)
+    assert saves == sorted(saves, reverse=True)
+    assert "trainer.recompute" not in changes[-1].overrides
     assert "model.placement=tensor_parallel" in [each.overrides for each in changes]
     assert changes[-1].fits
     fixed = plan(run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=ddp",
                      *changes[-1].overrides.split()))  # fmt: skip
     assert fixed["fits"]
     assert found["peak_bytes"] - fixed["peak_bytes"] == changes[-1].saves
+
+
+@pytest.mark.usefixtures("offline")
+def test_what_cannot_be_made_to_fit_is_said() -> None:
+    given = run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=rtx4090", "device.memory_gb=1")
+    found = plan(given)
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(table(given, found, advice(given, found)))
+    assert "this is not enough" in shown.get()
 
 
 @pytest.mark.usefixtures("offline")
