@@ -134,5 +134,7 @@ def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document
         both = torch.stack([token, document]) if turn == mine else token.new_empty(2, *shape)
         distributed.broadcast(both, group=group, group_src=turn)
         made = run(both[0], both[1])
-        kept = made if turn == mine else kept
+        if turn == mine:
+            kept = made
+        del made  # else it would stand beside what the next turn makes
     return kept

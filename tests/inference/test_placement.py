@@ -109,7 +109,7 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(placement, "_world", lambda: 4)
     refused(r"model\.tensor_parallel=3 does not divide the 4 processes", replace(parallel, tensor_parallel=3))
     with pytest.raises(ValueError, match=r"model\.tensor_parallel=4 does not divide the 2 key-value heads of .*fsdp"):
-        check_shape(replace(parallel, tensor_parallel=4), AutoConfig.from_pretrained(folder), folder)
+        check_shape(AutoConfig.from_pretrained(folder), 4, folder)
     with pytest.raises(ValueError, match=r"needs processes that make every pass together, which is not so in an eval"):
         alone({"placement": "fsdp"}, "an evaluation")
     with pytest.raises(ValueError, match=r"model\.placement=offload cannot cut up or move quantised weights \(int8\)"):
