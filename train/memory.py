@@ -126,6 +126,9 @@ def target_state(
         OFFLOAD: (min(layers, stay + each), 0, 0 if layout.where.offload == "disk" else layers - stay),
     }[layout.placement]
     held = {"target: embedding, lm_head": block(item * shape.ends)}
+    parts = {TENSOR_PARALLEL: layout.group, FSDP: layout.world}.get(layout.placement, 1)
+    if layers and parts > 1:
+        held["target: its own part of these"] = block(item * shape.ends // parts)
     if there:
         held["target: layers"] = Size(there, 0)
     return held, gathered, host
