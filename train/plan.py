@@ -122,7 +122,7 @@ def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
 
 
 def device_held(known: Given, main: bool, number: int) -> Held:
-    """Return what lies on the device of a process of this number on its node; the main one also measures."""
+    """Return what lies on the device of a process of this number on its node; the main one also measures, or all together."""
     run, traced, layout, shape = known.run, known.traced, known.layout, known.shape
     tokens, length = known.rows * run.data.length, run.data.length
     target, gathered, _ = target_state(shape, layout, known.layers, known.item, number)
@@ -136,7 +136,7 @@ def device_held(known: Given, main: bool, number: int) -> Held:
     whole = {"target: gathered layers": Size(gathered, 0)} if gathered else {}
     if known.layers and run.features.mode != "stored":
         stages["target's pass"] = whole | pass_stage(shape, layout, tokens, length, known.item, traced.feature_layers)
-    if main and run.trainer.eval_prompts and known.layers:
+    if (main or layout.where.together) and run.trainer.eval_prompts and known.layers:
         reach = length + run.trainer.eval_tokens
         stages["measuring τ"] = whole | measure_stage(shape, layout, traced, reach, known.item, known.heap)
     if main and run.eval.prompts:

@@ -216,13 +216,13 @@ def test_two_nodes_show_what_lies_where() -> None:
         console.print(table(given, found, []))
     text = shown.get()
     assert len(found["places"]) == 16
-    assert "node 0 device 0: " in text
-    assert "node 0 device 1-7, node 1 device 0-7: " in text
+    assert "node 0 device 0-7, node 1 device 0-7: " in text
     assert "target: layers" in text
     layers = found["places"][9].held.resident["target: layers"].total
     assert layers == 2 * (found["target_parameters"] - 2 * 128256 * 8192) // 8
-    assert "measuring τ" in found["places"][0].held.stages
-    assert "measuring τ" not in found["places"][1].held.stages
+    assert all("measuring τ" in place.held.stages for place in found["places"])  # it takes all of them
+    apart = plan(run("experiment=eagle3_llama8b_8x80", "head=medusa", "objective.depths=4", *SMALL))["places"]
+    assert [i for i, place in enumerate(apart) if "measuring τ" in place.held.stages] == [0]
     assert found["hours"] == pytest.approx(found["gpu_hours"] / 16)
 
 
