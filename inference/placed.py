@@ -93,7 +93,7 @@ def _mark(model: PreTrainedModel, path: str) -> str:
 
 
 def _ends(model: PreTrainedModel, config: Any, place: torch.device, trust: bool) -> TargetEnds:
-    """Return the ends: the model's own where they are whole and on the device, else a whole copy there of what is not."""
+    """Return the ends: the model's own where they are whole and on the device, else whole copies there."""
     own = [model.get_input_embeddings(), model.get_output_embeddings()]
     if all(_is_here(each, place) for each in own):
         return TargetEnds(model)

@@ -28,7 +28,7 @@ from train.memory import (
     target_state,
 )
 from train.shapes import QUANTIZED, TargetShape, configuration, target_shape
-from train.start import AUTO, CHECKPOINT, LAST_LAYER
+from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_start
 from train.trace import Job, Size, Trace, trace
 
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
@@ -82,6 +82,7 @@ def given(run: RunConfig) -> Given:
     """
     if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
+    check_start(run.peft, run.init, run.model.placement)
     device = settled(run.device, run.model.device)
     place = torch.device(str(device.type))
     kind = fast_dtype(place) if run.model.dtype == "auto" else DTYPES[run.model.dtype]
@@ -122,7 +123,7 @@ def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
 
 
 def device_held(known: Given, main: bool, number: int) -> Held:
-    """Return what lies on the device of a process of this number on its node; the main one also measures, or all together."""
+    """Return what lies on the device of a process; the main one also measures, or all of them together."""
     run, traced, layout, shape = known.run, known.traced, known.layout, known.shape
     tokens, length = known.rows * run.data.length, run.data.length
     target, gathered, _ = target_state(shape, layout, known.layers, known.item, number)
