@@ -95,8 +95,7 @@ def _mark(model: PreTrainedModel, path: str) -> str:
 def _ends(model: PreTrainedModel, config: Any, place: torch.device, trust: bool) -> TargetEnds:
     """Return the ends: the model's own where they are whole and on the device, else whole copies there."""
     own = [model.get_input_embeddings(), model.get_output_embeddings()]
-    here = [each for part in own for each in part.parameters()]
-    if all(not isinstance(each, DTensor) and each.device == place for each in here):
+    if all(_is_here(each, place) for each in own):
         return TargetEnds(model)
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
@@ -105,12 +104,18 @@ def _ends(model: PreTrainedModel, config: Any, place: torch.device, trust: bool)
     tied = copies[0].weight is copies[1].weight
     for source, copy in zip(own, copies, strict=True):
         for name, value in whole(source).items():
-            setattr(copy, name, nn.Parameter(value.to(place, copy=True), requires_grad=False))
+            there = value if _is_here(source, place) else value.to(place, copy=True)
+            setattr(copy, name, nn.Parameter(there, requires_grad=False))
         for name, buffer in source.named_buffers():
             setattr(copy, name, buffer.to(place))
     if tied:
         copies[1].weight = copies[0].weight
     return TargetEnds(bare.eval())
+
+
+def _is_here(part: nn.Module, place: torch.device) -> bool:
+    """Return whether all of a module lies whole on a device."""
+    return all(not isinstance(each, DTensor) and each.device == place for each in part.parameters())
 
 
 def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
@@ -134,5 +139,7 @@ def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document
         both = torch.stack([token, document]) if turn == mine else token.new_empty(2, *shape)
         distributed.broadcast(both, group=group, group_src=turn)
         made = run(both[0], both[1])
-        kept = made if turn == mine else kept
+        if turn == mine:
+            kept = made
+        del made  # else it would stand beside what the next turn makes
     return kept

@@ -110,6 +110,21 @@ def check(where: Placement, quantized: str | None, adapter: str | None, place: t
     Raises:
         ValueError: processes, devices or weights do not allow it.
     """
+    check_weights(where, quantized, adapter)
+    if where.together:
+        _check_here(where, place)
+        check_processes(where, _world(), where.group_size)
+    elif where.placement == DEVICE_MAP and place.type != "cpu":
+        devices_of(where, place)
+    check_offload(where, place.type)
+
+
+def check_weights(where: Placement, quantized: str | None, adapter: str | None) -> None:
+    """Check that such weights can be placed so.
+
+    Raises:
+        ValueError: they cannot.
+    """
     kind = where.placement
     if kind == REPLICATE:
         return
@@ -123,53 +138,64 @@ def check(where: Placement, quantized: str | None, adapter: str | None, place: t
             f"model.placement={kind} cannot cut up or move quantised weights ({quantized}): take full ones, or "
             "model.placement=device_map"
         )
-    if where.together:
-        _check_processes(where, place)
-    elif kind == DEVICE_MAP and place.type != "cpu":
-        devices_of(where, place)
-    elif kind == OFFLOAD and place.type == "cpu" and where.offload == "cpu":
+
+
+def check_offload(where: Placement, device: str) -> None:
+    """Check that there is another place for what a device of this type does not hold.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if where.placement == OFFLOAD and device == "cpu" and where.offload == "cpu":
         raise ValueError(
             "model.placement=offload: on a CPU the weights are in its memory anyway: give model.offload=disk"
         )
 
 
-def _check_processes(where: Placement, place: torch.device) -> None:
-    kind, world, found = where.placement, _world(), torch._C._get_accelerator().type
+def _check_here(where: Placement, place: torch.device) -> None:
+    found = torch._C._get_accelerator().type
     if place.type != found:
         raise ValueError(
-            f"model.placement={kind} uses this machine's {found} devices, but model.device is {place.type}: leave "
-            "model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
+            f"model.placement={where.placement} uses this machine's {found} devices, but model.device is {place.type}: "
+            "leave model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
         )
+
+
+def check_processes(where: Placement, world: int, group: int) -> None:
+    """Check that so many processes can share a target, `group` of them by tensor parallelism.
+
+    Raises:
+        ValueError: there is one alone, or groups do not come out even.
+    """
+    kind = where.placement
     if world == 1 and where.tensor_parallel != 1:
         raise ValueError(
             f"model.placement={kind} shares the target among processes, and there is one: give launcher.num_processes, "
             "or model.placement=device_map"
         )
-    if kind == TENSOR_PARALLEL and world % where.group_size:
+    if kind == TENSOR_PARALLEL and world % group:
         raise ValueError(
-            f"model.tensor_parallel={where.group_size} does not divide the {world} processes: give a divisor, or other "
+            f"model.tensor_parallel={group} does not divide the {world} processes: give a divisor, or other "
             "launcher.num_processes"
         )
 
 
-def check_shape(where: Placement, config: PreTrainedConfig, path: str) -> None:
-    """Check that tensor parallelism can cut up this target's attention and MLP.
+def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
+    """Check that tensor parallelism in such a group can cut up this target's attention and MLP.
 
     Raises:
         ValueError: a size is not a multiple of the processes.
     """
-    if where.placement != TENSOR_PARALLEL:
-        return
     heads = config.num_attention_heads
     sizes = {
         "attention heads": heads,
         "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
-        "MLP columns": getattr(config, "intermediate_size", None) or where.group_size,
+        "MLP columns": getattr(config, "intermediate_size", None) or group,
     }
     for name, size in sizes.items():
-        if size % where.group_size:
+        if size % group:
             raise ValueError(
-                f"model.tensor_parallel={where.group_size} does not divide the {size} {name} of {path}: give a divisor "
+                f"model.tensor_parallel={group} does not divide the {size} {name} of {path}: give a divisor "
                 "of it, or model.placement=fsdp"
             )
 
@@ -184,7 +210,7 @@ def options(where: Placement, path: str, place: torch.device, dtype: torch.dtype
     world = _world()
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        check_shape(where, config.get_text_config(), path)
+        check_shape(config.get_text_config(), where.group_size, path)
         return _tensor_parallel(where.group_size, world // where.group_size, place)
     if where.placement == FSDP:
         return {"distributed_config": DistributedConfig(fsdp_size=world)}

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from train.config import RunConfig
+from inference.placement import TOGETHER
+from train.config import RunConfig, checked
 from train.plan import plan
 
 PRUNED = 32000  # EAGLE-3's draft vocabulary
@@ -48,16 +49,16 @@ def together(run: RunConfig, most: int) -> Advice | None:
         there = attempt(change(run))
         if there is not None and there["peak_bytes"] < left:
             run, left = change(run), there["peak_bytes"]
-            chosen.append(words)
+            chosen += [word for word in words.split() if word not in chosen]
             if there["fits"]:
                 return Advice(" ".join(chosen), most - left, True)
     return None
 
 
 def attempt(run: RunConfig) -> dict[str, Any] | None:
-    """Return the plan of a changed run, None where it cannot be."""
+    """Return the plan of a changed run, None where it is refused."""
     try:
-        return plan(run)
+        return plan(checked(run))
     except ValueError:
         return None
 
@@ -74,8 +75,9 @@ def changes(run: RunConfig) -> Iterator[tuple[str, Change]]:
         yield "launcher.strategy=fsdp2", strategy("fsdp2")
     alone = run.model.placement == "replicate"
     if alone and world > 1:
-        yield "model.placement=tensor_parallel", model(placement="tensor_parallel")
-        yield "model.placement=fsdp", model(placement="fsdp")
+        for kind in TOGETHER:
+            apart = " eval.prompts=0" if run.eval.prompts else ""
+            yield f"model.placement={kind}{apart}", together_placed(kind)
     if not run.trainer.recompute:
         yield "trainer.recompute=true", trainer(recompute=True)
     if run.features.mode == "live":
@@ -112,6 +114,11 @@ def trainer(**values: Any) -> Change:
 def model(**values: Any) -> Change:
     """Return a change of the target's placement or weights."""
     return lambda run: replace(run, model=replace(run.model, **values))
+
+
+def together_placed(kind: str) -> Change:
+    """Return a change to a placement under which no process evaluates alone."""
+    return lambda run: replace(model(placement=kind)(run), eval=replace(run.eval, prompts=0))
 
 
 def strategy(name: str) -> Change:

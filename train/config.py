@@ -13,7 +13,7 @@ from data.features import FeaturesConfig
 from heads import HEADS
 from heads.typed import typed
 from inference.loading import AS_IT_IS, METHODS
-from inference.placement import placement_of
+from inference.placement import check_weights, placement_of
 from inference.policy import TreeConfig
 from inference.target import DTYPES
 from train.adapt import peft_config
@@ -232,6 +232,15 @@ def run_config(cfg: DictConfig) -> RunConfig:
         features=typed(FeaturesConfig, cfg.features),
         tree=typed(TreeConfig, cfg.tree),
     )
+    return checked(run)
+
+
+def checked(run: RunConfig) -> RunConfig:
+    """Return a run whose parts agree with each other.
+
+    Raises:
+        ValueError: two of them do not.
+    """
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
         raise ValueError(
             f"trainer.optimizer=muon does not run under launcher.strategy={run.launcher.strategy}, which cuts matrices "
@@ -247,8 +256,10 @@ def run_config(cfg: DictConfig) -> RunConfig:
 
 def _check_together(run: RunConfig) -> None:
     """Refuse what only some processes would do with a target whose passes take all of them."""
-    kind = run.model.placement
-    if not placement_of(run.model).together:
+    kind, where = run.model.placement, placement_of(run.model)
+    quantize, adapter = (None if each == AS_IT_IS else each for each in (run.model.quantize, run.model.adapter))
+    check_weights(where, quantize, adapter)
+    if not where.together:
         return
     if run.eval.prompts:
         raise ValueError(

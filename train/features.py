@@ -18,6 +18,7 @@ from data.stored import Fallback, Stored
 from heads.base import DraftHead
 from heads.mtp import Mtp
 from inference.bare import Bare
+from inference.loading import AS_IT_IS
 from inference.placement import placement_of
 from inference.target import Target
 from train.config import RunConfig
@@ -35,18 +36,23 @@ def load_target(run: RunConfig, place: str) -> Target | Bare:
     Raises:
         ValueError: it cannot be loaded.
     """
-    model, features = run.model, run.features
-    own = model.quantize in (None, "none") and model.adapter in (None, "none")
-    reads = features.mode == "stored" and features.on_missing == "fail" and run.trainer.eval_prompts == 0
-    if run.init == AUTO and isinstance(run.head, Mtp.Config):
-        reads = False  # it starts from the last layer, whatever is measured while it trains
-    if own and reads and run.init not in (LAST_LAYER, CHECKPOINT):
+    model = run.model
+    if bare(run):
         try:
             return Bare.load(model.path, model.dtype, place, model.trust_remote_code)
         except ValueError as error:
             log.warning("%s; the whole target is loaded", error)
     how = model.trust_remote_code, model.quantize, model.adapter
     return Target.load(model.path, model.dtype, place, *how, placement_of(model))
+
+
+def bare(run: RunConfig) -> bool:
+    """Return whether a run needs no more of its target than the ends."""
+    plain = run.model.quantize in (None, AS_IT_IS) and run.model.adapter in (None, AS_IT_IS)
+    # By itself head=mtp starts from the last layer, whatever is measured while it trains.
+    starts = run.init in (LAST_LAYER, CHECKPOINT) or (run.init == AUTO and isinstance(run.head, Mtp.Config))
+    reads = run.features.mode == "stored" and run.features.on_missing == "fail" and run.trainer.eval_prompts == 0
+    return plain and reads and not starts
 
 
 def source_for(run: RunConfig, target: Target | Bare, head: DraftHead, batches: Batches) -> FeatureSource:

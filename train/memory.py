@@ -7,6 +7,7 @@ step, the optimiser, a measurement of τ, the final evaluation. Stages come one 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from inference.placement import DEVICE_MAP, FSDP, GB, OFFLOAD, REPLICATE, TENSOR_PARALLEL, Placement
 from train.shapes import TargetShape
 from train.strategy import BUCKET
 from train.trace import NONE, Size, Trace, block
@@ -18,7 +19,7 @@ class Layout(NamedTuple):
     """Who shares what: `processes` on each of `nodes`, `accelerators` of a node, `group` of them tensor-parallel."""
 
     strategy: str
-    placement: str
+    where: Placement
     processes: int
     nodes: int
     accelerators: int
@@ -28,6 +29,21 @@ class Layout(NamedTuple):
     def world(self) -> int:
         """All processes."""
         return self.processes * self.nodes
+
+    @property
+    def placement(self) -> str:
+        """How the target lies."""
+        return self.where.placement
+
+    @property
+    def devices(self) -> list[int]:
+        """The devices of a node that layers may lie on under device_map."""
+        return list(range(self.accelerators)) if self.where.devices is None else self.where.devices
+
+    def mapped(self, device: int) -> float:
+        """Return how much of the layers lies on a device under device_map, which shares a process's out evenly."""
+        shares = [self.devices[process :: self.processes] for process in range(self.processes)]
+        return sum((1 / len(share) for share in shares if device in share), 0.0)
 
 
 @dataclass(frozen=True)
@@ -88,24 +104,31 @@ def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict
     return held
 
 
-def target_state(shape: TargetShape, layout: Layout, layers: int, item: int) -> tuple[dict[str, Size], int, int]:
-    """Return what a process's device holds of the target, what of it is gathered in a pass, and what the host holds.
+def target_state(
+    shape: TargetShape, layout: Layout, layers: int, item: int, device: int = 0
+) -> tuple[dict[str, Size], int, int]:
+    """Return what a device holds of the target, what of it is gathered in a pass, and what the host holds.
 
     Args:
         shape: the target's.
         layout: its placement and who shares it.
         layers: bytes of all layers, quantised or not; 0 where they are not loaded.
         item: bytes of a value of embedding and lm_head, which are whole on every trainer's device.
+        device: a process's, by its number on the node.
     """
     each = AHEAD * layers // shape.layers
+    stay = min(layers, int((layout.where.memory_gb or 0) * GB))
     there, gathered, host = {
-        "replicate": (layers, 0, 0),
-        "tensor_parallel": (layers // layout.group, 0, 0),
-        "fsdp": (layers // layout.world, each, 0),
-        "device_map": (layers * layout.processes // max(layout.accelerators, 1), 0, 0),
-        "offload": (each, 0, layers),
+        REPLICATE: (layers, 0, 0),
+        TENSOR_PARALLEL: (layers // layout.group, 0, 0),
+        FSDP: (layers // layout.world, each, 0),
+        DEVICE_MAP: (round(layers * layout.mapped(device)), 0, 0),
+        OFFLOAD: (min(layers, stay + each), 0, 0 if layout.where.offload == "disk" else layers - stay),
     }[layout.placement]
     held = {"target: embedding, lm_head": block(item * shape.ends)}
+    parts = {TENSOR_PARALLEL: layout.group, FSDP: layout.world}.get(layout.placement, 1)
+    if layers and parts > 1:
+        held["target: its own part of these"] = block(item * shape.ends // parts)
     if there:
         held["target: layers"] = Size(there, 0)
     return held, gathered, host
@@ -114,13 +137,11 @@ def target_state(shape: TargetShape, layout: Layout, layers: int, item: int) -> 
 def pass_stage(
     shape: TargetShape, layout: Layout, tokens: int, length: int, item: int, features: int
 ) -> dict[str, Size]:
-    """Return what the target's pass takes, whose rows are those of all processes of a tensor-parallel group."""
-    group = layout.group if layout.placement == "tensor_parallel" else 1
-    working = shape.working(tokens * group, length, item, features, group)
-    return {
-        "target: activations, mask": spread(working, tokens * group * item * shape.width),
-        "features": features_size(shape, tokens * group, item, features),
-    }
+    """Return what the target's pass takes; a tensor-parallel group runs the rows of one process after the other."""
+    group = layout.group if layout.placement == TENSOR_PARALLEL else 1
+    working, made = shape.working(tokens, length, item, features, group), features_size(shape, tokens, item, features)
+    found = {"target: activations, mask": spread(working, tokens * item * shape.width), "features": made}
+    return found | ({"features of another's turn": made} if group > 1 else {})
 
 
 def features_size(shape: TargetShape, tokens: int, item: int, features: int) -> Size:
@@ -181,7 +202,7 @@ def measure_stage(
         item: bytes of a value of the target.
         on_host: whether the device is the host, where the copy is made in fp32 first.
     """
-    group = layout.group if layout.placement == "tensor_parallel" else 1
+    group = layout.group if layout.placement == TENSOR_PARALLEL else 1
     return {
         "τ: decoding copy of the head": block((item + (4 if on_host else 0)) * trace.whole),
         "τ: keys and values": block(shape.cache(2 * tokens, item) // group),  # a buffer doubles when it is full

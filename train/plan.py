@@ -11,10 +11,11 @@ import torch
 
 from data.quantize import size
 from data.store import TOP_BYTES
-from heads.mtp import Mtp
+from inference.placement import DEVICE_MAP, TENSOR_PARALLEL, check_offload, check_processes, check_shape, placement_of
 from inference.target import DTYPES, fast_dtype
 from train.config import RunConfig
 from train.device import GIB, DeviceConfig, settled
+from train.features import bare
 from train.memory import (
     Held,
     Layout,
@@ -26,8 +27,8 @@ from train.memory import (
     pass_stage,
     target_state,
 )
-from train.shapes import QUANTIZED, TargetShape, target_shape
-from train.start import AUTO, CHECKPOINT, LAST_LAYER
+from train.shapes import QUANTIZED, TargetShape, configuration, target_shape
+from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_start
 from train.trace import Job, Size, Trace, trace
 
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
@@ -81,6 +82,7 @@ def given(run: RunConfig) -> Given:
     """
     if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
+    check_start(run.peft, run.init, run.model.placement)
     device = settled(run.device, run.model.device)
     place = torch.device(str(device.type))
     kind = fast_dtype(place) if run.model.dtype == "auto" else DTYPES[run.model.dtype]
@@ -88,9 +90,10 @@ def given(run: RunConfig) -> Given:
     shape, launcher = target_shape(run.model), run.launcher
     accelerators = launcher.num_processes if device.count is None else device.count
     layout = Layout(
-        launcher.strategy, run.model.placement, launcher.num_processes, launcher.num_nodes,
+        launcher.strategy, placement_of(run.model), launcher.num_processes, launcher.num_nodes,
         accelerators, run.model.tensor_parallel or launcher.num_processes,
     )  # fmt: skip
+    _check_placed(run, layout, str(device.type))
     length = run.data.length
     mine = -(-max(1, run.trainer.batch_tokens // length) // layout.world)
     rows = min(mine, max(1, run.trainer.micro_tokens // length))
@@ -104,19 +107,26 @@ def given(run: RunConfig) -> Given:
     return Given(run, device, shape, trace(job), layout, kind.itemsize, rows, micro, layers)
 
 
-def bare(run: RunConfig) -> bool:
-    """Return whether a run loads no more of its target than the ends (train/features.py)."""
-    plain = run.model.quantize in (None, "none") and run.model.adapter in (None, "none")
-    starts = run.init in (LAST_LAYER, CHECKPOINT) or (run.init == AUTO and isinstance(run.head, Mtp.Config))
-    reads = run.features.mode == "stored" and run.features.on_missing == "fail" and run.trainer.eval_prompts == 0
-    return plain and reads and not starts
+def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
+    """Check what loading would check, of the processes and devices that are planned for."""
+    where = layout.where
+    check_offload(where, device)
+    if where.together:
+        check_processes(where, layout.world, layout.group)
+    if where.placement == TENSOR_PARALLEL:
+        check_shape(configuration(run.model).get_text_config(), layout.group, run.model.path)
+    if where.placement == DEVICE_MAP and device != "cpu" and len(layout.devices) < layout.processes:
+        raise ValueError(
+            f"model.placement=device_map has {len(layout.devices)} devices for {layout.processes} processes: start "
+            "fewer, or give more model.devices"
+        )
 
 
-def device_held(known: Given, main: bool) -> Held:
-    """Return what lies on the device of a process; the main one also measures."""
+def device_held(known: Given, main: bool, number: int) -> Held:
+    """Return what lies on the device of a process; the main one also measures, or all of them together."""
     run, traced, layout, shape = known.run, known.traced, known.layout, known.shape
     tokens, length = known.rows * run.data.length, run.data.length
-    target, gathered, _ = target_state(shape, layout, known.layers, known.item)
+    target, gathered, _ = target_state(shape, layout, known.layers, known.item, number)
     muon = run.trainer.optimizer == "muon"
     features = features_size(shape, tokens, known.item, traced.feature_layers)
     resident = target | head_state(traced, layout, muon, run.trainer.ema > 0)
@@ -127,7 +137,7 @@ def device_held(known: Given, main: bool) -> Held:
     whole = {"target: gathered layers": Size(gathered, 0)} if gathered else {}
     if known.layers and run.features.mode != "stored":
         stages["target's pass"] = whole | pass_stage(shape, layout, tokens, length, known.item, traced.feature_layers)
-    if main and run.trainer.eval_prompts and known.layers:
+    if (main or layout.where.together) and run.trainer.eval_prompts and known.layers:
         reach = length + run.trainer.eval_tokens
         stages["measuring τ"] = whole | measure_stage(shape, layout, traced, reach, known.item, known.heap)
     if main and run.eval.prompts:
@@ -165,13 +175,13 @@ def places(known: Given) -> list[Place]:
     base = device.context_gb * GIB
     for node in range(layout.nodes):
         for process in range(layout.processes):
-            held = device_held(known, main=node == process == 0)
+            held = device_held(known, node == process == 0, process)
             peak = held.peak(base, device.slack, known.heap)
             room = capacity // layout.processes if known.heap else capacity
             found.append(Place(node, process, held, peak, room))
-        for spare in range(layout.processes, layout.accelerators if layout.placement == "device_map" else 0):
-            there = {"target: layers": Size(known.layers // layout.accelerators, 0)}
-            held = Held(there, {})
+        beyond = layout.devices if layout.placement == DEVICE_MAP and not known.heap else []
+        for spare in (number for number in beyond if number >= layout.processes):
+            held = Held({"target: layers": Size(round(known.layers * layout.mapped(spare)), 0)}, {})
             found.append(Place(node, spare, held, held.peak(base, device.slack, False), capacity))
     return found
 
@@ -179,7 +189,10 @@ def places(known: Given) -> list[Place]:
 def disk(known: Given) -> dict[str, int]:
     """Return the bytes of checkpoints, of the kept head, and of a feature store of all tokens."""
     run, shape = known.run, known.shape
-    found = {"checkpoints": (run.trainer.keep + 1) * state_bytes(known), "head": 4 * known.traced.whole}
+    kept = run.trainer.keep + (
+        2 if run.trainer.eval_prompts else 1
+    )  # the best one's too, and one that is being written
+    found = {"checkpoints": kept * state_bytes(known), "head": 4 * known.traced.whole}
     if run.features.mode != "live":
         row = size(shape.width, run.features.dtype)
         last = row if run.features.teacher == "state" else run.features.k * TOP_BYTES

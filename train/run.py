@@ -112,7 +112,7 @@ def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     check_out(run)
-    check_start(run.peft, run.init)
+    check_start(run.peft, run.init, run.model.placement)
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
     with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from heads.base import LayerShape
 from inference.ends import layer_shape
+from inference.packed import packing
 from train.config import ModelConfig
 
 QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}  # bytes a weight, scales included
@@ -25,6 +26,7 @@ class TargetShape:
         ends: parameters of embedding and lm_head, counted once where they are tied.
         inner: all other parameters, those of the layers and norms.
         active: those of `inner` that a token passes through.
+        packs: whether its attention goes document by document, without a mask of a row's length squared.
     """
 
     layer: LayerShape
@@ -35,6 +37,7 @@ class TargetShape:
     ends: int
     inner: int
     active: int
+    packs: bool
 
     @property
     def parameters(self) -> int:
@@ -44,7 +47,7 @@ class TargetShape:
     def flops(self, tokens: int, length: int) -> int:
         """Return the floating-point operations of a pass over rows of `length` tokens, without the lm_head.
 
-        Attention counts as its kernels compute it under a mask: every query with every key of its row.
+        Attention counts every query with every key of its row, as if that were one document: the most it can be.
         """
         attention = 4 * tokens * length * self.layer.num_heads * self.layer.head_dim * self.layers
         return 2 * self.active * tokens + attention
@@ -54,7 +57,8 @@ class TargetShape:
 
         A layer frees what the one before it made, so the widest moment of one layer counts: attention, with keys and
         values repeated for every query head and rotated copies beside the originals, or the feed-forward part, with
-        both its inner states and their product. Beside it stand the layers' states that are kept, and the mask.
+        both its inner states and their product. Beside it stand the layers' states that are kept, and the mask
+        of an attention that needs one.
 
         Args:
             tokens: of the micro-batch.
@@ -67,7 +71,8 @@ class TargetShape:
         attention = 2 * self.width + (6 * queries + 3 * keys) // group
         feed = 2 * self.width + 3 * self.feed // group
         norm = self.width * (2 + 8 // item)
-        mask = tokens * length * (3 + item)  # same document, not later, both of them, and the additive form
+        # Of the mask: same document, not later, both of them, and the additive form.
+        mask = 0 if self.packs else tokens * length * (3 + item)
         return tokens * item * (max(attention, feed, norm) + features * self.width) + mask
 
     def cache(self, tokens: int, item: int) -> int:
@@ -124,10 +129,5 @@ def target_shape(model: ModelConfig) -> TargetShape:
         layer, chosen * expert if experts else layer.intermediate_size,
         text.num_hidden_layers, text.hidden_size, text.vocab_size,
         sum(weight.numel() for weight in ends.values()), sum(inner.values()),
-        sum(inner.values()) - experts + experts * chosen // there,
+        sum(inner.values()) - experts + experts * chosen // there, packing(built) is not None,
     )  # fmt: skip
-
-
-def layer_bytes(shape: TargetShape, item: int, quantize: str | None) -> int:
-    """Return the bytes of all layers' weights."""
-    return int(shape.inner * QUANTIZED.get(quantize or "", item))

@@ -45,12 +45,17 @@ def settled(run: RunConfig, target: Target | Bare) -> RunConfig:
     return replace(run, init=None)
 
 
-def check_start(config: WholeConfig | FactorsConfig, init: str | None) -> None:
-    """Refuse to adapt what is not there.
+def check_start(config: WholeConfig | FactorsConfig, init: str | None, placement: str) -> None:
+    """Refuse to adapt or to copy what is not there, before anything is loaded.
 
     Raises:
-        ValueError: factors are to be trained on a head with random weights.
+        ValueError: factors are to be trained on a head with random weights, or a target's layer is not whole anywhere.
     """
+    if init == CHECKPOINT and placement != REPLICATE:
+        raise ValueError(
+            "init=checkpoint copies a layer of a target that lies whole on a device: not with model.placement="
+            f"{placement}; give init=last_layer"
+        )
     if isinstance(config, FactorsConfig) and init in (None, AUTO):
         raise ValueError(
             "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
@@ -110,11 +115,6 @@ def mtp_from_target(run: RunConfig, target: Target) -> nn.Module:
     if not isinstance(run.head, Mtp.Config):
         raise ValueError(f"init={run.init} starts head=mtp alone: give that head, or a folder for init")
     if run.init == CHECKPOINT:
-        if run.model.placement != REPLICATE:
-            raise ValueError(
-                f"init=checkpoint copies a layer of a target that lies whole on a device: not with model.placement="
-                f"{run.model.placement}; give init=last_layer"
-            )
         loaded = load_mtp(target, run.model.path).state_dict()
         start: dict[str, Tensor] = {name.replace("block.layer.", "block."): value for name, value in loaded.items()}
     else:

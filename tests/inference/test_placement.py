@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.sources import model_of
+from inference import placed as placing_of
 from inference import placement
 from inference.decode import Settings, autoregress
 from inference.placed import whole
@@ -94,6 +98,20 @@ def test_a_tied_target_in_another_dtype_is_streamed() -> None:
     assert placed.spec == plain.spec
 
 
+def test_of_the_ends_only_what_is_cut_up_is_copied(folder: str) -> None:
+    """Under tensor parallelism the embedding stays whole beside a cut-up lm_head: one copy of it is enough."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        own = model.lm_head.weight.detach().clone()
+        model.lm_head.weight = torch.nn.Parameter(distribute_tensor(own, init_device_mesh("cpu", (1,)), [Shard(0)]))
+        ends = placing_of._ends(model, AutoConfig.from_pretrained(folder), CPU, False)
+    finally:
+        distributed.destroy_process_group()
+    assert ends.head_weight().equal(own)
+    assert ends.embedding.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+
+
 def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(words: str, where: Placement, **given: str | None) -> None:
         with pytest.raises(ValueError, match=words) as error:
@@ -109,7 +127,7 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(placement, "_world", lambda: 4)
     refused(r"model\.tensor_parallel=3 does not divide the 4 processes", replace(parallel, tensor_parallel=3))
     with pytest.raises(ValueError, match=r"model\.tensor_parallel=4 does not divide the 2 key-value heads of .*fsdp"):
-        check_shape(replace(parallel, tensor_parallel=4), AutoConfig.from_pretrained(folder), folder)
+        check_shape(AutoConfig.from_pretrained(folder), 4, folder)
     with pytest.raises(ValueError, match=r"needs processes that make every pass together, which is not so in an eval"):
         alone({"placement": "fsdp"}, "an evaluation")
     with pytest.raises(ValueError, match=r"model\.placement=offload cannot cut up or move quantised weights \(int8\)"):

@@ -20,6 +20,7 @@ from heads import HEADS
 from heads.base import Features, LayerShape, frozen_count, parameter_count
 from heads.resolvers import ROOT, register_resolvers
 from heads.store import save_head
+from inference.placement import REPLICATE
 from inference.target import Target
 from tests import toys
 from tests.train import jobs
@@ -132,11 +133,11 @@ def test_bad_values_are_one_line() -> None:
     with pytest.raises(ValueError, match=r"target_modules=\['nonesuch'\]: .* choose among fc, layers\.0\.self_attn"):
         adapt(fresh("eagle", toys.target()), replace(FACTORS, target_modules=["fc", "nonesuch"]))
     with pytest.raises(ValueError, match="init names none"):
-        check_start(FACTORS, None)
+        check_start(FACTORS, None, REPLICATE)
     with pytest.raises(ValueError, match="init names none"):
-        check_start(FACTORS, "auto")
-    check_start(FACTORS, "outputs/x")
-    check_start(peft_config(DictConfig({"method": "none"})), None)
+        check_start(FACTORS, "auto", REPLICATE)
+    check_start(FACTORS, "outputs/x", REPLICATE)
+    check_start(peft_config(DictConfig({"method": "none"})), None, REPLICATE)
 
 
 def test_a_plan_counts_the_factors() -> None:

@@ -8,13 +8,14 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from heads.base import LayerShape
+from inference.placement import HERE
 from inference.target import Target
 from tests import toys
 from train.adapt import WholeConfig
 from train.device import known
 from train.flops import Flops
 from train.losses import ObjectiveConfig
-from train.memory import Held, Layout, head_state, target_state
+from train.memory import Held, Layout, head_state, pass_stage, target_state
 from train.shapes import TargetShape
 from train.step import Loss
 from train.trace import LARGE, NONE, Job, Shadow, Size, Trace, trace
@@ -23,7 +24,7 @@ from train.weights import weights
 MIB = 2**20
 Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
 OBJECTIVE = ObjectiveConfig({"soft_ce": 1.0}, "decay", 1.0, 0.5, 4, "token", None, 0.0, 3.0, 10)
-SHAPE = TargetShape(LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000)
+SHAPE = TargetShape(LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True)
 TRACE = Trace(1000, 1000, 0, 3, Size(4000, 0), 400, 200, NONE, NONE, 0, 0)
 
 
@@ -116,14 +117,42 @@ def test_memory_grows_with_the_rows_alone() -> None:
     ],
 )
 def test_a_parameter_takes_what_its_strategy_says(strategy: str, processes: int, bytes_each: float) -> None:
-    held = head_state(TRACE, Layout(strategy, "replicate", processes, 1, processes, 1), False, False)
+    held = head_state(TRACE, Layout(strategy, HERE, processes, 1, processes, 1), False, False)
     assert sum(size.total for size in held.values()) == round(1000 * bytes_each)
 
 
 def test_muon_keeps_one_moment_of_matrices() -> None:
-    held = head_state(TRACE, Layout("ddp", "replicate", 1, 1, 1, 1), True, True)
+    held = head_state(TRACE, Layout("ddp", HERE, 1, 1, 1, 1), True, True)
     assert held["head: optimiser"].total == 4 * 800 + 8 * 200
     assert held["head: running average"].total == 4000
+
+
+def test_layers_lie_where_they_are_told_to() -> None:
+    """A device map over others than the trainer's; layers that stay, or that lie on the disk, under offload."""
+
+    def there(device: int, processes: int = 1, **given: Any) -> tuple[int, int]:
+        layout = Layout("ddp", replace(HERE, **given), processes, 1, processes, 1)
+        held, _, host = target_state(SHAPE, layout, 1600, 2, device)
+        return held.get("target: layers", NONE).total, host
+
+    beside: dict[str, Any] = {"placement": "device_map", "devices": [1, 2]}
+    assert [there(device, **beside)[0] for device in range(3)] == [0, 800, 800]
+    shared: dict[str, Any] = {"placement": "device_map", "devices": [0, 2, 4, 5]}
+    assert [there(device, 2, **shared)[0] for device in range(6)] == [800, 0, 800, 0, 800, 800]
+    assert there(0, placement="offload", memory_gb=6e-7) == (600 + 320, 1000)
+    assert there(0, placement="offload", offload="disk") == (320, 0)
+
+
+def test_a_group_holds_one_other_turn_beside_its_own_rows() -> None:
+    layout = Layout("ddp", replace(HERE, placement="tensor_parallel"), 4, 1, 4, 4)
+    alone, found = (pass_stage(SHAPE, each, 64, 32, 2, 3) for each in (layout._replace(where=HERE), layout))
+    assert found["features"] == found["features of another's turn"] == alone["features"]
+    assert found["target: activations, mask"].total <= alone["target: activations, mask"].total
+
+
+def test_a_mask_is_counted_where_there_is_one() -> None:
+    masked = replace(SHAPE, packs=False)
+    assert masked.working(64, 32, 2, 0) - SHAPE.working(64, 32, 2, 0) == 64 * 32 * 5
 
 
 @pytest.mark.parametrize(
@@ -137,7 +166,7 @@ def test_muon_keeps_one_moment_of_matrices() -> None:
     ],
 )
 def test_a_placement_cuts_the_layers(placement: str, there: int, gathered: int, host: int) -> None:
-    held, *rest = target_state(SHAPE, Layout("ddp", placement, 8, 2, 8, 8), 1600, 2)
+    held, *rest = target_state(SHAPE, Layout("ddp", replace(HERE, placement=placement), 8, 2, 8, 8), 1600, 2)
     assert held["target: layers"].total == there
     assert held["target: embedding, lm_head"].total == 2 * SHAPE.ends
     assert rest == [gathered, host]

@@ -133,19 +133,69 @@ def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
 @pytest.mark.usefixtures("offline")
 def test_a_70b_that_does_not_fit_says_what_to_change() -> None:
     """Each change saves what it says, the largest comes first, and together they are enough."""
-    given = run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=ddp")
+    words = "model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "device.memory_gb=27", "launcher=ddp"
+    given = run(*words)
     found = plan(given)
     changes = advice(given, found)
     saves = [each.saves for each in changes[:-1]]
     assert not found["fits"]
     assert saves == sorted(saves, reverse=True)
     assert "trainer.recompute" not in changes[-1].overrides
-    assert "model.placement=tensor_parallel" in [each.overrides for each in changes]
+    assert "model.placement=tensor_parallel eval.prompts=0" in [each.overrides for each in changes]
     assert changes[-1].fits
-    fixed = plan(run("model=llama70b", "head=medusa", "head.lm_head=shared", "device=h100", "launcher=ddp",
-                     *changes[-1].overrides.split()))  # fmt: skip
+    fixed = plan(run(*words, *changes[-1].overrides.split()))
     assert fixed["fits"]
     assert found["peak_bytes"] - fixed["peak_bytes"] == changes[-1].saves
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=llama70b", "launcher=ddp"),
+        ("model=llama70b", "launcher=fsdp2", "trainer.optimizer=muon", "device.memory_gb=30"),
+        ("model=llama70b", "model.placement=tensor_parallel", "launcher=ddp", "eval.prompts=0", "device.memory_gb=20"),
+        ("model=llama8b", "model.adapter=some", "launcher=ddp", "device.memory_gb=10"),
+    ],
+    ids=" ".join,
+)
+def test_every_advice_is_a_run_that_is_not_refused(words: tuple[str, ...]) -> None:
+    small = "head=medusa", "head.lm_head=shared", "device=h100", *SMALL[1:], "data.length=64"
+    given = run(*small, *words)
+    found = plan(given)
+    changes = advice(given, found)
+    assert changes
+    for each in changes:
+        assert plan(run(*small, *words, *each.overrides.split()))["fits"] == each.fits, each
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["model.placement=tensor_parallel"], "shares the target among processes, and there is one"),
+        (["model.placement=fsdp"], "shares the target among processes, and there is one"),
+        (["model.placement=tensor_parallel", "model.tensor_parallel=3", "launcher=ddp"], "does not divide the 8"),
+        (["model.placement=tensor_parallel", "launcher=ddp", "launcher.num_processes=16"], "the 8 key-value heads"),
+        (["model.placement=device_map", "model.devices=[1,2]", "launcher=ddp"], "has 2 devices for 8 processes"),
+        (["model.placement=offload", "device=cpu"], "give model.offload=disk"),
+        (["model.placement=fsdp", "model.quantize=int8", "launcher=ddp"], "cannot cut up or move quantised weights"),
+        (["head=mtp", "objective.depths=3", "init=checkpoint", "model.placement=offload"], "give init=last_layer"),
+        (["model.placement=offload", "model.adapter=some"], "is merged into whole weights on one device"),
+    ],
+)
+def test_what_would_not_load_is_not_planned(words: list[str], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        plan(run("model=llama70b", "device=h100", "head=medusa", *SMALL, "eval.prompts=0", *words))
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_checkpoint_is_counted_beside_those_that_are_kept() -> None:
+    words = "model=llama8b", "device=h100", "head=medusa", *SMALL, "trainer.keep=3"
+    measured, alone = plan(run(*words)), plan(run(*words, "trainer.eval_prompts=0"))
+    state = 12 * measured["trained_parameters"]
+    assert measured["disk"]["checkpoints"] == 5 * state
+    assert alone["disk"]["checkpoints"] == 4 * state
 
 
 @pytest.mark.usefixtures("offline")
@@ -167,13 +217,13 @@ def test_two_nodes_show_what_lies_where() -> None:
         console.print(table(given, found, []))
     text = shown.get()
     assert len(found["places"]) == 16
-    assert "node 0 device 0: " in text
-    assert "node 0 device 1-7, node 1 device 0-7: " in text
+    assert "node 0 device 0-7, node 1 device 0-7: " in text
     assert "target: layers" in text
     layers = found["places"][9].held.resident["target: layers"].total
     assert layers == 2 * (found["target_parameters"] - 2 * 128256 * 8192) // 8
-    assert "measuring τ" in found["places"][0].held.stages
-    assert "measuring τ" not in found["places"][1].held.stages
+    assert all("measuring τ" in place.held.stages for place in found["places"])  # it takes all of them
+    apart = plan(run("experiment=eagle3_llama8b_8x80", "head=medusa", "objective.depths=4", *SMALL))["places"]
+    assert [i for i, place in enumerate(apart) if "measuring τ" in place.held.stages] == [0]
     assert found["hours"] == pytest.approx(found["gpu_hours"] / 16)
 
 
