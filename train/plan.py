@@ -28,7 +28,7 @@ from train.memory import (
     target_state,
 )
 from train.shapes import QUANTIZED, TargetShape, configuration, target_shape
-from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_start
+from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_copied
 from train.trace import Job, Size, Trace, trace
 
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
@@ -82,7 +82,7 @@ def given(run: RunConfig) -> Given:
     """
     if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
-    check_start(run.peft, run.init, run.model.placement)
+    check_copied(run.init, run.model.placement)
     device = settled(run.device, run.model.device)
     place = torch.device(str(device.type))
     kind = fast_dtype(place) if run.model.dtype == "auto" else DTYPES[run.model.dtype]

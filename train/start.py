@@ -51,14 +51,23 @@ def check_start(config: WholeConfig | FactorsConfig, init: str | None, placement
     Raises:
         ValueError: factors are to be trained on a head with random weights, or a target's layer is not whole anywhere.
     """
+    check_copied(init, placement)
+    if isinstance(config, FactorsConfig) and init in (None, AUTO):
+        raise ValueError(
+            "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
+        )
+
+
+def check_copied(init: str | None, placement: str) -> None:
+    """Refuse to copy a layer that is not whole anywhere.
+
+    Raises:
+        ValueError: it would be.
+    """
     if init == CHECKPOINT and placement != REPLICATE:
         raise ValueError(
             "init=checkpoint copies a layer of a target that lies whole on a device: not with model.placement="
             f"{placement}; give init=last_layer"
-        )
-    if isinstance(config, FactorsConfig) and init in (None, AUTO):
-        raise ValueError(
-            "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
         )
 
 
