@@ -3,7 +3,7 @@
 from typing import Any
 
 from eval.page.names import Told
-from eval.page.plots import Plot, Records, axis, colour, plot
+from eval.page.plots import Plot, Records, axis, colour, plot, whole
 
 NODES = 400  # more cannot be told apart
 
@@ -71,7 +71,7 @@ def tree(name: str, found: Told, accepted: list[float]) -> Plot:
         }
         for path in [(), *paths]
     ]  # fmt: skip
-    x = axis("depth", "depth", axis={"tickMinStep": 1, "format": "d", "grid": False}, scale={"padding": 20})
+    x = axis("depth", "depth", axis={**whole(max(map(len, paths)), 0), "grid": False}, scale={"padding": 20})
     y = axis("y", "", axis=None, scale={"padding": 20, "reverse": True})
     tip = [
         {"field": "depth", "type": "quantitative"},

@@ -30,6 +30,8 @@ def red(row: Told, gates: Told) -> bool:
 
 def shown(value: Any, digits: int = 2) -> str:
     """Return a value for reading, a dash for None."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.{digits}f}"
     return "–" if value is None else str(value)

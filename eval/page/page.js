@@ -10,7 +10,8 @@ const CONFIG = {
 };
 
 function draw(id, spec) {
-  const config = {...CONFIG, axisY: {labelLimit: narrow.matches ? 110 : 240}};
+  const config = {...CONFIG, axisY: {labelLimit: narrow.matches ? 110 : 240},
+    axisX: {labelOverlap: true, labelSeparation: 6, tickCount: narrow.matches ? 5 : 10}};
   config.legend = {...CONFIG.legend, columns: narrow.matches ? 2 : 6, labelLimit: narrow.matches ? 130 : 260};
   const place = document.getElementById(`plot-${id}`);
   return vegaEmbed(place, spec, {renderer: 'svg', actions: false, config})

@@ -40,6 +40,11 @@ def axis(field: str, title: str | None, kind: str = "quantitative", **more: Any)
     return {**own, **({"sort": None} if kind == "nominal" else {}), **more}
 
 
+def whole(last: int, first: int = 1) -> Spec:
+    """Return an axis with a tick at every whole number."""
+    return {"values": list(range(first, last + 1)), "format": "d"}
+
+
 def colour(field: str = "name", **more: Any) -> Spec:
     """Return the colour of a name."""
     return {"field": field, "type": "nominal", "title": None, "sort": None, **more}
@@ -77,7 +82,7 @@ def with_intervals(told: Told, key: str, title: str) -> Plot | None:
             "encoding": {"y": y, "x": x, "color": colour(legend=None), "tooltip": tip},
         },
     ]
-    return plot(f"{title} of each row, with its 95% interval; the dashed line is plain decoding", data, layers, steps())
+    return plot(f"{title.capitalize()} of each row, with its 95% interval; the dashed line is plain decoding", data, layers, steps())
 
 
 def steps() -> Spec:
@@ -95,7 +100,7 @@ def acceptance(told: Told) -> Plot | None:
     if not data:
         return None
     encoding = {
-        "x": axis("depth", "depth d", axis={"tickMinStep": 1, "format": "d"}, scale={"nice": False, "padding": 12}),
+        "x": axis("depth", "depth d", axis=whole(max(each["depth"] for each in data))),
         "y": axis("share", "P(a ≥ d)", scale={"domain": [0, 1]}),
         "color": colour(),
         "tooltip": [

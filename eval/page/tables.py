@@ -93,7 +93,7 @@ def of_rows(name: str, told: Told, columns: Sequence[Column], kept: Callable[[To
 def results(told: Told) -> Table:
     """Return what each row is worth."""
     columns = [
-        column("T", "temperature", 1),
+        (Head("T", ("temperature",)), lambda row: Cell(f"{row['temperature']:g}", (row["temperature"],))),
         column("batch", "batch_size"),
         column("tree", "tree"),
         column("rule", "rule"),
@@ -127,8 +127,8 @@ def why(told: Told) -> Table:
     titles = {"ideal": "τ (ideal)", "overhead": "speedup"}
     columns = [column(titles.get(rung, f"after {rung}"), f"ladder.rungs.{rung}") for rung in RUNGS]
     columns.append(column("oracle", "ladder.oracle"))
-    columns += [column(f"half the {key}", f"ladder.halved.{key}") for key in COSTS]
-    columns.append(column("half the rejections", "ladder.halved.acceptance"))
+    columns += [column(f"half {key}", f"ladder.halved.{key}") for key in COSTS]
+    columns.append(column("half rejections", "ladder.halved.acceptance"))
     most = Head("would help most", ("most",))
     columns.append((most, lambda row: Cell(advice(row["ladder"]), (REMEDIES[row["ladder"]["most"]],))))
     return of_rows("why", told, columns, lambda row: row.get("ladder") is not None)
