@@ -27,10 +27,10 @@ def training(told: Told) -> list[Plot]:
         made.append(plot("Accuracy of the drafts in training, by depth", accuracy, [share]))
     if taus:
         x, y = axis("step", "step"), axis("tau", "τ", scale={"zero": False})
-        band = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour()}
+        bar = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour()}
         dots = line("tau", "τ", scale={"zero": False})
         dots["mark"]["point"] = {"size": 60}
-        bars = {"mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5}, "encoding": band}
+        bars = {"mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5}, "encoding": bar}
         made.append(plot("τ by the verifier while the head was trained, with its 95% interval", taus, [bars, dots]))
     return made
 
@@ -68,6 +68,7 @@ def tree(name: str, found: Told, accepted: list[float]) -> Plot:
         {
             "depth": len(path), "y": height[path], "above": max(len(path) - 1, 0), "from": height[path[:-1]],
             "rank": str(path[-1] + 1) if path else "root", "share": share.get(len(path), 0.0),
+            "first": path == (0,) * len(path) or path == min(each for each in paths if len(each) == len(path)),
         }
         for path in [(), *paths]
     ]  # fmt: skip
@@ -87,13 +88,13 @@ def tree(name: str, found: Told, accepted: list[float]) -> Plot:
             "encoding": {"x": x, "y": y, "color": {**shade, "legend": {"gradientLength": 120}}, "tooltip": tip},
         },
         {
-            "transform": [{"filter": "datum.depth > 0 && datum.y == datum.from || datum.depth == 0"}],
+            "transform": [{"filter": "datum.first"}],
             "mark": {"type": "text", "dy": -16},
             "encoding": {"x": x, "y": y, "text": {"field": "share", "type": "quantitative", "format": ".2f"}},
         },
     ]
     tall = min(420, max(90, 22 * len(leaves(paths))))
-    return plot(f"{name}: {found['label']}. {found['note']}", data, layers if len(paths) < 60 else layers[:2], tall)
+    return plot(f"{name}: {found['label']}. {found['note']}", data, layers, tall)
 
 
 def leaves(paths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

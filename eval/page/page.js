@@ -5,14 +5,14 @@ const narrow = window.matchMedia('(max-width: 40rem)');
 const CONFIG = {
   background: 'transparent', font: 'system-ui, sans-serif', view: {stroke: null},
   axis: {labelFontSize: 12, titleFontSize: 12, titleFontWeight: 'normal'},
-  legend: {orient: 'bottom', labelFontSize: 12, labelLimit: 260, symbolType: 'circle'},
+  legend: {orient: 'bottom', labelFontSize: 12, symbolType: 'circle', symbolOpacity: 1},
   line: {strokeWidth: 2}, bar: {discreteBandSize: 16}, text: {fontSize: 11}, rule: {color: 'black'},
 };
 
 function draw(id, spec) {
   const config = {...CONFIG, axisY: {labelLimit: narrow.matches ? 110 : 240},
     axisX: {labelOverlap: true, labelSeparation: 6, tickCount: narrow.matches ? 5 : 10}};
-  config.legend = {...CONFIG.legend, columns: narrow.matches ? 2 : 6, labelLimit: narrow.matches ? 130 : 260};
+  config.legend = {...CONFIG.legend, columns: narrow.matches ? 2 : 4, labelLimit: narrow.matches ? 130 : 200};
   const place = document.getElementById(`plot-${id}`);
   return vegaEmbed(place, spec, {renderer: 'svg', actions: false, config})
     .catch(error => { place.textContent = `This plot could not be drawn: ${error.message}`; console.error(error); });
@@ -34,7 +34,7 @@ for (const table of document.querySelectorAll('table')) {
   const body = table.tBodies[0];
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, index) => {
-    const words = [...body.rows].every(row => values(row.cells[index]).every(value => typeof value !== 'number'));
+    const words = [...body.rows].some(row => values(row.cells[index]).some(value => typeof value === 'string'));
     if (words) for (const cell of [head, ...[...body.rows].map(row => row.cells[index])]) cell.classList.add('word');
     head.firstElementChild.addEventListener('click', () => {
       const first = words ? 'ascending' : 'descending';  // of numbers the greatest are looked for

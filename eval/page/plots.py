@@ -22,13 +22,13 @@ class Plot:
     spec: Spec
 
 
-def plot(caption: str, data: Records, layers: Sequence[Spec], height: Any = TALL) -> Plot:
+def plot(caption: str, data: Records, layers: Sequence[Spec], height: int = TALL) -> Plot:
     """Return a plot of layers over the same records, as wide as the page lets it."""
     spec = {
         "data": {"values": data},
         "width": "container",
         "height": height,
-        "autosize": {"type": "fit-x" if isinstance(height, dict) else "fit", "contains": "padding"},
+        "autosize": {"type": "fit-x", "contains": "padding"},
         "layer": list(layers),
     }
     return Plot(caption, spec)
@@ -64,7 +64,8 @@ def with_intervals(told: Told, key: str, title: str) -> Plot | None:
     for name, row in named(told):
         if row[key] is not None:
             low, high = row[f"{key}_ci"] or (row[key], row[key])
-            data.append({"name": name, "value": row[key], "low": low, "high": high})
+            point = {"value": row[key], "low": low, "high": high}
+            data.append({"name": name, "drafter": row["drafter"], **point})
     if len(data) < 2:
         return None
     y = axis("name", None, "nominal")
@@ -75,19 +76,19 @@ def with_intervals(told: Told, key: str, title: str) -> Plot | None:
         {"mark": {"type": "rule", "strokeDash": [4, 4], "opacity": 0.6}, "encoding": {"x": {"datum": 1}}},
         {
             "mark": {"type": "rule", "strokeWidth": 3},
-            "encoding": {"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}, "color": colour(legend=None)},
+            "encoding": {"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}, "color": colour("drafter", legend=None)},
         },
         {
             "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
-            "encoding": {"y": y, "x": x, "color": colour(legend=None), "tooltip": tip},
+            "encoding": {"y": y, "x": x, "color": colour("drafter", legend=None), "tooltip": tip},
         },
     ]
-    return plot(f"{title.capitalize()} of each row, with its 95% interval; the dashed line is plain decoding", data, layers, steps())
+    return plot(f"Each row's {title} with its 95% interval; the dashed line is plain decoding", data, layers, bars(data))
 
 
-def steps() -> Spec:
+def bars(data: Records) -> int:
     """Return the height of a plot with a bar a name."""
-    return {"step": BAR}
+    return BAR * len({each["name"] for each in data})
 
 
 def acceptance(told: Told) -> Plot | None:
@@ -128,17 +129,15 @@ def against(told: Told, key: str, title: str) -> Plot | None:
             data.append({"name": line, "x": row[key], "speedup": row["speedup"], "low": low, "high": high})
     if not data:
         return None
-    x = axis("x", title, scale={"zero": key != "batch_size", "padding": 12})
-    if key == "batch_size":
-        x["scale"] = {"type": "log", "base": 2, "padding": 12, "nice": False}
-        x["axis"] = {"values": sorted({each["x"] for each in data}), "format": "d"}
+    x = axis("x", title, axis={"values": sorted({each["x"] for each in data}), "format": "~g"})
+    x["scale"] = {"nice": False, "padding": 12, **({"type": "log", "base": 2} if key == "batch_size" else {})}
     tip = [{"field": "name", "type": "nominal"}, {"field": "x", "type": "quantitative", "title": title}]
     tip += [{"field": each, "type": "quantitative", "format": ".3f"} for each in ("speedup", "low", "high")]
     y = axis("speedup", "speedup", scale={"zero": True})
-    band = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour()}
+    bar = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour()}
     layers = [
         {"mark": {"type": "rule", "strokeDash": [4, 4], "opacity": 0.6}, "encoding": {"y": {"datum": 1}}},
-        {"mark": {"type": "area", "opacity": 0.15}, "encoding": band},
+        {"mark": {"type": "rule", "strokeWidth": 3, "opacity": 0.5}, "encoding": bar},
         {
             "mark": {"type": "line", "point": {"size": 60}},
             "encoding": {"x": x, "y": y, "color": colour(), "tooltip": tip},
@@ -170,7 +169,7 @@ def time_split(told: Told) -> Plot | None:
         ],
     }
     layer = {"mark": {"type": "bar"}, "encoding": encoding}
-    return plot("Where the time of a step goes, a step being a target pass with its draft", data, [layer], steps())
+    return plot("Where the time of a step goes, a step being a target pass with its draft", data, [layer], bars(data))
 
 
 def ladder(told: Told) -> Plot | None:
@@ -198,4 +197,4 @@ def ladder(told: Told) -> Plot | None:
     }
     rule = {"mark": {"type": "rule", "strokeDash": [4, 4], "opacity": 0.6}, "encoding": {"x": {"datum": 1}}}
     layers = [{"mark": {"type": "bar"}, "encoding": encoding}, rule]
-    return plot("What became of τ on the way to the speedup", data, layers, steps())
+    return plot("What became of τ on the way to the speedup", data, layers, bars(data))
