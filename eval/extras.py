@@ -83,7 +83,10 @@ def trees(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
 
 
 def answers(
-    made: Mapping[str, Sequence[Sequence[Generation]]], drafters: Mapping[str, Drafter], prompts: Sequence[Prompt], tokenizer: Any
+    made: Mapping[str, Sequence[Sequence[Generation]]],
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
 ) -> Records:
     """Return what the drafters made of the first prompts, piece by piece with who wrote it.
 

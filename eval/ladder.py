@@ -20,6 +20,7 @@ REMEDIES = {
     "draft": "a cheaper draft",
     "overhead": "less overhead a step",
 }
+TENTH = 0.1  # the step by which losses are compared: small, for half the rejections gone is another head altogether
 SESSION = ("workload", "category", "temperature", "batch_size")  # rows that share these ran beside each other
 PLAIN = "plain"
 
@@ -44,9 +45,9 @@ def ladder(row: Told, plain: Told | None) -> dict[str, Any] | None:
 
     Returns:
         `rungs`: τ, and the speedup that is left after each cost, the last being the measured one. `oracle`: the speedup
-        if the same tokens were accepted of drafts for nothing, in passes as cheap as plain steps. `halved`: the speedup
-        if each cost beyond plain decoding's, or the share rejected at every depth, were half. `most`: the key of the
-        greatest of these.
+        if the same tokens were accepted of drafts for nothing, in passes as cheap as plain steps. `less`: the speedup
+        if each cost beyond plain decoding's, or the share rejected at every depth, were a tenth smaller. `most`: the
+        key of the greatest of these.
     """
     if plain is None or row["drafter"] == PLAIN or row["speedup"] is None or not row["tau"]:
         return None
@@ -55,13 +56,13 @@ def ladder(row: Told, plain: Told | None) -> dict[str, Any] | None:
     beyond = {"verification": _beyond(row, plain, "verify"), "draft": _beyond(row, plain, "draft")}
     beyond["overhead"] = step - base - sum(beyond.values())
     times = accumulate((beyond[cost] for cost in COSTS), initial=base)
-    halved = {cost: tau * base / (step - max(beyond[cost], 0.0) / 2) for cost in COSTS}
-    halved["acceptance"] = row["speedup"] * closer(row["conditional_by_depth"])
+    less = {cost: tau * base / (step - max(beyond[cost], 0.0) * TENTH) for cost in COSTS}
+    less["acceptance"] = row["speedup"] * closer(row["conditional_by_depth"])
     return {
         "rungs": {rung: tau * base / time for rung, time in zip(RUNGS, times, strict=True)},
         "oracle": tau * base / (base + beyond["overhead"]),
-        "halved": halved,
-        "most": max(halved, key=lambda key: halved[key]),
+        "less": less,
+        "most": max(less, key=lambda key: less[key]),
     }
 
 
@@ -71,22 +72,22 @@ def _beyond(row: Told, plain: Told, part: str) -> float:
 
 
 def closer(conditional: Sequence[float]) -> float:
-    """Return how many times τ grows if half of what is rejected at each depth were accepted."""
-    half = [(1 + share) / 2 for share in conditional]
-    return _tau(half) / _tau(conditional)
+    """Return how many times τ grows if a tenth of what is rejected at each depth were accepted."""
+    return _tau([share + (1 - share) * TENTH for share in conditional]) / _tau(conditional)
 
 
 def _tau(conditional: Sequence[float]) -> float:
     """Return τ of these acceptances: the bonus token, and P(a >= d) of each depth."""
-    return 1 + sum(prod(conditional[:depth]) for depth in range(1, len(conditional) + 1))
+    return 1.0 + sum(prod(conditional[:depth]) for depth in range(1, len(conditional) + 1))
 
 
 HEADER = ("drafter", "T", "τ", *(f"after {cost}" for cost in COSTS[:-1]), "speedup", "oracle", "would help most")
 NOTE = (
     "The ladder leads from τ to the speedup: what would be left if only the dearer pass counted, then the draft too, "
     "then all. The oracle has the same acceptance, its drafts and its wider passes for nothing. What would help most "
-    "is the one that gains most if it were half: the rejected share at each depth (more acceptance), the draft, "
-    "what a pass costs beyond a plain step (a smaller tree), or the rest."
+    "is the loss that gives back most if it were a tenth smaller: the rejected share at each depth (more acceptance), "
+    "the draft, what a pass costs beyond a plain step (a smaller tree), or the rest. A smaller tree accepts less too: "
+    "tune=true weighs one against the other."
 )
 
 
@@ -99,4 +100,4 @@ def cells(name: str, row: Told) -> list[str]:
 
 def advice(found: Told) -> str:
     """Return what would help most, in words."""
-    return f"{REMEDIES[found['most']]} (halved: {found['halved'][found['most']]:.2f})"
+    return f"{REMEDIES[found['most']]} ({found['less'][found['most']]:.3f} with a tenth less loss)"

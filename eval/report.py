@@ -86,7 +86,9 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; what is not finite becomes null."""
-        gates = {name: gate.counts() | {"passed": gate.passed, "first": gate.first} for name, gate in self.gates.items()}
+        gates = {
+            name: gate.counts() | {"passed": gate.passed, "first": gate.first} for name, gate in self.gates.items()
+        }
         told: dict[str, Any] = finite(
             {
                 "schema": SCHEMA,

@@ -13,7 +13,11 @@ def training(told: Told) -> list[Plot]:
     curves = told.get("training", {})
     loss = [{"name": name, "step": each["step"], "loss": each["loss"]} for name in curves for each in steps(told, name)]
     accuracy = [
-        {"name": f"{name}, depth {depth}" if len(curves) > 1 else f"depth {depth}", "step": each["step"], "share": share}
+        {
+            "name": f"{name}, depth {depth}" if len(curves) > 1 else f"depth {depth}",
+            "step": each["step"],
+            "share": share,
+        }
         for name in curves
         for each in steps(told, name)
         for depth, share in enumerate(each["accuracy"], 1)

@@ -34,7 +34,7 @@ def shown(value: Any, digits: int = 2) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.{digits}f}"
-    return "–" if value is None else str(value)
+    return "-" if value is None else str(value)
 
 
 def spread(value: float | None, interval: Sequence[float | None] | None) -> str:

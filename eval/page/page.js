@@ -10,7 +10,7 @@ const CONFIG = {
 };
 
 function draw(id, spec) {
-  const config = {...CONFIG, axisY: {labelLimit: narrow.matches ? 110 : 240},
+  const config = {...CONFIG, axisY: {labelLimit: narrow.matches ? 140 : 240},
     axisX: {labelOverlap: true, labelSeparation: 6, tickCount: narrow.matches ? 5 : 10}};
   config.legend = {...CONFIG.legend, columns: narrow.matches ? 2 : 4, labelLimit: narrow.matches ? 130 : 200};
   const place = document.getElementById(`plot-${id}`);

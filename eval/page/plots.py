@@ -76,14 +76,21 @@ def with_intervals(told: Told, key: str, title: str) -> Plot | None:
         {"mark": {"type": "rule", "strokeDash": [4, 4], "opacity": 0.6}, "encoding": {"x": {"datum": 1}}},
         {
             "mark": {"type": "rule", "strokeWidth": 3},
-            "encoding": {"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}, "color": colour("drafter", legend=None)},
+            "encoding": {
+                "y": y,
+                "x": {**x, "field": "low"},
+                "x2": {"field": "high"},
+                "color": colour("drafter", legend=None),
+            },
         },
         {
             "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
             "encoding": {"y": y, "x": x, "color": colour("drafter", legend=None), "tooltip": tip},
         },
     ]
-    return plot(f"Each row's {title} with its 95% interval; the dashed line is plain decoding", data, layers, bars(data))
+    return plot(
+        f"Each row's {title} with its 95% interval; the dashed line is plain decoding", data, layers, bars(data)
+    )
 
 
 def bars(data: Records) -> int:
@@ -108,7 +115,7 @@ def acceptance(told: Told) -> Plot | None:
             {"field": "name", "type": "nominal"},
             {"field": "depth", "type": "quantitative"},
             {"field": "share", "type": "quantitative", "format": ".3f", "title": "P(a ≥ d)"},
-            {"field": "after", "type": "quantitative", "format": ".3f", "title": "P(a ≥ d | a ≥ d − 1)"},
+            {"field": "after", "type": "quantitative", "format": ".3f", "title": "P(a ≥ d | a ≥ d - 1)"},
         ],
     }
     layer = {"mark": {"type": "line", "point": {"size": 60}}, "encoding": encoding}
@@ -125,7 +132,9 @@ def against(told: Told, key: str, title: str) -> Plot | None:
     for _, row in named(told):
         if row["speedup"] is not None and row["drafter"] != PLAIN:
             low, high = row["speedup_ci"] or (row["speedup"], row["speedup"])
-            line = ", ".join([row["drafter"], *(f"{other.replace('_', ' ')} {row.get(other)}" for other in varying)])
+            line = ", ".join(
+                [row["drafter"], *(f"{other.replace('_', ' ')} {_plainly(row.get(other))}" for other in varying)]
+            )
             data.append({"name": line, "x": row[key], "speedup": row["speedup"], "low": low, "high": high})
     if not data:
         return None
@@ -145,6 +154,10 @@ def against(told: Told, key: str, title: str) -> Plot | None:
     ]
     told_as = f"Speedup against the {title}, with 95% intervals; the dashed line is plain decoding"
     return plot(told_as, data, layers)
+
+
+def _plainly(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def time_split(told: Told) -> Plot | None:

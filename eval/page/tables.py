@@ -119,7 +119,7 @@ def _lossless(row: Told) -> Cell:
     values = counts["identical"], counts["near_tie"], counts["failed"], counts["checked"]
     told = f", {values[1]} near tie" if values[1] else ""
     told += f", {values[2]} FAILED" if values[2] else ""
-    return Cell(f"{values[0]}/{values[3]}{told}" if values[3] else "–", values)
+    return Cell(f"{values[0]}/{values[3]}{told}" if values[3] else "-", values)
 
 
 def why(told: Told) -> Table:
@@ -127,8 +127,8 @@ def why(told: Told) -> Table:
     titles = {"ideal": "τ (ideal)", "overhead": "speedup"}
     columns = [column(titles.get(rung, f"after {rung}"), f"ladder.rungs.{rung}") for rung in RUNGS]
     columns.append(column("oracle", "ladder.oracle"))
-    columns += [column(f"half {key}", f"ladder.halved.{key}") for key in COSTS]
-    columns.append(column("half rejections", "ladder.halved.acceptance"))
+    columns += [column(f"-10% {key}", f"ladder.less.{key}", 3) for key in COSTS]
+    columns.append(column("-10% rejections", "ladder.less.acceptance", 3))
     most = Head("would help most", ("most",))
     columns.append((most, lambda row: Cell(advice(row["ladder"]), (REMEDIES[row["ladder"]["most"]],))))
     return of_rows("why", told, columns, lambda row: row.get("ladder") is not None)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from data.prompts import Prompt
 from eval import extras
@@ -63,7 +62,11 @@ def beside() -> dict[str, Any]:
     run.sources[1:3] = ["draft", "draft"]
     answers = extras.answers({name: [[run], [run]] for name in TREES}, drafters(), prompts, toys.target().tokenizer)
     answers[0]["pieces"].append((EVIL, "draft", 2))
-    return {"training": {"eagle": extras.curves([*records, *measured])}, "trees": extras.trees(drafters()), "answers": answers}
+    return {
+        "training": {"eagle": extras.curves([*records, *measured])},
+        "trees": extras.trees(drafters()),
+        "answers": answers,
+    }
 
 
 class Reader(HTMLParser):
@@ -184,7 +187,9 @@ def test_a_report_of_plain_decoding_alone_has_a_page(tmp_path: Path) -> None:
 
 def test_specs_are_drawn_where_there_is_something_to_draw(read: Reader) -> None:
     specs = json.loads(read.scripts["specs"])
-    counts = {name: sum(key.startswith(f"{name}-") for key in specs) for name in ("results", "load", "training", "tree")}
+    counts = {
+        name: sum(key.startswith(f"{name}-") for key in specs) for name in ("results", "load", "training", "tree")
+    }
     assert counts == {"results": 2, "load": 2, "training": 3, "tree": 2}
 
 
@@ -241,7 +246,9 @@ def test_the_page_works_in_a_browser(browser: Any, folder: Path, width: int, sch
     assert view.evaluate("document.documentElement.scrollWidth") <= width
     for order in (-1, 1):
         view.click("#table-results th:has-text('τ') button")
-        taus = view.eval_on_selector_all("#table-results tbody tr", "rows => rows.map(row => row.cells[5].dataset.values)")
+        taus = view.eval_on_selector_all(
+            "#table-results tbody tr", "rows => rows.map(row => row.cells[5].dataset.values)"
+        )
         values = [json.loads(each)[0] for each in taus]
         assert values == sorted(values, reverse=order < 0)
     with view.expect_download() as started:
