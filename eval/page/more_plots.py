@@ -3,7 +3,7 @@
 from typing import Any
 
 from eval.page.names import Told
-from eval.page.plots import Plot, Records, axis, colour, plot, whole
+from eval.page.plots import Plot, Records, Spec, axis, colour, plot, whole
 
 NODES = 400  # more cannot be told apart
 
@@ -85,7 +85,7 @@ def tree(name: str, found: Told, accepted: list[float]) -> Plot:
     ]
     shade = {"field": "share", "type": "quantitative", "title": "P(a ≥ d)", "scale": {"domain": [0, 1]}}
     edge = {"x": {**x, "field": "above"}, "x2": {"field": "depth"}, "y": {**y, "field": "from"}, "y2": {"field": "y"}}
-    layers = [
+    layers: list[Spec] = [
         {"mark": {"type": "rule", "opacity": 0.5}, "encoding": edge},
         {
             "mark": {"type": "circle", "size": 160, "opacity": 1},
