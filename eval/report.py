@@ -1,17 +1,19 @@
-"""The report: what was measured, under which settings, and was it lossless? As JSON, Markdown and a terminal table."""
+"""The report: what was measured, under which settings, and was it lossless? As JSON, Markdown, a page and a table."""
 
 import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from eval import ladder
 from eval.lossless import Gate, labelled
 from eval.metrics import LEVEL, Interval
+from eval.page.build import page
 
 SCHEMA = 1
 
@@ -53,13 +55,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows, and the greedy gate's verdict on each drafter."""
+    """All rows, the greedy gate's verdict on each drafter, and what eval/extras.py knows besides."""
 
     target: dict[str, Any]
     device: dict[str, Any]
     settings: dict[str, Any]
     gates: dict[str, Gate]
     rows: list[Row]
+    extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Hold the promise that a drafter which changed the output is given no speedup."""
@@ -83,7 +86,9 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; what is not finite becomes null."""
-        gates = {name: gate.counts() | {"first": gate.first} for name, gate in self.gates.items()}
+        gates = {
+            name: gate.counts() | {"passed": gate.passed, "first": gate.first} for name, gate in self.gates.items()
+        }
         told: dict[str, Any] = finite(
             {
                 "schema": SCHEMA,
@@ -91,19 +96,22 @@ class Report:
                 "device": self.device,
                 "settings": self.settings | {"gate": gates},
                 "rows": self.rows,
+                **self.extras,
             }
         )
-        return told
+        return told | {"rows": ladder.laddered(told["rows"])}
 
     def write(self, folder: Path) -> None:
-        """Write report.json and report.md; each is there whole, or as it was before.
+        """Write report.json, report.md and report.html; each is there whole, or as it was before.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "report.json", json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+        told = self.as_dict()
+        write_atomic(folder / "report.json", json.dumps(told, indent=1, allow_nan=False) + "\n")
         write_atomic(folder / "report.md", markdown(self))
+        write_atomic(folder / "report.html", page(told, title(self), self.failures(), notes_of(self)))
 
 
 def finite(value: Any) -> Any:
@@ -198,7 +206,6 @@ def markdown(report: Report) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in report.settings.items() if not isinstance(value, dict))
     device = ", ".join(f"{key} {value}" for key, value in report.device.items())
     source = ", ".join(f"{key} {value}" for key, value in report.settings.get("provenance", {}).items())
-    notes = NOTES + ((SAMPLED,) if any(row.temperature > 0 for row in report.rows) else ())
     memory = max((row.memory_bytes for row in report.rows), default=0) / 2**20
     parts = [
         f"# {title(report)}",
@@ -206,11 +213,24 @@ def markdown(report: Report) -> str:
         _grid(HEADER, [_cells(report, row) for row in report.rows]),
         "## Where the time goes",
         _grid(TIME_HEADER, [_time_cells(row) for row in report.rows]),
+        *_why(report),
         "## How it was measured",
         f"Settings: {settings}. Device: {device}. Peak memory: {memory:.0f} MiB. Provenance: {source}.",
-        "\n".join(f"- {note}" for note in notes),
+        "\n".join(f"- {note}" for note in notes_of(report)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def notes_of(report: Report) -> tuple[str, ...]:
+    """Return how the report's numbers are to be read."""
+    return NOTES + ((SAMPLED,) if any(row.temperature > 0 for row in report.rows) else ())
+
+
+def _why(report: Report) -> list[str]:
+    """Return the ladders, where a row has one."""
+    rows = [row for row in report.as_dict()["rows"] if row["ladder"]]
+    body = [ladder.cells(labelled(row["drafter"], row["batch_size"]), row) for row in rows]
+    return ["## Why not more?", ladder.NOTE, _grid(ladder.HEADER, body)] if body else []
 
 
 def _cells(report: Report, row: Row) -> list[str]:

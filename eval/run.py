@@ -20,11 +20,12 @@ from rich.console import Console
 from data.prompts import Prompt
 from eval.config import EngineConfig, EvalConfig
 from eval.drafters import load_drafters
+from eval.extras import answers, training, trees
 from eval.live import PLAIN, Session, measure, rows
 from eval.lossless import Gate, gate, labelled
 from eval.machine import device_facts, peak_memory, provenance
 from eval.report import Report, Row, table
-from eval.sources import model_of, own_prompts
+from eval.sources import find_heads, model_of, own_prompts
 from eval.tune import tune
 from eval.tuned import TUNED
 from eval.workloads import load_workload, short_name
@@ -40,7 +41,7 @@ PIPE_WIDTH = 140
 
 
 def evaluate(config: EvalConfig) -> Report:
-    """Measure as configured, print the table, and write report.json and report.md.
+    """Measure as configured, print the table, and write report.json, report.md and report.html.
 
     The gate compares every prompt's tokens in `gate_dtype`; then the target is loaded as it is fast, and timed. A
     drafter that fails the gate has its acceptance reported but no speedup.
@@ -63,12 +64,14 @@ def evaluate(config: EvalConfig) -> Report:
         del target
         gc.collect()  # two copies of a large target may not fit
         target = load_target(model, dtype, config.engine)
+    extras: dict[str, Any] = {}
     report = Report(
         target={"name": model["name"], "path": model["path"], **described(target)},
         device=device_facts(target.device, target.dtype),
         settings=settings_of(config, len(prompts)),
         gates=gates,
-        rows=timed_rows(config, target, prompts, gates, short_name(workload)),
+        rows=timed_rows(config, target, prompts, gates, short_name(workload), extras),
+        extras=extras,
     )
     report.write(out)
     show(report, out)
@@ -170,10 +173,21 @@ def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> S
 
 
 def timed_rows(
-    config: EvalConfig, target: Target, prompts: Sequence[Prompt], gates: dict[str, Gate], workload: str
+    config: EvalConfig,
+    target: Target,
+    prompts: Sequence[Prompt],
+    gates: dict[str, Gate],
+    workload: str,
+    extras: dict[str, Any],
 ) -> list[Row]:
-    """Return the rows of all temperatures and batch sizes, each an interleaved session of its own."""
+    """Return the rows of all temperatures and batch sizes, each an interleaved session of its own.
+
+    `extras` takes what the report shows besides: training curves, trees, and answers of the first session.
+    """
     drafters = load_drafters(config, target)
+    if "head" in config.drafter:
+        extras["training"] = training(find_heads([*config.runs(), *config.compare]))
+    extras["trees"] = trees(drafters)
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     made = []
@@ -183,6 +197,7 @@ def timed_rows(
         runs = measure(target, drafters, prompts, settings, config.repeats, config.warmup, hf, size)
         session = Session(workload, temperature, size, peak_memory(target.device), config.seed)
         made += rows(runs, drafters, gates, session)
+        extras.setdefault("answers", answers(runs, drafters, prompts, target.tokenizer))
     return made
 
 
@@ -211,7 +226,7 @@ def show(report: Report, out: Path) -> None:
     # A pipe has no width of its own, and rich's guess would break the lines.
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(table(report))
-    console.print(f"report: {out / 'report.md'}", soft_wrap=True)
+    console.print(f"report: {out / 'report.md'} and {out / 'report.html'}", soft_wrap=True)
     for failure in report.failures():
         print(f"NOT LOSSLESS: {failure}", file=sys.stderr)
 

@@ -69,7 +69,15 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None
     if run.overwrite and not run.resume:
         for part in ("checkpoints", "head", ".head.old", "bad", "tensorboard", "wandb"):
             shutil.rmtree(out / part, ignore_errors=True)
-        for part in ("metrics.jsonl", "report.json", "report.md", "training.json", "prompts.jsonl", "wandb-id.txt"):
+        for part in (
+            "metrics.jsonl",
+            "report.json",
+            "report.md",
+            "report.html",
+            "training.json",
+            "prompts.jsonl",
+            "wandb-id.txt",
+        ):
             (out / part).unlink(missing_ok=True)
     (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
 

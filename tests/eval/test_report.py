@@ -45,7 +45,7 @@ SILENT = replace(ROW, speedup=None, speedup_ci=None, speedup_hf=None, lossless=R
 CONTRACT = (
     "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
     "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
-    "overlap_headroom seconds latency_s memory_bytes lossless"
+    "overlap_headroom seconds latency_s memory_bytes lossless ladder"
 )
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 
@@ -69,7 +69,7 @@ def test_json_has_the_contracts_keys() -> None:
     assert list(told["rows"][0]["seconds"]) == ["draft", "verify", "other"]
     assert list(told["rows"][0]["lossless"]) == ["checked", "identical", "near_tie", "failed"]
     assert told["rows"][0]["tau_ci"] == [1.81, 2.24]
-    assert told["settings"]["gate"]["eagle"] == {**GREEN.counts(), "first": None}
+    assert told["settings"]["gate"]["eagle"] == {**GREEN.counts(), "passed": True, "first": None}
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
     assert (told["device"]["dtype"], told["settings"]["gate_dtype"]) == ("float32", "float32")
     written = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "exact enumeration" in written
+    assert {"training", "trees", "answers"} <= told.keys()
+    assert {(each["drafter"], each["prompt"]) for each in told["answers"]} == {
+        (name, prompt) for name in ("eagle", "medusa") for prompt in ("p0", "p1")
+    }
+    assert "Why not more?" in (tmp_path / "report.html").read_text(encoding="utf-8")
     printed = capsys.readouterr()
     assert "medusa" in printed.out
     assert str(tmp_path) in printed.out.replace("\n", "")

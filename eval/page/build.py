@@ -1,0 +1,177 @@
+"""The page: what report.json says, in sections with their plots and tables, filled into the template beside this file.
+
+It loads nothing from anywhere: styles, scripts and the plotting library (Vega-Lite, from the vl-convert-python package)
+stand inside, and its content security policy forbids the rest. Names and texts from outside are escaped by the
+template, and in the script's data by `inert`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from eval.ladder import NOTE, PLAIN, REMEDIES
+from eval.page import more_plots, plots, tables
+from eval.page.names import Told, red, row_names, shown, spread
+from eval.page.plots import Plot
+from eval.page.tables import Table
+
+HERE = Path(__file__).parent
+SOURCES = {"draft": "drafted and accepted", "bonus": "the target's own", "prefill": "from the prefill"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: its plots, its table, and whether that is folded away at first."""
+
+    id: str
+    title: str
+    text: list[str]
+    plots: list[Plot]
+    table: Table | None
+    folded: bool
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What the page says first of a row."""
+
+    name: str
+    speedup: str
+    tau: str
+    detail: str
+    red: bool
+
+
+def page(told: Told, title: str, failures: Sequence[str], notes: Sequence[str]) -> str:
+    """Return the page.
+
+    Args:
+        told: what report.json holds.
+        title: its heading.
+        failures: a line for each red gate.
+        notes: how the numbers are to be read.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filled = [section for section in sections(told) if section.plots or (section.table and section.table.lines)]
+    specs = {f"{section.id}-{i}": each.spec for section in filled for i, each in enumerate(section.plots)}
+    return environment.get_template("page.html.j2").render(
+        title=title,
+        told=told,
+        failures=failures,
+        notes=notes,
+        headlines=headlines(told),
+        sections=filled,
+        answers=told.get("answers", []),
+        sources=SOURCES,
+        facts={name: dict(tables.flattened(told[name])) for name in ("target", "device")}
+        | {"settings": settings(told)},
+        style=part("page.css"),
+        script=part("page.js"),
+        library=library(),
+        report=inert(told),
+        specs=inert(specs),
+    )
+
+
+def sections(told: Told) -> list[Section]:
+    """Return the page's sections in their order; those without content are not shown."""
+    accepted = {row["drafter"]: row["accepted_by_depth"] for row in reversed(told["rows"])}
+    drawn = [more_plots.tree(name, each, accepted.get(name, [])) for name, each in told.get("trees", {}).items()]
+    both = drawing(plots.with_intervals(told, "speedup", "speedup"), plots.with_intervals(told, "tau", "τ"))
+    loads = drawing(plots.against(told, "batch_size", "batch size"), plots.against(told, "temperature", "temperature"))
+    gated = ["Greedy output against plain decoding's, token for token, in the gate's dtype."]
+    return [
+        Section("results", "Results", [], both, tables.results(told), False),
+        Section("why", "Why not more?", why(told), drawing(plots.ladder(told)), tables.why(told), False),
+        Section("gate", "Is it lossless?", gated, [], tables.gates(told), False),
+        Section("depths", "Acceptance by depth", [], drawing(plots.acceptance(told)), tables.depths(told), False),
+        Section("load", "Under load and temperature", [], loads, None, False),
+        Section("times", "Where the time goes", [], drawing(plots.time_split(told)), tables.times(told), False),
+        Section("tree", "The tree", [], drawn, None, False),
+        Section("training", "Training of the head", [], more_plots.training(told), None, False),
+        Section("everything", "Every number", ["As report.json has them."], [], tables.everything(told), True),
+    ]
+
+
+def drawing(*made: Plot | None) -> list[Plot]:
+    """Return the plots that there are."""
+    return [each for each in made if each is not None]
+
+
+def why(told: Told) -> list[str]:
+    """Return the way from τ to the speedup in words, for each drafter's first row, and how the ladder is to be read."""
+    lines = []
+    for name, row in firsts(told).values():
+        if (found := row.get("ladder")) is not None:
+            rungs, gain = found["rungs"], found["less"][found["most"]]
+            lines.append(
+                f"{name} commits {rungs['ideal']:.2f} tokens a pass. Passes at their own price leave "
+                f"{rungs['verification']:.2f} of that; drafting leaves {rungs['draft']:.2f}; the rest of the step "
+                f"leaves the measured {rungs['overhead']:.2f}. What would help most is {REMEDIES[found['most']]}: "
+                f"a tenth of that loss gone would give {gain:.2f}."
+            )
+    return [*lines, NOTE]
+
+
+def firsts(told: Told) -> dict[str, tuple[str, Told]]:
+    """Return each drafter's first row with its name: in the first session asked for, not in the most flattering one."""
+    found: dict[str, tuple[str, Told]] = {}
+    for name, row in zip(row_names(told["rows"]), told["rows"], strict=True):
+        found.setdefault(row["drafter"], (name, row))
+    if len(found) > 1:
+        found.pop(PLAIN, None)
+    return found
+
+
+def headlines(told: Told) -> list[Headline]:
+    """Return the first numbers of every drafter; red if it failed in any session."""
+    gates = told["settings"].get("gate", {})
+    failed = {row["drafter"] for row in told["rows"] if red(row, gates)}
+    return [
+        Headline(
+            name,
+            "withheld" if drafter in failed else spread(row["speedup"], row["speedup_ci"]),
+            spread(row["tau"], row["tau_ci"]),
+            f"{row['tree']}, {shown(row['tokens_per_second'], 1)} tok/s on {row['workload']}",
+            drafter in failed,
+        )
+        for drafter, (name, row) in firsts(told).items()
+    ]
+
+
+def settings(told: Told) -> dict[str, Any]:
+    """Return what it was measured under, without the gates, which have their own table."""
+    return dict(tables.flattened({key: value for key, value in told["settings"].items() if key != "gate"}))
+
+
+def inert(value: Any) -> Markup:
+    """Return JSON that can stand in a script element whatever its strings hold."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=True)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def part(name: str) -> Markup:
+    """Return a file that is put into the page as it is."""
+    return Markup((HERE / name).read_text(encoding="utf-8"))
+
+
+@lru_cache
+def library() -> Markup:
+    """Return Vega, Vega-Lite and Vega-Embed as one script."""
+    bundle: Any = vl_convert.javascript_bundle  # its types ask for a snippet that may be left out
+    script = str(bundle())
+    assert "</script" not in script.lower(), "the plotting library would end the element that it stands in"
+    return Markup(script)

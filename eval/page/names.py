@@ -1,0 +1,44 @@
+"""What the page calls a row, and how it writes a number."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.lossless import labelled
+
+Told = Mapping[str, Any]  # a row, or all of report.json
+
+TELLING = ("workload", "category", "memory", "state")  # in a row's name where rows differ in it; of what there is
+
+
+def row_names(rows: Sequence[Told]) -> list[str]:
+    """Return a name for each row: the drafter, its batch size, and what else tells it from others."""
+    keys = [key for key in TELLING if len({str(row.get(key)) for row in rows}) > 1]
+    warm = len({row["temperature"] for row in rows}) > 1
+    names = []
+    for row in rows:
+        parts = [labelled(row["drafter"], row["batch_size"])]
+        parts += [f"T={row['temperature']:g}"] if warm else []
+        names.append(", ".join([*parts, *(str(row[key]) for key in keys if row.get(key) is not None)]))
+    return names
+
+
+def red(row: Told, gates: Told) -> bool:
+    """Whether the row's drafter failed the gate."""
+    gate = gates.get(labelled(row["drafter"], row["batch_size"]), {})
+    return bool(row["lossless"]["failed"]) or not gate.get("passed", True)
+
+
+def shown(value: Any, digits: int = 2) -> str:
+    """Return a value for reading, a dash for None."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.{digits}f}"
+    return "-" if value is None else str(value)
+
+
+def spread(value: float | None, interval: Sequence[float | None] | None) -> str:
+    """Return a number with its interval, if that has a width."""
+    if value is None or interval is None or None in interval or interval[0] == interval[1]:
+        return shown(value)
+    return f"{shown(value)} [{shown(interval[0])}, {shown(interval[1])}]"

@@ -1,0 +1,63 @@
+"""From τ down to the speedup: the last rung is the measured one, and each cost stands on its own rung."""
+
+from typing import Any
+
+import pytest
+
+from eval.ladder import RUNGS, cells, closer, ladder, laddered
+
+# A plain step takes 10 ms, 9 of them the pass.
+PLAIN: dict[str, Any] = {
+    "drafter": "plain", "workload": "tiny", "temperature": 0.0, "batch_size": 1, "steps": 100, "tau": 1.0,
+    "tokens_per_second": 100.0, "speedup": 1.0, "seconds": {"draft": 0.0, "verify": 0.9, "other": 0.1},
+    "conditional_by_depth": [],
+}  # fmt: skip
+# A step takes 20 ms: 15 the pass, 3 the draft, 2 the rest; it commits 3 tokens.
+ROW = {
+    **PLAIN, "drafter": "eagle", "tau": 3.0, "tokens_per_second": 150.0, "speedup": 1.5,
+    "seconds": {"draft": 0.3, "verify": 1.5, "other": 0.2}, "conditional_by_depth": [0.9, 0.5],
+}  # fmt: skip
+
+
+def test_each_cost_has_its_rung() -> None:
+    found = ladder(ROW, PLAIN)
+    assert found is not None
+    expected = [3.0, 3 * 10 / 16, 3 * 10 / 19, 1.5]
+    assert list(found["rungs"]) == list(RUNGS)
+    assert list(found["rungs"].values()) == pytest.approx(expected)
+    assert found["oracle"] == pytest.approx(3 * 10 / 11)
+
+
+def test_the_greatest_of_the_smaller_losses_is_named() -> None:
+    found = ladder(ROW, PLAIN)
+    assert found is not None
+    less = {
+        "verification": 30 / 19.4,
+        "draft": 30 / 19.7,
+        "overhead": 30 / 19.9,
+        "acceptance": 1.5 * closer([0.9, 0.5]),
+    }
+    assert found["less"] == pytest.approx(less)
+    assert found["most"] == max(less, key=lambda key: less[key])
+    slow = {**ROW, "tokens_per_second": 50.0, "speedup": 0.5, "seconds": {"draft": 4.3, "verify": 1.5, "other": 0.2}}
+    drafts = ladder(slow, PLAIN)
+    assert drafts is not None
+    assert drafts["most"] == "draft"
+    assert cells("eagle", {**slow, "ladder": drafts})[-1].startswith("a cheaper draft (0.5")
+
+
+def test_fewer_rejections_mean_more_tokens() -> None:
+    assert closer([0.9, 0.5]) == pytest.approx((1 + 0.91 + 0.91 * 0.55) / (1 + 0.9 + 0.9 * 0.5))
+    assert closer([]) == 1
+
+
+def test_rows_without_a_speedup_or_plain_decoding_beside_them_have_none() -> None:
+    red, alone = {**ROW, "speedup": None}, {**ROW, "temperature": 1.0}
+    told = laddered([PLAIN, ROW, red, alone])
+    assert [row["ladder"] is not None for row in told] == [False, True, False, False]
+
+
+def test_a_batch_is_compared_with_the_plain_decoding_of_that_batch() -> None:
+    batched = {**PLAIN, "batch_size": 4, "tokens_per_second": 300.0}
+    (found,) = (row["ladder"] for row in laddered([PLAIN, batched, {**ROW, "batch_size": 4, "speedup": 0.5}])[2:])
+    assert found["rungs"]["overhead"] == pytest.approx(0.5)

@@ -1,0 +1,263 @@
+"""The page says what report.json says, whatever names and answers hold, and works in a browser."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.prompts import Prompt
+from eval import extras
+from eval.ladder import RUNGS
+from eval.live import Session, rows
+from eval.lossless import Divergence, Gate
+from eval.page.tables import flattened
+from eval.report import Report, markdown
+from inference.drafters.head import HeadDrafter
+from inference.policy import TreeConfig
+from tests import toys
+from tests.eval.stubs import generation
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+GREEN, RED = Gate(2, 2, 0, 0), Gate(2, 1, 0, 1, Divergence("p1", 3, 4, 5, 2.5))
+TREES = {
+    "eagle": TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0], [0, 1]], []),
+    EVIL: TreeConfig("dynamic", 3, 4, 8, [], []),
+}
+
+
+def drafters() -> dict[str, Any]:
+    """Return a draft source with each tree."""
+    head = toys.head("medusa", toys.target())
+    return {name: HeadDrafter(head, tree, name) for name, tree in TREES.items()}
+
+
+def report(gate: Gate = GREEN, temperatures: tuple[float, ...] = (0.0, 1.0), sizes: tuple[int, ...] = (1, 4)) -> Report:
+    """Return a report of two drafters, one with a name that would run a script."""
+    made = []
+    named = drafters()
+    gates = {f"{name}{size}": GREEN for name in ("plain", *TREES) for size in ("", " x4")} | {"eagle": gate}
+    for temperature in temperatures:
+        for size in sizes:
+            runs = {
+                "plain": [[generation(6, [(0, 0)] * 5, 1.0 / size)], [generation(8, [(0, 0)] * 7, 1.5)]],
+                "eagle": [[generation(6, [(4, 2), (4, 1)], 0.5)], [generation(8, [(4, 2), (4, 2), (4, 0)], 0.9)]],
+                EVIL: [[generation(6, [(8, 3), (8, 0)], 0.7)], [generation(8, [(8, 2), (8, 2), (8, 0)], 2.0)]],
+            }
+            made += rows(runs, named, gates, Session("tiny", temperature, size, 2**20, 0))
+    return Report({"name": EVIL}, {"name": "a CPU", "dtype": "float32"}, {"prompts": 2}, gates, made, beside())
+
+
+def beside() -> dict[str, Any]:
+    """Return what stands beside the rows."""
+    records = [{"step": i, "loss": 8 / i, "accuracy": [0.1 * i, 0.05 * i]} for i in range(1, 9)]
+    measured = [{"step": 4, "tau": 1.5, "tau_ci": [1.2, 1.9]}, {"step": 8, "tau": 2.0, "tau_ci": None}]
+    prompts = [Prompt("p0", toys.prompt(0, 5), ""), Prompt(EVIL, toys.prompt(1, 5), "")]
+    run = generation(toys.prompt(2, 6), [(4, 2), (4, 1)])
+    run.sources[1:3] = ["draft", "draft"]
+    answers = extras.answers({name: [[run], [run]] for name in TREES}, drafters(), prompts, toys.target().tokenizer)
+    answers[0]["pieces"].append((EVIL, "draft", 2))
+    return {
+        "training": {"eagle": extras.curves([*records, *measured])},
+        "trees": extras.trees(drafters()),
+        "answers": answers,
+    }
+
+
+class Reader(HTMLParser):
+    """Reads elements, tables and scripts as a browser would."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.tables: dict[str, list[list[Any]]] = {}
+        self.scripts: dict[str, str] = {}
+        self.loaded: list[str] = []
+        self.inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        held = dict(attrs)
+        self.elements.append(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href") and value and value[0] != "#"]
+        if tag == "table":
+            self.lines = self.tables.setdefault(str(held["id"]), [])
+        elif tag == "tr":
+            self.lines.append([])
+        elif tag in ("td", "th"):
+            self.lines[-1] += json.loads(held.get("data-values") or held.get("data-names") or "")
+        elif tag == "script":
+            self.inside = held.get("id") or "code"
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.scripts[self.inside] = self.scripts.get(self.inside, "") + data
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = "" if tag == "script" else self.inside
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a written report."""
+    out = tmp_path_factory.mktemp("report")
+    report().write(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def read(folder: Path) -> Reader:
+    """Return the page, read."""
+    return Reader((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def lines(read: Reader, table: str) -> list[dict[str, Any]]:
+    """Return a table's lines by the names of its columns."""
+    head, *body = read.tables[f"table-{table}"]
+    return [dict(zip(head, line, strict=True)) for line in body]
+
+
+def test_the_page_holds_report_json(folder: Path, read: Reader) -> None:
+    assert json.loads(read.scripts["report"]) == json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def test_the_tables_hold_its_numbers(folder: Path, read: Reader) -> None:
+    told = json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
+    assert len(told) == 12
+    for row, line in zip(told, lines(read, "results"), strict=True):
+        assert [line[key] for key in ("tau", "tau low", "tau high")] == [row["tau"], *row["tau_ci"]]
+        assert [line[key] for key in ("speedup", "speedup low", "speedup high")] == [row["speedup"], *row["speedup_ci"]]
+        assert line["tokens_per_second"] == row["tokens_per_second"]
+    for row, line in zip(told, lines(read, "everything"), strict=True):
+        assert {key: line[key] for key, _ in flattened(row)} == dict(flattened(row))
+    for row, line in zip([row for row in told if row["ladder"]], lines(read, "why"), strict=True):
+        assert [line[f"ladder.rungs.{rung}"] for rung in RUNGS] == list(row["ladder"]["rungs"].values())
+
+
+def test_markdown_has_the_ladder(folder: Path) -> None:
+    told = json.loads((folder / "report.json").read_text(encoding="utf-8"))["rows"]
+    text = markdown(report())
+    for row in told:
+        if row["ladder"]:
+            assert " | ".join(f"{value:.2f}" for value in row["ladder"]["rungs"].values()) in text
+
+
+def test_further_fields_of_a_row_are_shown() -> None:
+    more = {"quantiles": {"p50": 1.25}, "requests": [{"tokens": 3}], "shares": [0.5, 0.25]}
+    assert list(flattened(more)) == [("quantiles.p50", 1.25), ("shares.1", 0.5), ("shares.2", 0.25)]
+
+
+def test_nothing_is_loaded_from_anywhere(read: Reader, folder: Path) -> None:
+    assert read.loaded == []
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
+    assert len(text.encode()) < 3_000_000
+
+
+def test_names_and_answers_stay_text(folder: Path, read: Reader) -> None:
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert EVIL not in text
+    assert "img" not in read.elements
+    assert text.count("</script>") == text.count("<script")
+    assert any(EVIL in line["name"] for line in lines(read, "results"))
+
+
+def test_a_red_gate_greys_and_withholds(tmp_path: Path) -> None:
+    report(RED, (0.0,), (1,)).write(tmp_path)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    (line,) = (line for line in lines(Reader(text), "results") if line["name"] == "eagle")
+    assert [line[key] for key in ("speedup", "speedup low", "speedup high", "speedup_hf")] == [None] * 4
+    assert re.search(r'<section class="tile red">\s*<h2>eagle</h2>\s*<p class="big">withheld</p>', text)
+    assert '<tr class="red">' in text
+    assert "prompt p1, position 3: token 5 instead of token 4" in text
+    assert "eagle" not in {line["name"] for line in lines(Reader(text), "why")}
+
+
+def test_a_report_of_plain_decoding_alone_has_a_page(tmp_path: Path) -> None:
+    whole = report(sizes=(1,), temperatures=(0.0,))
+    replace(whole, rows=whole.rows[:1], gates={}, extras={}).write(tmp_path)
+    read = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert set(read.tables) == {"table-results", "table-times", "table-everything"}
+
+
+def test_specs_are_drawn_where_there_is_something_to_draw(read: Reader) -> None:
+    specs = json.loads(read.scripts["specs"])
+    counts = {
+        name: sum(key.startswith(f"{name}-") for key in specs) for name in ("results", "load", "training", "tree")
+    }
+    assert counts == {"results": 2, "load": 2, "training": 3, "tree": 2}
+
+
+def test_a_tree_is_drawn_with_the_acceptance_of_its_depths(read: Reader) -> None:
+    nodes = json.loads(read.scripts["specs"])["tree-0"]["data"]["values"]
+    assert [node["depth"] for node in nodes] == [0, 1, 1, 2, 2]
+    assert [node["share"] for node in nodes] == [1.0, 0.8, 0.8, 0.6, 0.6]
+    assert len({(node["depth"], node["y"]) for node in nodes}) == 5
+
+
+def test_training_curves_are_means_and_skip_what_a_killed_run_was_writing(tmp_path: Path) -> None:
+    records = [{"step": i, "loss": float(i), "accuracy": [i / 1000]} for i in range(1, 1001)]
+    (tmp_path / "head").mkdir()
+    text = "\n".join(map(json.dumps, [*records, {"step": 1000, "tau": 2.0, "tau_ci": [1.5, 2.5]}])) + '\n{"step": 10'
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    (found,) = extras.training({"eagle": tmp_path / "head", "published": tmp_path}).values()
+    assert len(found["steps"]) == extras.POINTS
+    assert found["steps"][0] == {"step": 5, "loss": 3.0, "accuracy": [0.003]}
+    assert found["tau"] == [{"step": 1000, "tau": 2.0, "low": 1.5, "high": 2.5}]
+
+
+def test_answers_say_who_wrote_each_piece() -> None:
+    run = generation(toys.prompt(2, 6), [(4, 2), (4, 1)])
+    run.sources[1:] = ["draft", "draft", "bonus", "draft", "bonus"]
+    found = extras.pieces(run, toys.target().tokenizer)
+    assert [source for _, source, _ in found] == run.sources
+    assert [number for _, _, number in found] == [0, 1, 1, 1, 2, 2]
+    assert "".join(text for text, _, _ in found) == toys.target().tokenizer.decode(run.tokens)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Return a headless Chromium, where there is one."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("there is no Chromium")
+    with playwright.sync_playwright() as started:
+        yield started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_page_works_in_a_browser(browser: Any, folder: Path, width: int, scheme: str) -> None:
+    said: list[str] = []
+    view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    view.on("console", lambda message: said.append(message.text))
+    view.on("pageerror", lambda error: said.append(str(error)))
+    view.on("request", lambda request: said.extend([request.url] * (not request.url.startswith("file:"))))
+    view.goto((folder / "report.html").as_uri())
+    view.wait_for_selector("body[data-drawn]")
+    assert view.locator(".plot svg").count() == view.locator(".plot").count() > 8
+    assert view.evaluate("document.documentElement.scrollWidth") <= width
+    for order in (-1, 1):
+        view.click("#table-results th:has-text('τ') button")
+        taus = view.eval_on_selector_all(
+            "#table-results tbody tr", "rows => rows.map(row => row.cells[5].dataset.values)"
+        )
+        values = [json.loads(each)[0] for each in taus]
+        assert values == sorted(values, reverse=order < 0)
+    with view.expect_download() as started:
+        view.click("button[data-table=results]")
+    text = Path(started.value.path()).read_text(encoding="utf-8")
+    assert len(text.splitlines()) == 13
+    assert "tau,tau low,tau high" in text.replace('"', "")
+    view.locator("pre.answer span").nth(1).hover()
+    assert "drafted, " in view.locator("output").inner_text()
+    assert view.evaluate("document.images.length") == 0
+    assert said == []
+    view.close()
