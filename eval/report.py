@@ -4,14 +4,16 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from eval.lossless import Gate, labelled
+from eval.lossless import Gate, SampledGate, labelled
 from eval.metrics import LEVEL, Interval
+from eval.sections import sections
+from eval.tables import grid, number, spread
 
 SCHEMA = 1
 
@@ -49,6 +51,17 @@ class Row:
     latency_s: float | None
     memory_bytes: int
     lossless: dict[str, int]
+    category: str = ""  # empty: all prompts of the workload
+    prompts: int = 0
+    state: str = "none"  # of a source that remembers: warm from the requests before, or cold
+    definitions: dict[str, float | None] = field(default_factory=dict)  # by the names of metrics.DEFINITIONS
+    tau_within_depth: list[float | None] = field(default_factory=list)  # had every draft ended at depth 1, 2, …
+    by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
+    prefill_s: float = 0.0  # of all requests
+    whole_tokens_per_second: float | None = None  # end to end, with the prefill
+    whole_speedup: float | None = None
+    whole_speedup_ci: Interval | None = None
+    agreement: dict[str, Any] = field(default_factory=dict)  # the timed greedy tokens against plain decoding's
 
 
 @dataclass(frozen=True)
@@ -60,36 +73,44 @@ class Report:
     settings: dict[str, Any]
     gates: dict[str, Gate]
     rows: list[Row]
+    sampled: list[SampledGate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Hold the promise that a drafter which changed the output is given no speedup."""
         for row in self.rows:
-            told = (row.speedup, row.speedup_ci, row.speedup_hf) != (None, None, None)
+            told = {row.speedup, row.speedup_ci, row.speedup_hf, row.whole_speedup, row.whole_speedup_ci} != {None}
             assert not (told and self.red(row)), f"{row.drafter} has a speedup and a red gate"
 
     def red(self, row: Row) -> bool:
         """Whether the row's drafter failed the gate."""
         gate = self.gates.get(labelled(row.drafter, row.batch_size))
-        return row.lossless["failed"] > 0 or (gate is not None and not gate.passed)
+        drawn = (each for each in self.sampled if (each.drafter, each.temperature) == (row.drafter, row.temperature))
+        wrong = gate is not None and not gate.passed
+        return row.lossless["failed"] > 0 or wrong or not all(each.passed for each in drawn)
 
     @property
     def passed(self) -> bool:
         """Whether every drafter is lossless; commands exit with a status that says so."""
-        return all(gate.passed for gate in self.gates.values())
+        return all(gate.passed for gate in self.gates.values()) and all(each.passed for each in self.sampled)
 
     def failures(self) -> list[str]:
         """Return a line for each drafter whose gate is red."""
-        return [_failure(name, gate) for name, gate in self.gates.items() if not gate.passed]
+        greedy = [_failure(name, gate) for name, gate in self.gates.items() if not gate.passed]
+        return greedy + [f"{each}; speedup withheld" for each in self.sampled if not each.passed]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; what is not finite becomes null."""
-        gates = {name: gate.counts() | {"first": gate.first} for name, gate in self.gates.items()}
+        gates = {
+            name: gate.counts() | {"first": gate.first} | ({"ties": gate.ties} if gate.ties else {})
+            for name, gate in self.gates.items()
+        }
+        drawn = {"sampled_gate": [each.as_dict() for each in self.sampled]} if self.sampled else {}
         told: dict[str, Any] = finite(
             {
                 "schema": SCHEMA,
                 "target": self.target,
                 "device": self.device,
-                "settings": self.settings | {"gate": gates},
+                "settings": self.settings | {"gate": gates} | drawn,
                 "rows": self.rows,
             }
         )
@@ -203,9 +224,10 @@ def markdown(report: Report) -> str:
     parts = [
         f"# {title(report)}",
         *(f"**Not lossless.** {failure}." for failure in report.failures()),
-        _grid(HEADER, [_cells(report, row) for row in report.rows]),
+        grid(HEADER, [_cells(report, row) for row in report.rows]),
         "## Where the time goes",
-        _grid(TIME_HEADER, [_time_cells(row) for row in report.rows]),
+        grid(TIME_HEADER, [_time_cells(row) for row in report.rows]),
+        *sections(report.rows, report.sampled, report.gates, report.red),
         "## How it was measured",
         f"Settings: {settings}. Device: {device}. Peak memory: {memory:.0f} MiB. Provenance: {source}.",
         "\n".join(f"- {note}" for note in notes),
@@ -220,11 +242,11 @@ def _cells(report: Report, row: Row) -> list[str]:
         labelled(row.drafter, row.batch_size),
         f"{row.temperature:g}",
         row.rule,
-        _spread(row.tau, row.tau_ci),
+        spread(row.tau, row.tau_ci),
         " ".join(f"{share:.2f}" for share in row.accepted_by_depth) or "-",
-        _number(row.tokens_per_second, 1),
-        "withheld" if red else _spread(row.speedup, row.speedup_ci) + _slower(row),
-        "withheld" if red else _number(row.speedup_hf, 2),
+        number(row.tokens_per_second, 1),
+        "withheld" if red else spread(row.speedup, row.speedup_ci) + _slower(row),
+        "withheld" if red else number(row.speedup_hf, 2),
         _verdict(row.lossless),
     ]
 
@@ -232,10 +254,10 @@ def _cells(report: Report, row: Row) -> list[str]:
 def _time_cells(row: Row) -> list[str]:
     """Return a row's cells under `TIME_HEADER`."""
     steps = row.steps or math.nan
-    times = [_number(1000 * row.seconds[part] / steps, 2) for part in TIMES]
-    drafted, kept = _number(row.draft_tokens / steps, 1), _number(row.accepted_per_draft_token, 2)
-    headroom = _number(row.overlap_headroom, 2)
-    name, wait = labelled(row.drafter, row.batch_size), _number(row.latency_s, 2)
+    times = [number(1000 * row.seconds[part] / steps, 2) for part in TIMES]
+    drafted, kept = number(row.draft_tokens / steps, 1), number(row.accepted_per_draft_token, 2)
+    headroom = number(row.overlap_headroom, 2)
+    name, wait = labelled(row.drafter, row.batch_size), number(row.latency_s, 2)
     return [name, f"{row.temperature:g}", row.tree, str(row.steps), *times, drafted, kept, headroom, wait]
 
 
@@ -250,23 +272,6 @@ def _verdict(counts: dict[str, int]) -> str:
     ties = f", {counts['near_tie']} near tie" if counts["near_tie"] else ""
     failed = f", {counts['failed']} FAILED" if counts["failed"] else ""
     return f"{counts['identical']}/{counts['checked']}{ties}{failed}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    """Return a number for reading, or a dash where there is none."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def _spread(value: float | None, interval: Interval | None) -> str:
-    """Return a number with its interval."""
-    if interval is None or interval[0] == interval[1]:  # plain decoding against itself
-        return _number(value, 2)
-    return f"{_number(value, 2)} [{_number(interval[0], 2)}, {_number(interval[1], 2)}]"
-
-
-def _grid(header: tuple[str, ...], body: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in ([*header], ["---"] * len(header), *body))
 
 
 def _failure(name: str, gate: Gate) -> str:

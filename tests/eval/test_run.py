@@ -21,7 +21,7 @@ from inference.decode import Generation, Settings
 from inference.drafters.registry import SOURCES
 from tests import toys
 
-SIZE = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0}
+SIZE = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0, "gate_tv": 0.3}
 
 
 @pytest.fixture(scope="module")
