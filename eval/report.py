@@ -89,6 +89,16 @@ class Report:
         return row.lossless["failed"] > 0 or wrong or not all(each.passed for each in drawn)
 
     @property
+    def overall(self) -> list[Row]:
+        """The rows of whole workloads, without those of single categories."""
+        return [row for row in self.rows if not row.category]
+
+    def name(self, row: Row) -> str:
+        """Return what tables call a row: its drafter, and where there are several, its workload."""
+        several = len({row.workload for row in self.overall}) > 1
+        return labelled(row.drafter, row.batch_size) + (f" on {row.workload}" if several else "")
+
+    @property
     def passed(self) -> bool:
         """Whether every drafter is lossless; commands exit with a status that says so."""
         return all(gate.passed for gate in self.gates.values()) and all(each.passed for each in self.sampled)
@@ -192,8 +202,8 @@ NOTES = (
     "Memory is the peak of the whole session on an accelerator, else of the whole process, all drafters together.",
 )
 SAMPLED = (
-    "At temperatures above 0 there are no equal tokens to ask for: that the rule keeps the target's law is proven by "
-    "exact enumeration in the tests, and the greedy gate covers the engine it runs in."
+    "At temperatures above 0 lossless counts the prompts whose tokens are plain decoding's under coupled noise; the "
+    "law of tokens drawn with the rule in use is tested too. That rules keep it, exact enumeration proves in the tests."
 )
 
 
@@ -209,7 +219,7 @@ def table(report: Report) -> Table:
     shown = Table(title=title(report))
     for name in HEADER:
         shown.add_column(name, justify="left" if name in ("drafter", "rule", "lossless") else "right")
-    for row in report.rows:
+    for row in report.overall:
         shown.add_row(*_cells(report, row))
     return shown
 
@@ -224,9 +234,9 @@ def markdown(report: Report) -> str:
     parts = [
         f"# {title(report)}",
         *(f"**Not lossless.** {failure}." for failure in report.failures()),
-        grid(HEADER, [_cells(report, row) for row in report.rows]),
+        grid(HEADER, [_cells(report, row) for row in report.overall]),
         "## Where the time goes",
-        grid(TIME_HEADER, [_time_cells(row) for row in report.rows]),
+        grid(TIME_HEADER, [_time_cells(report, row) for row in report.overall]),
         *sections(report.rows, report.sampled, report.gates, report.red),
         "## How it was measured",
         f"Settings: {settings}. Device: {device}. Peak memory: {memory:.0f} MiB. Provenance: {source}.",
@@ -239,7 +249,7 @@ def _cells(report: Report, row: Row) -> list[str]:
     """Return a row's cells under `HEADER`."""
     red = report.red(row)
     return [
-        labelled(row.drafter, row.batch_size),
+        report.name(row),
         f"{row.temperature:g}",
         row.rule,
         spread(row.tau, row.tau_ci),
@@ -251,13 +261,13 @@ def _cells(report: Report, row: Row) -> list[str]:
     ]
 
 
-def _time_cells(row: Row) -> list[str]:
+def _time_cells(report: Report, row: Row) -> list[str]:
     """Return a row's cells under `TIME_HEADER`."""
     steps = row.steps or math.nan
     times = [number(1000 * row.seconds[part] / steps, 2) for part in TIMES]
     drafted, kept = number(row.draft_tokens / steps, 1), number(row.accepted_per_draft_token, 2)
     headroom = number(row.overlap_headroom, 2)
-    name, wait = labelled(row.drafter, row.batch_size), number(row.latency_s, 2)
+    name, wait = report.name(row), number(row.latency_s, 2)
     return [name, f"{row.temperature:g}", row.tree, str(row.steps), *times, drafted, kept, headroom, wait]
 
 
