@@ -30,7 +30,7 @@ from data.prompts import Prompt
 from eval import metrics
 from eval.live import interleave
 from eval.machine import device_facts
-from eval.workloads import load_workload
+from eval.workloads import load_workload, swapped
 from inference.decode import Generation, Settings, speculate
 from inference.drafters import Drafter
 from inference.drafters.registry import make
@@ -123,7 +123,7 @@ def compare(name: str, target: Target, drafter: Drafter, extra: dict[str, Any], 
         "ours": lambda prompt: whole(speculate(target, drafter, prompt, settings)),
         "hf": lambda prompt: hf_generate(target, prompt, min(asked.tokens, target.context - len(prompt)), extra),
     }
-    runs = interleave(runners, prompts, asked.repeats, warmup=1, seed=0)
+    runs = interleave(runners, prompts, asked.repeats, warmup=[swapped(prompts[-1])], seed=0)
     ours, hf = ([metrics.median_run(repeats) for repeats in runs[key]] for key in ("ours", "hf"))
     tau, other = metrics.acceptance(ours).tau, hf_tau(target, ours, prompts, extra)
     assert tau is not None

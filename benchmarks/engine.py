@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Lla
 from data.prompts import Prompt
 from eval.live import interleave
 from eval.machine import device_facts
+from eval.workloads import swapped
 from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Commit, Context, Drafter, Proposal
@@ -165,7 +166,7 @@ def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt
         "plain": lambda prompt: autoregress(target, prompt, settings),
         **{name: lambda prompt, own=each: speculate(target, own, prompt, settings) for name, each in sources.items()},
     }
-    runs = interleave(runners, prompts, REPEATS, 1, 0)
+    runs = interleave(runners, prompts, REPEATS, [swapped(prompts[-1])], 0)
     total = {
         name: sum(statistics.median(run.decode_s for run in each) for each in found) for name, found in runs.items()
     }
@@ -216,7 +217,7 @@ def against_hf(target: Target, prompts: list[Prompt], settings: Settings) -> Non
         "here": lambda prompt: autoregress(target, prompt, settings),
         **{kind: lambda prompt, kind=kind: hf(prompt, kind) for kind in caches},
     }
-    runs = interleave(runners, prompts, REPEATS, 1, 0)
+    runs = interleave(runners, prompts, REPEATS, [swapped(prompts[-1])], 0)
     total = {
         name: sum(statistics.median(run.prefill_s + run.decode_s for run in each) for each in found)
         for name, found in runs.items()

@@ -15,7 +15,7 @@ sys.path[0] = str(ROOT)
 from eval import metrics
 from eval.live import HF, PLAIN, measure
 from eval.machine import device_facts
-from eval.workloads import load_workload
+from eval.workloads import load_workload, swapped
 from inference.decode import Settings
 from inference.sample import GREEDY
 from inference.target import Target
@@ -28,7 +28,8 @@ def main() -> None:
     path = sys.argv[1] if len(sys.argv) > 1 else str(ROOT / "examples" / "tiny")
     target = Target.load(path)
     prompts = load_workload("tiny", target, PROMPTS, truncate=True)
-    runs = measure(target, {}, prompts, Settings(TOKENS, GREEDY), repeats=REPEATS, warmup=2, hf=True)
+    warmup = [swapped(prompt) for prompt in prompts[-2:]]
+    runs = measure(target, {}, prompts, Settings(TOKENS, GREEDY), repeats=REPEATS, warmup=warmup, hf=True)
     middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
     rate = {name: metrics.tokens_per_second(each) for name, each in middle.items()}
     print(f"{path}, {target.dtype}, {device_facts(target.device, target.dtype)}")

@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from eval.workloads import TURNS
 from heads.resolvers import ROOT
 from heads.typed import typed
 from inference.sample import Sampling
@@ -59,9 +60,11 @@ class EvalConfig:
         out: folder of the report; None for the first run's.
         model: what differs from the first run's `model`; a None differs in nothing.
         tree: what differs from each head's own tree.
-        workload: a name, a file or a Hub data set; None for the run's own held-out prompts, else the
-            model's `prompts`.
-        prompts: how many of them.
+        workload: a name, a file or a Hub data set, or a list of them; None for the run's own held-out prompts, else
+            the model's `prompts`.
+        prompts: how many of each.
+        balanced: of all categories alike, rather than the first ones.
+        turns: of dialogues, the first questions alone or all.
         truncate: shorten prompts that fill the context.
         max_new_tokens, min_new_tokens: where every answer ends at the latest, and at the earliest.
         temperature: a number or a list of them; the gate runs at 0 whatever they are.
@@ -71,8 +74,11 @@ class EvalConfig:
         lossy: whether a rule may change the target's law; its rows then have no speedup.
         batch_size: sequences in one target pass: a number or a list of them.
         seed: of sampling, of the order of measurement and of the intervals.
+        cold: whether sources that remember past requests have a second row, where they may not.
+        budget: the depth below which no source drafts; None: each its own.
         dtype: in which speed is measured.
         gate_dtype: in which tokens are compared with plain decoding's.
+        gate_tv: the total variation that the chi-square test above temperature 0 must reveal.
         engine: how both plain and speculative decoding run.
         repeats, warmup: timed passes over the prompts, and prompts that run before them.
         hf: whether HF generate is timed too.
@@ -87,8 +93,10 @@ class EvalConfig:
     out: str | None
     model: dict[str, Any]
     tree: dict[str, Any]
-    workload: str | None
+    workload: Any
     prompts: int
+    balanced: bool
+    turns: str
     truncate: bool
     max_new_tokens: int
     min_new_tokens: int
@@ -101,8 +109,11 @@ class EvalConfig:
     lossy: bool
     batch_size: Any
     seed: int
+    cold: bool
+    budget: int | None
     dtype: str
     gate_dtype: str
+    gate_tv: float
     engine: EngineConfig
     repeats: int
     warmup: int
@@ -136,8 +147,19 @@ class EvalConfig:
         for temperature in self.temperatures():
             self.sampling(temperature)
         self.batch_sizes()
+        self._check_protocol()
         if self.tune:
             self._check_tune()
+
+    def _check_protocol(self) -> None:
+        if self.turns not in TURNS:
+            raise ValueError(f"turns is {self.turns!r}: choose {' or '.join(TURNS)}")
+        if not 0 < self.gate_tv < 1:
+            raise ValueError(f"gate_tv is {self.gate_tv}: give a number between 0 and 1")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"budget is {self.budget}: give 1 or more, or null")
+        if not all(isinstance(name, str) for name in listed(self.workload)):
+            raise ValueError(f"workload is {self.workload!r}: give a name, a file or a Hub data set, or a list of them")
 
     def _check_tune(self) -> None:
         if list(self.drafter) != ["head"]:

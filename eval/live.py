@@ -4,7 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from eval import metrics
 from eval.lossless import UNCHECKED, Gate, labelled
 from eval.machine import synchronize
 from eval.report import Row
+from eval.states import state_of
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Drafter
 from inference.drafters.plain import Plain
@@ -31,13 +32,26 @@ Runs = dict[str, list[list[Generation]]]  # by name, by prompt, the repeats
 
 @dataclass(frozen=True)
 class Session:
-    """What all rows of one interleaved measurement share."""
+    """What all rows of one interleaved measurement share.
+
+    Attributes:
+        start: the place of its first prompt among those that the gates compared.
+        categories: the places of each category's prompts in it.
+        coupled: at a temperature above 0, each drafter's verdict under coupled noise.
+        untrusted: drafters that are given no speedup at this temperature.
+        agreement: of each drafter's timed tokens with plain decoding's.
+    """
 
     workload: str
     temperature: float
     batch_size: int
     memory_bytes: int
     seed: int
+    start: int = 0
+    categories: Mapping[str, list[int]] = field(default_factory=dict)
+    coupled: Mapping[str, Gate] = field(default_factory=dict)
+    untrusted: frozenset[str] = frozenset()
+    agreement: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def measure(
@@ -46,13 +60,14 @@ def measure(
     prompts: Sequence[Prompt],
     settings: Settings,
     repeats: int,
-    warmup: int,
+    warmup: Sequence[Prompt],
     hf: bool,
     batch_size: int = 1,
 ) -> Runs:
     """Run plain decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
 
-    In batches, a round is all prompts together, and HF generate is left out.
+    In batches, a round is all prompts together, and HF generate is left out. The `warmup` prompts, which are none of
+    these, run before anything counts.
 
     A drafter that remembers starts every round over the prompts with nothing and learns from prompt to prompt, in the
     prompts' order: it never meets a prompt that it has answered before.
@@ -84,14 +99,15 @@ def _in_batches(
     prompts: Sequence[Prompt],
     settings: Settings,
     repeats: int,
-    warmup: int,
+    warmup: Sequence[Prompt],
     batch_size: int,
 ) -> Runs:
     """Let every drafter decode all prompts in a continuous batch, in turns, in a new random order each round."""
     shuffle, tokens = random.Random(settings.seed), [prompt.token for prompt in prompts]
     runs: Runs = {name: [[] for _ in prompts] for name in drafters}
-    for drafter in drafters.values() if warmup else ():
-        speculate(target, drafter, tokens[:batch_size], settings, batch_size=batch_size)
+    before = [prompt.token for prompt in warmup]
+    for drafter in drafters.values() if before else ():
+        speculate(target, drafter, (before * batch_size)[:batch_size], settings, batch_size=batch_size)
     for _ in range(repeats):
         for name in shuffle.sample(list(drafters), len(drafters)):
             drafters[name].forget()
@@ -105,20 +121,20 @@ def interleave(
     runners: Mapping[str, Runner],
     prompts: Sequence[Prompt],
     repeats: int,
-    warmup: int,
+    warmup: Sequence[Prompt],
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
 ) -> Runs:
     """Call every runner on each prompt in turn, `repeats` rounds long, in a new random order of runners each time.
 
     Clock rates, other processes and memory drift during a session; side by side they hit all runners alike, and the
-    order decides nothing. The first calls pay for lazy initialisation, so `warmup` prompts, the last ones first and
-    again where there are fewer, go through every runner before anything counts. `begin` is called before each round.
+    order decides nothing. The first calls pay for lazy initialisation, so the `warmup` prompts go through every runner
+    before anything counts. `begin` is called before each round.
     """
     shuffle = random.Random(seed)
-    for index in range(warmup):
+    for prompt in warmup:
         for run in runners.values():
-            run(prompts[-1 - index % len(prompts)].token)
+            run(prompt.token)
     runs: Runs = {name: [[] for _ in prompts] for name in runners}
     console = Console(stderr=True)
     work = [(index, prompt) for _ in range(repeats) for index, prompt in enumerate(prompts)]
@@ -184,7 +200,7 @@ def _timed_generate(
 
 
 def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], session: Session) -> list[Row]:
-    """Assemble the report's rows of one session, plain decoding first.
+    """Assemble the report's rows of one session, plain decoding first: all prompts together, then each category.
 
     Args:
         runs: what `measure` returned.
@@ -196,11 +212,21 @@ def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate],
     hf = middle.pop(HF, None)
     sources: dict[str, Drafter] = {PLAIN: Plain(torch.device("cpu")), **drafters}
     made = []
-    for name, each in middle.items():
-        gate = gates.get(labelled(name, session.batch_size), UNCHECKED)
-        trusted = gate.passed or (name == PLAIN and not gate.checked)  # by itself it is what the gate compares with
-        row = _row(name, sources[name], each, gate, session)
-        made.append(replace(row, **_speedups(each, middle[PLAIN], hf, session.seed)) if trusted else row)
+    for category, places in {"": list(range(len(middle[PLAIN]))), **session.categories}.items():
+        plain = [middle[PLAIN][place] for place in places]
+        other = None if hf is None else [hf[place] for place in places]
+        for name, each in middle.items():
+            mine = [each[place] for place in places]
+            gate = gates.get(labelled(name, session.batch_size), UNCHECKED)
+            trusted = gate.passed or (name == PLAIN and not gate.checked)  # by itself it is what the gate compares with
+            shown = (gate if session.temperature == 0 else session.coupled.get(name, UNCHECKED)).among(
+                [session.start + place for place in places]
+            )
+            row = _row(name, sources[name], mine, shown, session)
+            if category:
+                row = replace(row, category=category, workload=f"{session.workload}/{category}", agreement={})
+            trusted = trusted and name not in session.untrusted
+            made.append(replace(row, **_speedups(mine, plain, other, session.seed)) if trusted else row)
     return made
 
 
@@ -231,15 +257,26 @@ def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, sessio
         seconds=metrics.seconds(runs),
         latency_s=statistics.median(run.latency_s for run in runs),
         memory_bytes=session.memory_bytes,
-        lossless=(gate if session.temperature == 0 else UNCHECKED).counts(),
+        lossless=gate.counts(),
+        prompts=len(runs),
+        state=state_of(drafter),
+        definitions=metrics.definitions(runs),
+        tau_within_depth=[metrics.tau_within(found, depth + 1) for depth in range(len(found.accepted_by_depth))],
+        by_request=metrics.by_request(runs, None),
+        prefill_s=sum(run.prefill_s for run in runs),
+        whole_tokens_per_second=metrics.whole_tokens_per_second(runs),
+        agreement=session.agreement.get(name, {}),
     )
 
 
 def _speedups(
     runs: list[Generation], plain: list[Generation], hf: list[Generation] | None, seed: int
 ) -> dict[str, Any]:
-    """Return the three columns of a row that only a lossless drafter has."""
+    """Return the columns of a row that only a lossless drafter has."""
     return {
+        "by_request": metrics.by_request(runs, plain),
+        "whole_speedup": metrics.whole_speedup(runs, plain),
+        "whole_speedup_ci": metrics.whole_speedup_interval(runs, plain, seed),
         "speedup": metrics.speedup(runs, plain),
         "speedup_ci": metrics.speedup_interval(runs, plain, seed),
         "speedup_hf": None if hf is None else metrics.speedup(runs, hf),

@@ -1,10 +1,12 @@
 """The losslessness gate: speculative greedy decoding must emit plain greedy decoding's tokens, prompt by prompt."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
+from eval.law import LawTest
 from inference.decode import Generation
 
 # A pass over a tree adds up the same numbers in another order than a pass over one token, so its logits differ by
@@ -50,6 +52,8 @@ class Gate:
     failed: int
     first: Divergence | None = None  # the first failure
     lossy: bool = False
+    ties: tuple[Divergence, ...] = field(default=(), compare=False)  # the near ties, with their gaps
+    verdicts: tuple[str, ...] = field(default=(), compare=False)  # on each prompt: a key of `counts`
 
     @property
     def passed(self) -> bool:
@@ -65,7 +69,49 @@ class Gate:
             "failed": self.failed,
         }
 
+    def among(self, places: Sequence[int]) -> "Gate":
+        """Return the verdict on some of the prompts, by their places; one without details is returned as it is."""
+        if not self.verdicts:
+            return self
+        kept = tuple(self.verdicts[place] for place in places)
+        return replace(verdict_of(kept, [], []), lossy=self.lossy)
 
+
+@dataclass(frozen=True)
+class SampledGate:
+    """The verdict on a drafter at a temperature above 0.
+
+    Attributes:
+        coupled: prompts with the same tokens as plain decoding under coupled noise.
+        law: the chi-square test; None where nothing could be drawn, for the reason `why`.
+    """
+
+    drafter: str
+    temperature: float
+    coupled: Gate
+    law: LawTest | None
+    why: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the tokens are equal, and the law was not rejected."""
+        return self.coupled.passed and (self.law is None or self.law.passed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what the report's JSON says of it."""
+        counts = self.coupled.counts() | {"first": self.coupled.first, "ties": self.coupled.ties}
+        drawn = None if self.law is None else asdict(self.law) | {"control_caught": self.law.caught}
+        named = {"drafter": self.drafter, "temperature": self.temperature, "passed": self.passed}
+        return {**named, "coupled": counts, "law": drawn, "why_no_law": self.why}
+
+    def __str__(self) -> str:
+        """Describe it for a message."""
+        same = f"{self.coupled.identical} of {self.coupled.checked} prompts equal under coupled noise"
+        told = f"{self.drafter} at T={self.temperature:g}: {same}; {self.law or self.why}"
+        return told + (f"; {self.coupled.first}" if self.coupled.first else "")
+
+
+VERDICTS = ("identical", "near_tie", "failed")
 UNCHECKED = Gate(0, 0, 0, 0)
 
 
@@ -112,14 +158,20 @@ def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequen
     """
     if dtype not in EPSILON:
         raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")
-    identical = ties = 0
-    failures = []
+    verdicts: list[str] = []
+    failures: list[Divergence] = []
+    ties: list[Divergence] = []
     for ours, theirs, prompt in zip(plain, drafted, ids, strict=True):
         found = divergence(ours, theirs, prompt)
-        if found is None:
-            identical += 1
-        elif near_tie(found, theirs, EPSILON[dtype]):
-            ties += 1
-        else:
-            failures.append(found)
-    return Gate(len(ids), identical, ties, len(failures), failures[0] if failures else None)
+        tied = found is not None and near_tie(found, theirs, EPSILON[dtype])
+        verdicts.append("identical" if found is None else "near_tie" if tied else "failed")
+        if found is not None:
+            (ties if tied else failures).append(found)
+    return verdict_of(verdicts, ties, failures)
+
+
+def verdict_of(verdicts: Sequence[str], ties: Sequence[Divergence], failures: Sequence[Divergence]) -> Gate:
+    """Return the gate of the prompts' verdicts, with the near ties and failures among them."""
+    first = failures[0] if failures else None
+    identical, tied, failed = (sum(each == kind for each in verdicts) for kind in VERDICTS)
+    return Gate(len(verdicts), identical, tied, failed, first, ties=tuple(ties), verdicts=tuple(verdicts))

@@ -24,11 +24,27 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "clock_mhz": clock_mhz(device),
+        "load": [round(load, 2) for load in os.getloadavg()],
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
         "transformers": transformers.__version__,
     }
+
+
+def clock_mhz(device: torch.device) -> float | None:
+    """Return the device's clock at this moment, a processor's as the mean of its cores; None where nothing tells it."""
+    if device.type == "cuda":
+        try:
+            return float(torch.cuda.clock_rate(device))
+        except (ImportError, RuntimeError):  # it asks the driver's library, whose Python package may be missing
+            return None
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    clocks = [float(line.split(":", 1)[1]) for line in lines if line.startswith("cpu MHz")]
+    return round(sum(clocks) / len(clocks), 1) if clocks else None
 
 
 def cpu_name() -> str:

@@ -17,6 +17,18 @@ from inference.decode import Generation
 
 RESAMPLES = 2000
 LEVEL = 0.95
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+# What others call acceptance, by the names of `definitions`, and what each of them counts.
+DEFINITIONS = {
+    "mean_acceptance_length": "τ: tokens a target pass commits, its bonus token included, all passes pooled "
+    "(Spec-Bench's #mean accepted tokens, vLLM's and EAGLE's acceptance length, block efficiency)",
+    "mean_acceptance_length_by_request": "the mean of each request's own τ (SPEED-Bench)",
+    "accepted_per_pass": "drafted tokens that a pass accepts, the bonus token left out, all passes pooled",
+    "accepted_per_pass_by_request": "the mean of each request's own accepted tokens per pass",
+    "draft_acceptance_rate": "drafted tokens accepted, of those drafted (vLLM); it falls as drafts grow",
+    "committed_per_verified": "accepted and bonus tokens, of all that the target verified (AIPerf); the rest is waste",
+}
 
 Interval = tuple[float, float]
 
@@ -69,6 +81,50 @@ def acceptance(runs: Sequence[Generation]) -> Acceptance:
     )
 
 
+def definitions(runs: Sequence[Generation]) -> dict[str, float | None]:
+    """Return the published definitions of acceptance side by side, by the names of `DEFINITIONS`."""
+    found, steps = acceptance(runs), [step for run in runs for step in run.steps]
+    accepted, passes = sum(step.accepted for step in steps), len(steps)
+    each = [sum(step.accepted for step in run.steps) / len(run.steps) for run in runs if run.steps]
+    return {
+        "mean_acceptance_length": found.tau,
+        "mean_acceptance_length_by_request": found.tau_request_mean,
+        "accepted_per_pass": ratio(accepted, passes),
+        "accepted_per_pass_by_request": ratio(sum(each), len(each)),
+        "draft_acceptance_rate": found.accepted_per_draft_token,
+        "committed_per_verified": ratio(accepted + passes, found.draft_tokens + passes),
+    }
+
+
+def tau_within(found: Acceptance, depth: int) -> float | None:
+    """Return what τ would be, had every draft ended at a depth: deeper tokens would have been the passes' bonus.
+
+    Exact where the target's choices after a step do not depend on how long the step was, as on recorded text.
+    """
+    return None if found.tau is None else 1 + sum(found.accepted_by_depth[:depth])
+
+
+def by_request(runs: Sequence[Generation], base: Sequence[Generation] | None) -> dict[str, dict[str, float]]:
+    """Return the quantiles over the requests of τ, tokens per second, latency in seconds and, over `base`, speedup."""
+    values: dict[str, list[float | None]] = {
+        "tau": [ratio(decoded(run), len(run.steps)) for run in runs],
+        "tokens_per_second": [tokens_per_second([run]) for run in runs],
+        "latency_s": [run.latency_s for run in runs],
+    }
+    if base is not None:
+        values["speedup"] = [speedup([run], [plain]) for run, plain in zip(runs, base, strict=True)]
+    return {name: spread for name, each in values.items() if (spread := quantiles(each))}
+
+
+def quantiles(values: Sequence[float | None]) -> dict[str, float]:
+    """Return the quantiles of what was measured, as p5, p25 and so on; nothing where nothing was."""
+    known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+    if not len(known):
+        return {}
+    found = known.quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+    return {f"p{share * 100:g}": value for share, value in zip(QUANTILES, found, strict=True)}
+
+
 def rules_used(runs: Sequence[Generation]) -> str:
     """Return the rules that verified the drafts of a set of runs, for reading."""
     used = {step.rule for run in runs for step in run.steps if step.drafted}
@@ -78,6 +134,11 @@ def rules_used(runs: Sequence[Generation]) -> str:
 def tokens_per_second(runs: Sequence[Generation]) -> float | None:
     """Decoding speed, the prefill excluded: total tokens over total seconds."""
     return ratio(sum(map(decoded, runs)), sum(run.decode_s for run in runs))
+
+
+def whole_tokens_per_second(runs: Sequence[Generation]) -> float | None:
+    """End to end: all tokens, the prefill's among them, over the seconds of prefill and decoding."""
+    return ratio(sum(len(run.tokens) for run in runs), sum(run.prefill_s + run.decode_s for run in runs))
 
 
 def seconds(runs: Sequence[Generation]) -> dict[str, float]:
@@ -102,6 +163,12 @@ def speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | N
     return None if fast is None or slow is None else ratio(fast, slow)
 
 
+def whole_speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | None:
+    """Tokens per second of `runs` over those of `base`, end to end."""
+    fast, slow = whole_tokens_per_second(runs), whole_tokens_per_second(base)
+    return None if fast is None or slow is None else ratio(fast, slow)
+
+
 def tau_interval(runs: Sequence[Generation], seed: int) -> Interval | None:
     """Return tau's confidence interval under resampling of the requests."""
     counts = torch.tensor([[decoded(run), len(run.steps)] for run in runs], dtype=torch.float64)
@@ -113,9 +180,20 @@ def speedup_interval(runs: Sequence[Generation], base: Sequence[Generation], see
 
     Paired: a request is drawn with its run and its base, so what makes it slow for both cancels.
     """
+    ours, theirs = ([[float(decoded(run)), run.decode_s] for run in each] for each in (runs, base))
+    return _paired(ours, theirs, seed)
+
+
+def whole_speedup_interval(runs: Sequence[Generation], base: Sequence[Generation], seed: int) -> Interval | None:
+    """Return the interval of the speedup end to end, likewise."""
+    ours, theirs = ([[float(len(run.tokens)), run.prefill_s + run.decode_s] for run in each] for each in (runs, base))
+    return _paired(ours, theirs, seed)
+
+
+def _paired(runs: list[list[float]], base: list[list[float]], seed: int) -> Interval | None:
+    """Return the interval of a ratio of two speeds, of tokens and seconds of the same requests on both sides."""
     assert len(runs) == len(base), "a paired interval needs the same requests on both sides"
-    pairs = zip(runs, base, strict=True)
-    columns = [[decoded(run), run.decode_s, decoded(plain), plain.decode_s] for run, plain in pairs]
+    columns = [[*ours, *theirs] for ours, theirs in zip(runs, base, strict=True)]
     both = torch.tensor(columns, dtype=torch.float64)
     return bootstrap(both, lambda total: (total[:, 0] / total[:, 1]) / (total[:, 2] / total[:, 3]), seed)
 

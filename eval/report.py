@@ -2,18 +2,19 @@
 
 import json
 import math
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from eval import ladder
-from eval.lossless import Gate, labelled
+from eval.lossless import Gate, SampledGate, labelled
 from eval.metrics import LEVEL, Interval
 from eval.page.build import page
+from eval.sections import sections
+from eval.tables import grid, number, spread
+from eval.written import finite, write_atomic
 
 SCHEMA = 1
 
@@ -51,6 +52,17 @@ class Row:
     latency_s: float | None
     memory_bytes: int
     lossless: dict[str, int]
+    category: str = ""  # empty: all prompts of the workload
+    prompts: int = 0
+    state: str = "none"  # of a source that remembers: warm from the requests before, or cold
+    definitions: dict[str, float | None] = field(default_factory=dict)  # by the names of metrics.DEFINITIONS
+    tau_within_depth: list[float | None] = field(default_factory=list)  # had every draft ended at depth 1, 2, …
+    by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
+    prefill_s: float = 0.0  # of all requests
+    whole_tokens_per_second: float | None = None  # end to end, with the prefill
+    whole_speedup: float | None = None
+    whole_speedup_ci: Interval | None = None
+    agreement: dict[str, Any] = field(default_factory=dict)  # the timed greedy tokens against plain decoding's
 
 
 @dataclass(frozen=True)
@@ -62,39 +74,57 @@ class Report:
     settings: dict[str, Any]
     gates: dict[str, Gate]
     rows: list[Row]
+    sampled: list[SampledGate] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Hold the promise that a drafter which changed the output is given no speedup."""
         for row in self.rows:
-            told = (row.speedup, row.speedup_ci, row.speedup_hf) != (None, None, None)
+            told = {row.speedup, row.speedup_ci, row.speedup_hf, row.whole_speedup, row.whole_speedup_ci} != {None}
             assert not (told and self.red(row)), f"{row.drafter} has a speedup and a red gate"
 
     def red(self, row: Row) -> bool:
         """Whether the row's drafter failed the gate."""
         gate = self.gates.get(labelled(row.drafter, row.batch_size))
-        return row.lossless["failed"] > 0 or (gate is not None and not gate.passed)
+        drawn = (each for each in self.sampled if (each.drafter, each.temperature) == (row.drafter, row.temperature))
+        wrong = gate is not None and not gate.passed
+        return row.lossless["failed"] > 0 or wrong or not all(each.passed for each in drawn)
+
+    @property
+    def overall(self) -> list[Row]:
+        """The rows of whole workloads, without those of single categories."""
+        return [row for row in self.rows if not row.category]
+
+    def name(self, row: Row) -> str:
+        """Return what tables call a row: its drafter, and where there are several, its workload."""
+        several = len({row.workload for row in self.overall}) > 1
+        return labelled(row.drafter, row.batch_size) + (f" on {row.workload}" if several else "")
 
     @property
     def passed(self) -> bool:
         """Whether every drafter is lossless; commands exit with a status that says so."""
-        return all(gate.passed for gate in self.gates.values())
+        return all(gate.passed for gate in self.gates.values()) and all(each.passed for each in self.sampled)
 
     def failures(self) -> list[str]:
         """Return a line for each drafter whose gate is red."""
-        return [_failure(name, gate) for name, gate in self.gates.items() if not gate.passed]
+        greedy = [_failure(name, gate) for name, gate in self.gates.items() if not gate.passed]
+        return greedy + [f"{each}; speedup withheld" for each in self.sampled if not each.passed]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; what is not finite becomes null."""
         gates = {
-            name: gate.counts() | {"passed": gate.passed, "first": gate.first} for name, gate in self.gates.items()
+            name: gate.counts()
+            | {"passed": gate.passed, "first": gate.first}
+            | ({"ties": gate.ties} if gate.ties else {})
+            for name, gate in self.gates.items()
         }
+        drawn = {"sampled_gate": [each.as_dict() for each in self.sampled]} if self.sampled else {}
         told: dict[str, Any] = finite(
             {
                 "schema": SCHEMA,
                 "target": self.target,
                 "device": self.device,
-                "settings": self.settings | {"gate": gates},
+                "settings": self.settings | {"gate": gates} | drawn,
                 "rows": self.rows,
                 **self.extras,
             }
@@ -112,30 +142,6 @@ class Report:
         write_atomic(folder / "report.json", json.dumps(told, indent=1, allow_nan=False) + "\n")
         write_atomic(folder / "report.md", markdown(self))
         write_atomic(folder / "report.html", page(told, title(self), self.failures(), notes_of(self)))
-
-
-def finite(value: Any) -> Any:
-    """Return the value as dicts, lists and scalars, every number that is not finite replaced by None."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | None) else finite(asdict(value))
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a text file through a neighbour that takes its place when complete."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 INTERVAL = f"[{LEVEL:.0%}]"
@@ -179,8 +185,8 @@ NOTES = (
     "Memory is the peak of the whole session on an accelerator, else of the whole process, all drafters together.",
 )
 SAMPLED = (
-    "At temperatures above 0 there are no equal tokens to ask for: that the rule keeps the target's law is proven by "
-    "exact enumeration in the tests, and the greedy gate covers the engine it runs in."
+    "At temperatures above 0 lossless counts the prompts whose tokens are plain decoding's under coupled noise; the "
+    "law of tokens drawn with the rule in use is tested too. That rules keep it, exact enumeration proves in the tests."
 )
 
 
@@ -196,7 +202,7 @@ def table(report: Report) -> Table:
     shown = Table(title=title(report))
     for name in HEADER:
         shown.add_column(name, justify="left" if name in ("drafter", "rule", "lossless") else "right")
-    for row in report.rows:
+    for row in report.overall:
         shown.add_row(*_cells(report, row))
     return shown
 
@@ -210,10 +216,11 @@ def markdown(report: Report) -> str:
     parts = [
         f"# {title(report)}",
         *(f"**Not lossless.** {failure}." for failure in report.failures()),
-        _grid(HEADER, [_cells(report, row) for row in report.rows]),
+        grid(HEADER, [_cells(report, row) for row in report.overall]),
         "## Where the time goes",
-        _grid(TIME_HEADER, [_time_cells(row) for row in report.rows]),
+        grid(TIME_HEADER, [_time_cells(report, row) for row in report.overall]),
         *_why(report),
+        *sections(report.rows, report.sampled, report.gates, report.red),
         "## How it was measured",
         f"Settings: {settings}. Device: {device}. Peak memory: {memory:.0f} MiB. Provenance: {source}.",
         "\n".join(f"- {note}" for note in notes_of(report)),
@@ -228,34 +235,34 @@ def notes_of(report: Report) -> tuple[str, ...]:
 
 def _why(report: Report) -> list[str]:
     """Return the ladders, where a row has one."""
-    rows = [row for row in report.as_dict()["rows"] if row["ladder"]]
+    rows = [row for row in report.as_dict()["rows"] if row["ladder"] and not row["category"]]
     body = [ladder.cells(labelled(row["drafter"], row["batch_size"]), row) for row in rows]
-    return ["## Why not more?", ladder.NOTE, _grid(ladder.HEADER, body)] if body else []
+    return ["## Why not more?", ladder.NOTE, grid(ladder.HEADER, body)] if body else []
 
 
 def _cells(report: Report, row: Row) -> list[str]:
     """Return a row's cells under `HEADER`."""
     red = report.red(row)
     return [
-        labelled(row.drafter, row.batch_size),
+        report.name(row),
         f"{row.temperature:g}",
         row.rule,
-        _spread(row.tau, row.tau_ci),
+        spread(row.tau, row.tau_ci),
         " ".join(f"{share:.2f}" for share in row.accepted_by_depth) or "-",
-        _number(row.tokens_per_second, 1),
-        "withheld" if red else _spread(row.speedup, row.speedup_ci) + _slower(row),
-        "withheld" if red else _number(row.speedup_hf, 2),
+        number(row.tokens_per_second, 1),
+        "withheld" if red else spread(row.speedup, row.speedup_ci) + _slower(row),
+        "withheld" if red else number(row.speedup_hf, 2),
         _verdict(row.lossless),
     ]
 
 
-def _time_cells(row: Row) -> list[str]:
+def _time_cells(report: Report, row: Row) -> list[str]:
     """Return a row's cells under `TIME_HEADER`."""
     steps = row.steps or math.nan
-    times = [_number(1000 * row.seconds[part] / steps, 2) for part in TIMES]
-    drafted, kept = _number(row.draft_tokens / steps, 1), _number(row.accepted_per_draft_token, 2)
-    headroom = _number(row.overlap_headroom, 2)
-    name, wait = labelled(row.drafter, row.batch_size), _number(row.latency_s, 2)
+    times = [number(1000 * row.seconds[part] / steps, 2) for part in TIMES]
+    drafted, kept = number(row.draft_tokens / steps, 1), number(row.accepted_per_draft_token, 2)
+    headroom = number(row.overlap_headroom, 2)
+    name, wait = report.name(row), number(row.latency_s, 2)
     return [name, f"{row.temperature:g}", row.tree, str(row.steps), *times, drafted, kept, headroom, wait]
 
 
@@ -270,23 +277,6 @@ def _verdict(counts: dict[str, int]) -> str:
     ties = f", {counts['near_tie']} near tie" if counts["near_tie"] else ""
     failed = f", {counts['failed']} FAILED" if counts["failed"] else ""
     return f"{counts['identical']}/{counts['checked']}{ties}{failed}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    """Return a number for reading, or a dash where there is none."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def _spread(value: float | None, interval: Interval | None) -> str:
-    """Return a number with its interval."""
-    if interval is None or interval[0] == interval[1]:  # plain decoding against itself
-        return _number(value, 2)
-    return f"{_number(value, 2)} [{_number(interval[0], 2)}, {_number(interval[1], 2)}]"
-
-
-def _grid(header: tuple[str, ...], body: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in ([*header], ["---"] * len(header), *body))
 
 
 def _failure(name: str, gate: Gate) -> str:

@@ -9,7 +9,7 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
 import gc
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import hydra
@@ -17,25 +17,23 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from data.prompts import Prompt
-from eval.config import EngineConfig, EvalConfig
-from eval.drafters import load_drafters
+from eval.config import EngineConfig, EvalConfig, listed
 from eval.extras import answers, training, trees
-from eval.live import PLAIN, Session, measure, rows
-from eval.lossless import Gate, gate, labelled
+from eval.gates import agreement, check, settings_at, sources
+from eval.live import Session, measure, rows
+from eval.lossless import Gate, SampledGate
 from eval.machine import device_facts, peak_memory, provenance
 from eval.report import Report, Row, table
 from eval.sources import find_heads, model_of, own_prompts
 from eval.tune import tune
 from eval.tuned import TUNED
-from eval.workloads import load_workload, short_name
+from eval.workloads import Selection, Workload, load_workload, read_workload
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
-from inference.decode import Settings
+from inference.decode import autoregress
 from inference.placement import alone
 from inference.target import Target, default_device, fast_dtype
-from inference.verify import is_lossy
 
 PIPE_WIDTH = 140
 
@@ -55,10 +53,10 @@ def evaluate(config: EvalConfig) -> Report:
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
     out = folder_for(config.out, runs, list(config.drafter))
-    workload = workload_of(config, model)
     target = load_target(model, config.gate_dtype, config.engine)
-    prompts = load_workload(workload, target, config.prompts, config.truncate)
-    gates = check(config, target, prompts)
+    workloads = read(config, model, target)
+    prompts = [prompt for workload in workloads for prompt in workload.prompts]
+    gates, sampled = check(config, target, prompts)
     dtype = speed_dtype(config, model, target.device)
     if dtype != config.gate_dtype:
         del target
@@ -68,9 +66,10 @@ def evaluate(config: EvalConfig) -> Report:
     report = Report(
         target={"name": model["name"], "path": model["path"], **described(target)},
         device=device_facts(target.device, target.dtype),
-        settings=settings_of(config, len(prompts)),
+        settings=settings_of(config, workloads),
         gates=gates,
-        rows=timed_rows(config, target, prompts, gates, short_name(workload), extras),
+        rows=timed_rows(config, target, workloads, gates, sampled, extras),
+        sampled=sampled,
         extras=extras,
     )
     report.write(out)
@@ -89,10 +88,12 @@ def tuned(config: EvalConfig) -> bool:
     """
     runs = config.runs()
     model = model_of(runs[0], config.model)
-    workload = workload_of(config, model)
+    names = workloads_of(config, model)
+    if len(names) > 1:
+        raise ValueError(f"workload is {', '.join(names)}: tune=true finds the tree for one, give one")
     device = torch.device(model["device"] or default_device())
     target = load_target(model, speed_dtype(config, model, device), config.engine)
-    prompts = load_workload(workload, target, config.prompts, config.truncate)
+    prompts = load_workload(names[0], target, config.prompts, config.truncate)
     out = folder_for(config.out, runs, list(config.drafter))
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     found = tune(config, target, prompts)
@@ -102,17 +103,21 @@ def tuned(config: EvalConfig) -> bool:
     return found.passed
 
 
-def workload_of(config: EvalConfig, model: Mapping[str, Any]) -> str:
+def workloads_of(config: EvalConfig, model: Mapping[str, Any]) -> list[str]:
     """Return what to measure on: what is configured, else the first run's own prompts, else the model's.
 
     Raises:
-        ValueError: none of them is there.
+        ValueError: none of them is there, or one is given twice.
     """
     runs = config.runs()
-    workload = config.workload or own_prompts(runs[0] if runs else None) or model.get("prompts")
-    if not workload:
+    own = own_prompts(runs[0] if runs else None) or model.get("prompts")
+    names = [str(name) for name in listed(config.workload or own) if name]
+    if not names:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    return str(workload)
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"workload {', '.join(repeated)} is given twice: leave one out")
+    return names
 
 
 def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:
@@ -137,67 +142,58 @@ def speed_dtype(config: EvalConfig, model: Mapping[str, Any], device: torch.devi
     return str(fast_dtype(device)).removeprefix("torch.") if chosen == "auto" else chosen
 
 
-def check(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> dict[str, Gate]:
-    """Return the gate's verdict on each drafter at each batch size: every prompt once, greedily.
+def read(config: EvalConfig, model: Mapping[str, Any], target: Target) -> list[Workload]:
+    """Return the workloads; of dialogues, the target greedily writes the answers that nobody recorded."""
+    wanted = Selection(config.prompts, config.warmup, config.truncate, config.turns, config.balanced)
+    settings = settings_at(0.0, config)
 
-    All are compared with plain decoding of each prompt alone; so is plain decoding in batches.
-    """
-    drafters, sizes = load_drafters(config, target), config.batch_sizes()
-    if not drafters and sizes == [1]:
-        return {}
-    settings, ids = settings_at(0.0, config, gaps=True), [prompt.id for prompt in prompts]
-    gates = {}
-    for size in sorted({1, *sizes}):
-        given = drafters if size in sizes else {}
-        runs = measure(target, given, prompts, settings, repeats=1, warmup=0, hf=False, batch_size=size)
-        once = {name: [repeats[0] for repeats in each] for name, each in runs.items()}
-        if size == 1:
-            alone = once.pop(PLAIN)
-        for name, each in once.items():
-            verdict = gate(alone, each, ids, target.dtype)
-            gates[labelled(name, size)] = replace(verdict, lossy=name != PLAIN and is_lossy(config.rule))
-    return gates
+    def answer(token: list[int]) -> str:
+        return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
 
-
-def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> Settings:
-    """Return how prompts are decoded at a temperature."""
-    return Settings(
-        config.max_new_tokens,
-        config.sampling(temperature),
-        seed=config.seed,
-        gaps=gaps,
-        rule=config.rule,
-        lossy=config.lossy,
-        min_new_tokens=config.min_new_tokens,
-    )
+    return [read_workload(name, target, wanted, answer) for name in workloads_of(config, model)]
 
 
 def timed_rows(
     config: EvalConfig,
     target: Target,
-    prompts: Sequence[Prompt],
+    workloads: Sequence[Workload],
     gates: dict[str, Gate],
-    workload: str,
+    sampled: Sequence[SampledGate],
     extras: dict[str, Any],
 ) -> list[Row]:
-    """Return the rows of all temperatures and batch sizes, each an interleaved session of its own.
+    """Return the rows of all workloads, temperatures and batch sizes, each an interleaved session of its own.
 
     `extras` takes what the report shows besides: training curves, trees, and answers of the first session.
     """
-    drafters = load_drafters(config, target)
+    drafters = sources(config, target)
     if "head" in config.drafter:
         extras["training"] = training(find_heads([*config.runs(), *config.compare]))
     extras["trees"] = trees(drafters)
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    made = []
-    for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
-        settings = settings_at(temperature, config)
-        hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
-        runs = measure(target, drafters, prompts, settings, config.repeats, config.warmup, hf, size)
-        session = Session(workload, temperature, size, peak_memory(target.device), config.seed)
-        made += rows(runs, drafters, gates, session)
-        extras.setdefault("answers", answers(runs, drafters, prompts, target.tokenizer))
+    made: list[Row] = []
+    start = 0
+    for workload in workloads:
+        for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
+            settings = settings_at(temperature, config)
+            hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
+            runs = measure(target, drafters, workload.prompts, settings, config.repeats, workload.warmup, hf, size)
+            here = [each for each in sampled if each.temperature == temperature]
+            session = Session(
+                workload.name,
+                temperature,
+                size,
+                peak_memory(target.device),
+                config.seed,
+                start=start,
+                categories=workload.categories(),
+                coupled={each.drafter: each.coupled for each in here},
+                untrusted=frozenset(each.drafter for each in here if not each.passed),
+                agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
+            )
+            made += rows(runs, drafters, gates, session)
+            extras.setdefault("answers", answers(runs, drafters, workload.prompts, target.tokenizer))
+        start += len(workload.prompts)
     return made
 
 
@@ -208,13 +204,14 @@ def described(target: Target) -> dict[str, Any]:
     return {**spec, "parameters": parameters, "context": target.context, "quantized": target.quantized}
 
 
-def settings_of(config: EvalConfig, prompts: int) -> dict[str, Any]:
+def settings_of(config: EvalConfig, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Return what the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     keys = ("max_new_tokens", "min_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
-    chosen = {key: getattr(config, key) for key in keys}
+    chosen = {key: getattr(config, key) for key in (*keys, "turns", "balanced", "budget", "gate_tv")}
     return {
-        "prompts": prompts,
+        "prompts": sum(len(workload.prompts) for workload in workloads),
+        "warmup_prompts": "further ones" if all(each.fresh for each in workloads) else "measured ones, halves swapped",
         **chosen,
         "engine": config.engine.label,
         "provenance": provenance(),

@@ -185,10 +185,10 @@ class Bench:
         }
         prompts, target, seed = cycled(self.held, batch), self.target, self.config.seed
         exact = replace(self.settings, gaps=True)
-        once = measure(target, drafters, prompts, exact, 1, 0, hf=False, batch_size=batch)
+        once = measure(target, drafters, prompts, exact, 1, (), hf=False, batch_size=batch)
         first = {name: [repeats[0] for repeats in each] for name, each in once.items()}
         ids, repeats = [prompt.id for prompt in prompts], self.config.repeats  # all have run once already: no warm-up
-        runs = measure(target, drafters, prompts, self.settings, repeats, 0, hf=False, batch_size=batch)
+        runs = measure(target, drafters, prompts, self.settings, repeats, (), hf=False, batch_size=batch)
         middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
         made = []
         for name, one in zip(drafters, candidates, strict=True):

@@ -1,39 +1,135 @@
-"""Prompts to measure on: the bundled workload by its name, or the user's own file."""
+"""Prompts to measure on: the bundled workload by its name, the user's own log, or a published benchmark's file."""
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from data.prompts import WORKLOADS, Prompt, load_prompts, locate
+from data.files import Raw
+from data.prompts import WORKLOADS, Prompt, locate, prompt_of
+from data.records import ANSWERS, QUESTIONS, Message, Record, content_text, parse
+from data.sources import open_source
+from data.template import encode, encode_plain, render
 from inference.target import Target
 
 # Below this, generation would end at the context's edge and not at the answer's, and measure next to nothing.
 ROOM = 8
+LOOKED = 10_000  # records, at most, among which prompts of all categories are looked for
+TURNS = ("first", "all")
+SUMMARIZE = "Summarize: {}"  # what Spec-Bench asks of CNN/DM's articles
+UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # what stands in SPEED-Bench for text under others' licences
+
+Answer = Callable[[list[int]], str]  # of the target, to a prompt
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which prompts of a workload to take.
+
+    Attributes:
+        prompts: questions to measure on, at most; with all turns a question gives several prompts.
+        warmup: further prompts, to run before anything counts.
+        truncate: shorten prompts that leave no room to their end, rather than refuse them.
+        turns: "first" or "all" questions of a dialogue.
+        balanced: take as many of each category as there are, rather than the first ones.
+    """
+
+    prompts: int
+    warmup: int
+    truncate: bool
+    turns: str
+    balanced: bool
+
+
+class Workload(NamedTuple):
+    """What reports call it, the prompts to measure on, and those that run before; `fresh` if the latter are its own."""
+
+    name: str
+    prompts: list[Prompt]
+    warmup: list[Prompt]
+    fresh: bool
+
+    def categories(self) -> dict[str, list[int]]:
+        """Return the places of each category's prompts; nothing where all are of one."""
+        places: dict[str, list[int]] = {}
+        for place, prompt in enumerate(self.prompts):
+            places.setdefault(prompt.category, []).append(place)
+        return {name or "other": each for name, each in places.items()} if len(places) > 1 else {}
 
 
 def load_workload(name: str, target: Target, limit: int, truncate: bool = False) -> list[Prompt]:
-    """Read the first prompts of a workload as tokens of the target.
+    """Return the first prompts of a workload as tokens of the target, as `read_workload` does."""
+    return read_workload(name, target, Selection(limit, 0, truncate, "first", False)).prompts
+
+
+def read_workload(name: str, target: Target, wanted: Selection, answer: Answer | None = None) -> Workload:
+    """Read a workload's prompts as tokens of the target.
+
+    Warm-up prompts are the workload's next ones; where it has no more, those that are measured, their halves swapped.
 
     Args:
-        name: a key of `WORKLOADS`, or whatever `load_prompts` reads: a file, a Hub name.
+        name: a key of `WORKLOADS`, a file, a folder, a glob, or a Hub name.
         target: whose tokenizer and context count.
-        limit: how many prompts at most.
-        truncate: shorten prompts that leave no room to their end, rather than refuse them.
+        wanted: which of its prompts.
+        answer: what the target writes, for the turns of a dialogue whose answers nobody has recorded.
 
     Raises:
-        ValueError: unknown workload, no prompts, or a prompt that leaves no room in the context.
+        ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that leaves no
+            room in the context.
     """
-    prompts = load_prompts(locate(name), target.tokenizer, limit)[:limit]
-    if not prompts:
+    found = list(_records(locate(name), wanted))
+    if not found:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
+    chosen = spread(found, wanted.prompts + wanted.warmup) if wanted.balanced else found
+    measured = sorted(chosen[: wanted.prompts])  # in the workload's own order
+
+    def fitting(prompt: Prompt) -> Prompt:
+        return fit(prompt, name, target, wanted.truncate)
+
+    prompts: list[Prompt] = []
+    for _, record in measured:
+        for prompt in _prompts(record, target, wanted.turns, lambda token: answer(token) if answer else ""):
+            prompts.append(fitting(prompt))
+    spare = [record for _, record in chosen[wanted.prompts : wanted.prompts + wanted.warmup]]
+    warmup = [fitting(prompt) for record in spare for prompt in _prompts(record, target, "first", None)]
+    fresh = len(warmup) == wanted.warmup
+    missing = wanted.warmup - len(warmup)
+    warmup += [swapped(prompts[-1 - i % len(prompts)]) for i in range(missing)]
+    return Workload(short_name(name), prompts, warmup, fresh)
+
+
+def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:
+    """Return a prompt that leaves room for an answer.
+
+    Raises:
+        ValueError: it does not, and may not be shortened.
+    """
     room = target.context - ROOM
     if truncate:
-        return [prompt._replace(token=prompt.token[-room:]) for prompt in prompts]
-    for prompt in prompts:
-        if len(prompt.token) > room:
-            raise ValueError(
-                f"workload {name}, prompt {prompt.id}: {len(prompt.token)} tokens, but the target's context of "
-                f"{target.context} leaves room for {room}: shorten it, or set truncate=true to keep each prompt's end"
-            )
-    return prompts
+        return prompt._replace(token=prompt.token[-room:])
+    if len(prompt.token) > room:
+        raise ValueError(
+            f"workload {name}, prompt {prompt.id}: {len(prompt.token)} tokens, but the target's context of "
+            f"{target.context} leaves room for {room}: shorten it, or set truncate=true to keep each prompt's end"
+        )
+    return prompt
+
+
+def swapped(prompt: Prompt) -> Prompt:
+    """Return a prompt of the same length that is not the same text: its second half, and then its first."""
+    half = len(prompt.token) // 2
+    return prompt._replace(id=f"{prompt.id} swapped", token=prompt.token[half:] + prompt.token[:half])
+
+
+def spread(found: Sequence[tuple[int, Record | Prompt]], count: int) -> list[tuple[int, Record | Prompt]]:
+    """Return records of all categories in turn, the first of each, then the second, and so on."""
+    kinds: dict[str, list[tuple[int, Record | Prompt]]] = {}
+    for place, record in found:
+        kinds.setdefault(record.category, []).append((place, record))
+    longest = max(map(len, kinds.values()))
+    turns = [each[i] for i in range(longest) for each in kinds.values() if i < len(each)]
+    return turns[:count]
 
 
 def short_name(name: str) -> str:
@@ -41,3 +137,71 @@ def short_name(name: str) -> str:
     path = Path(name).expanduser()
     known = [key for key, bundled in WORKLOADS.items() if path.resolve() == bundled]
     return known[0] if known else path.name if path.is_file() else name
+
+
+def _records(path: str, wanted: Selection) -> Iterator[tuple[int, Record | Prompt]]:
+    """Yield the workload's records with their places, as many as must be looked at."""
+    source, seen = open_source(path, split=""), set[str]()
+    limit = LOOKED if wanted.balanced else wanted.prompts + wanted.warmup
+    for place, raw in enumerate(islice(source, limit)):
+        if set(raw) == set(Prompt._fields):
+            yield place, Prompt(**raw)
+            continue
+        read = parse(_readable(raw, place, path), place, path)
+        name = f"{read.id}@{place}" if read.id in seen else read.id
+        seen.add(name)
+        yield place, read._replace(id=name)
+
+
+def _readable(raw: Raw, place: int, path: str) -> Raw:
+    """Return a published record in a shape that `parse` reads.
+
+    CNN/DM has an article and its highlights, question sets have lists of answers, dialogues without answers have turns.
+    """
+    if isinstance(raw.get("article"), str) and "highlights" in raw:
+        return {**raw, "prompt": SUMMARIZE.format(raw["article"])}
+    turns = raw.get("turns") or raw.get("prompt")
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        if any(turn.startswith(UNFETCHED) for turn in turns):
+            raise ValueError(
+                f"{path}: record {raw.get('question_id', place)} holds a placeholder in place of its text: fetch the "
+                "texts with SPEED-Bench's own prepare_data.py first"
+            )
+        asked = [{"role": "user", "content": turn} for turn in turns]
+        return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": asked}
+    if any(isinstance(raw.get(key), str) for key in QUESTIONS):
+        return {key: value for key, value in raw.items() if key not in ANSWERS or isinstance(value, str)}
+    return raw
+
+
+def _prompts(record: Record | Prompt, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:
+    """Yield a record's prompts: its first question, or every one after all that was said before it."""
+    if isinstance(record, Prompt):
+        yield record
+    elif turns == "first" or sum(message["role"] == "user" for message in record.messages) < 2:
+        yield prompt_of(record, target.tokenizer)
+    else:
+        assert answer is not None
+        yield from _turns(record, target, answer)
+
+
+def _turns(record: Record, target: Target, answer: Answer) -> Iterator[Prompt]:
+    """Yield a prompt for each question of a dialogue; the target writes the answers that are not recorded."""
+    said: list[Message] = []
+    turn, last = 0, Prompt(record.id, [], record.category)
+    for message in record.messages:
+        asked = message["role"] == "user"
+        if asked and said and said[-1]["role"] == "user":
+            said.append({"role": "assistant", "content": answer(last.token)})
+        said.append(message)
+        if asked:
+            turn += 1
+            last = Prompt(f"{record.id}.{turn}", _encoded(said, record, target), record.category, content_text(message))
+            yield last
+
+
+def _encoded(said: Sequence[Message], record: Record, target: Target) -> list[int]:
+    """Return a dialogue's tokens up to the answer; without a chat template, its texts one after another."""
+    if target.tokenizer.chat_template:
+        return encode([render(list(said), target.tokenizer, True, record.tools)], target.tokenizer)[0]
+    return encode_plain("\n\n".join(content_text(message) for message in said), target.tokenizer)

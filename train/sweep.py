@@ -84,7 +84,7 @@ def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
     """Return what a finished run cost and each of its own rows of the report."""
     cost = json.loads((out / "training.json").read_text())
     report = json.loads((out / "report.json").read_text())
-    mine = [row for row in report["rows"] if row["drafter"] == drafter]
+    mine = [row for row in report["rows"] if row["drafter"] == drafter and not row.get("category")]
     return [{"name": name, "out": str(out), "cost": cost, **row} for row in mine]
 
 

@@ -19,6 +19,7 @@ from tests import toys
 from tests.eval.stubs import StubTarget, generation
 
 PROMPTS = [Prompt(f"p{i}", [i], "") for i in range(4)]
+WARM = [Prompt(f"w{i}", [i], "") for i in (7, 8, 9)]
 SETTINGS = Settings(8, GREEDY, seed=3)
 GREEN = Gate(4, 4, 0, 0)
 RED = Gate(4, 3, 0, 1, Divergence("p2", 5, 1, 2, 3.5))
@@ -42,7 +43,7 @@ def record(seed: int, repeats: int = 3, warmup: int = 0) -> tuple[list[tuple[str
         return run
 
     names = ("plain", "eagle", "medusa")
-    return calls, interleave({name: runner(name) for name in names}, PROMPTS, repeats, warmup, seed)
+    return calls, interleave({name: runner(name) for name in names}, PROMPTS, repeats, WARM[:warmup], seed)
 
 
 def test_each_prompt_is_measured_by_each_runner_as_often_as_asked() -> None:
@@ -66,15 +67,15 @@ def test_every_round_begins_without_memory_and_keeps_the_prompts_order() -> None
         calls.append(str(prompt[0]))
         return generation(2)
 
-    interleave({"suffix": run}, PROMPTS, 2, 1, 0, [lambda: calls.append("forget")])
-    assert calls == ["3", *["forget", "0", "1", "2", "3"] * 2]
+    interleave({"suffix": run}, PROMPTS, 2, WARM[:1], 0, [lambda: calls.append("forget")])
+    assert calls == ["7", *["forget", "0", "1", "2", "3"] * 2]
 
 
 def test_the_order_follows_the_seed() -> None:
     assert record(1)[0] == record(1)[0] != record(2)[0]
 
 
-@pytest.mark.parametrize(("warmup", "prompts"), [(2, [3, 2]), (6, [3, 2, 1, 0, 3, 2])])
+@pytest.mark.parametrize(("warmup", "prompts"), [(2, [7, 8]), (3, [7, 8, 9])])
 def test_the_warm_up_comes_first_and_does_not_count(warmup: int, prompts: list[int]) -> None:
     calls, runs = record(0, repeats=1, warmup=warmup)
     first, counted = calls[: 3 * warmup], calls[3 * warmup :]
@@ -104,11 +105,11 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
     for stub in (autoregress, speculate, hf_generate):
         monkeypatch.setattr(live, stub.__name__, stub)
     target, drafters = StubTarget(), {"eagle": Ranked(torch.device("cpu"))}
-    runs = measure(target, drafters, PROMPTS, SETTINGS, repeats=2, warmup=1, hf=True)
+    runs = measure(target, drafters, PROMPTS, SETTINGS, repeats=2, warmup=WARM[:1], hf=True)
     assert {name: len(each[0][0].tokens) for name, each in runs.items()} == {"plain": 2, "eagle": 3, "hf": 4}
     assert all(len(repeats) == 2 for each in runs.values() for repeats in each)
     assert {(name, settings) for name, settings in seen} == {("plain", SETTINGS), ("ranked", SETTINGS), ("hf", 8)}
-    assert set(measure(target, drafters, PROMPTS, SETTINGS, repeats=1, warmup=0, hf=False)) == {"plain", "eagle"}
+    assert set(measure(target, drafters, PROMPTS, SETTINGS, repeats=1, warmup=(), hf=False)) == {"plain", "eagle"}
 
 
 def test_hf_generate_emits_plain_decodings_tokens() -> None:

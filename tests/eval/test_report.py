@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from eval.lossless import UNCHECKED, Divergence, Gate
-from eval.report import Report, Row, markdown, table, write_atomic
+from eval.report import Report, Row, markdown, table
+from eval.written import write_atomic
 
 ROW = Row(
     drafter="eagle",
@@ -45,7 +46,8 @@ SILENT = replace(ROW, speedup=None, speedup_ci=None, speedup_hf=None, lossless=R
 CONTRACT = (
     "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
     "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
-    "overlap_headroom seconds latency_s memory_bytes lossless ladder"
+    "overlap_headroom seconds latency_s memory_bytes lossless category prompts state definitions tau_within_depth "
+    "by_request prefill_s whole_tokens_per_second whole_speedup whole_speedup_ci agreement ladder"
 )
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 

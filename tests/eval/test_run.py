@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,11 @@ from eval import live
 from eval.config import EvalConfig, eval_config
 from eval.run import evaluate, folder_for, main, speed_dtype
 from heads.resolvers import ROOT, register_resolvers
-from heads.store import save_head
 from heads.typed import typed
 from inference.decode import Generation, Settings
 from inference.drafters.registry import SOURCES
 from tests import toys
-
-SIZE = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a toy target, its prompts, and a finished run of each head."""
-    folder = tmp_path_factory.mktemp("runs")
-    target = toys.target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
-    prompts = [{"id": f"p{i}", "text": " ".join(f"w{token}" for token in toys.prompt(i, 24))} for i in range(3)]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), encoding="utf-8")
-    model = {
-        "name": "toy", "path": str(folder / "target"), "dtype": "auto", "device": "cpu",
-        "trust_remote_code": False, "prompts": str(folder / "prompts.jsonl"),
-    }  # fmt: skip
-    for name in ("eagle", "medusa"):
-        save_head(folder / name / "head", toys.head(name, target), target.spec, asdict(toys.TREES["dynamic"]))
-        (folder / name / "config.yaml").write_text(json.dumps({"model": model}), encoding="utf-8")
-    return folder
-
-
-def small(runs: Path, out: Path, **values: Any) -> EvalConfig:
-    """Return an evaluation of the EAGLE run that takes a moment."""
-    given = {"run": str(runs / "eagle"), "out": str(out), "dtype": "float32"}
-    return eval_config(**(given | SIZE | values))
+from tests.eval.small import SIZE, small
 
 
 def test_two_heads_and_plain_decoding_stand_in_one_report(
@@ -207,6 +179,10 @@ def test_a_mistake_is_named_in_one_line(runs: Path, tmp_path: Path, values: dict
         ({"repeats": 0}, "repeats is 0"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"gate_dtype": "auto"}, "gate_dtype is 'auto'"),
+        ({"gate_tv": 0.0}, "gate_tv is 0.0"),
+        ({"turns": "last"}, "turns is 'last'"),
+        ({"budget": 0}, "budget is 0"),
+        ({"workload": [3]}, "workload is"),
         ({"run": [3]}, "run is"),
         ({"promts": 3}, "promts"),
         ({"hf": "maybe"}, "hf"),

@@ -1,70 +1,167 @@
-"""Workloads by name and by path, and what is wrong with the others."""
+"""Workloads by name and by path, in the shapes of logs and benchmarks; and what is wrong with the others."""
 
+import gzip
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from data.prompts import Prompt
+from data.prompts import Prompt, save_prompts
 from eval import workloads
-from eval.workloads import load_workload, short_name
+from eval.workloads import Selection, load_workload, read_workload, short_name
+from inference.target import Target
+from tests import toys
 from tests.eval.stubs import StubTarget
+
+FIRST = Selection(8, 0, False, "first", True)
+ALL = Selection(8, 0, False, "all", True)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace the reading of prompts; return the paths that were asked for."""
-    paths: list[str] = []
-
-    def load(path: str, tokenizer: object, limit: int | None) -> list[Prompt]:
-        paths.append(path)
-        return [Prompt(f"p{i}", list(range(i)), "code") for i in (3, 60, 5)]
-
-    monkeypatch.setattr(workloads, "load_prompts", load)
-    return paths
+def three(tmp_path: Path) -> str:
+    """Return a file of prompts of 3, 60 and 5 tokens."""
+    save_prompts([Prompt(f"p{i}", list(range(i)), "code") for i in (3, 60, 5)], tmp_path / "three.jsonl")
+    return str(tmp_path / "three.jsonl")
 
 
-def test_a_name_is_a_bundled_file(asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def written(folder: Path, *records: dict[str, Any]) -> str:
+    """Write records as JSON Lines and return the file."""
+    (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    return str(folder / "mine.jsonl")
+
+
+def words(target: Target, prompt: Prompt) -> str:
+    return str(target.tokenizer.decode(prompt.token))
+
+
+def test_a_name_is_a_bundled_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    load_workload("tiny", StubTarget(), 1)
-    assert asked == [str(Path(workloads.__file__).parents[1] / "examples" / "tiny" / "prompts.jsonl")]
+    (prompt,) = load_workload("tiny", toys.target(), 1)
+    assert prompt.id == "_pytest/_py/path.py:stat"
 
 
-def test_a_file_and_a_hub_name_go_through(asked: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text("")
-    load_workload(str(file), StubTarget(), 1)
-    load_workload("me/prompts", StubTarget(), 1)
-    assert asked == [str(file), "me/prompts"]
-
-
-def test_an_unknown_name_lists_the_known_ones(asked: list[str]) -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"nonesuch.*tiny"):
         load_workload("nonesuch", StubTarget(), 1)
-    assert asked == []
 
 
-def test_a_prompt_without_room_is_named(asked: list[str]) -> None:
+def test_a_prompt_without_room_is_named(three: str) -> None:
     with pytest.raises(ValueError, match=r"p60: 60 tokens.*64.*56") as error:
-        load_workload("tiny", StubTarget(), 3)
+        load_workload(three, StubTarget(), 3)
     assert "\n" not in str(error.value)
-    assert [prompt.id for prompt in load_workload("tiny", StubTarget(), 1)] == ["p3"]
+    assert [prompt.id for prompt in load_workload(three, StubTarget(), 1)] == ["p3"]
 
 
-def test_truncation_keeps_the_end(asked: list[str]) -> None:
-    prompts = load_workload("tiny", StubTarget(), 3, truncate=True)
+def test_truncation_keeps_the_end(three: str) -> None:
+    prompts = load_workload(three, StubTarget(), 3, truncate=True)
     assert [len(prompt.token) for prompt in prompts] == [3, 56, 5]
     assert prompts[1].token[-1] == 59
 
 
-def test_no_prompts_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workloads, "load_prompts", lambda *_: [])
-    with pytest.raises(ValueError, match="no prompts"):
-        load_workload("tiny", StubTarget(), 3)
+def test_no_prompts_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no records"):
+        load_workload(written(tmp_path), StubTarget(), 3)
 
 
 def test_short_names_show_no_folder(tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text("")
-    assert short_name(str(file)) == "mine.jsonl"
+    assert short_name(written(tmp_path, {})) == "mine.jsonl"
     assert short_name(str(workloads.WORKLOADS["tiny"])) == short_name("tiny") == "tiny"
     assert short_name("me/prompts") == "me/prompts"
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "log": {"messages": [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w9"}]},
+    "OpenAI batch": {"custom_id": "a", "method": "POST", "body": {"messages": [{"role": "user", "content": "w1 w2"}]}},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "w1 w2"}, {"from": "gpt", "value": "w9"}]},
+    "prompt": {"prompt": "w1 w2"},
+    "Spec-Bench": {"question_id": 81, "category": "writing", "turns": ["w1 w2", "w3"]},
+    "EAGLE's": {"question_id": 0, "category": "", "turns": ["w1 w2"], "reference": ["w9"]},
+    "HumanEval": {"task_id": "HumanEval/0", "prompt": "w1 w2", "canonical_solution": "w9", "entry_point": "f"},
+    "GSM8K": {"question": "w1 w2", "answer": "w9"},
+    "Alpaca": {"instruction": "w1 w2", "input": "", "output": "w9"},
+    "QA": {"question": "w1 w2", "answer": ["w9", "w8"]},
+    "SPEED-Bench": {"question_id": "c", "category": "coding", "turns": ["w1 w2"], "src_id": "s", "multiturn": False},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logs_and_benchmarks_are_read_as_they_are_published(tmp_path: Path, shape: str) -> None:
+    target = toys.target()
+    found = read_workload(written(tmp_path, SHAPES[shape]), target, FIRST)
+    assert [words(target, prompt) for prompt in found.prompts] == ["w1 w2"]
+    assert found.prompts[0].category == SHAPES[shape].get("category", "")
+
+
+def test_articles_are_to_be_summarized(tmp_path: Path) -> None:
+    found = read_workload(written(tmp_path, {"id": "x", "article": "w1 w2", "highlights": "w9"}), toys.target(), FIRST)
+    assert found.prompts[0].text == "Summarize: w1 w2"
+
+
+def test_human_eval_is_read_packed(tmp_path: Path) -> None:
+    file = tmp_path / "HumanEval.jsonl.gz"
+    with gzip.open(file, "wt", encoding="utf-8") as packed:
+        packed.write(json.dumps(SHAPES["HumanEval"]))
+    found = read_workload(str(file), toys.target(), FIRST)
+    assert (found.name, found.prompts[0].id) == ("HumanEval.jsonl.gz", "HumanEval/0")
+
+
+def test_text_that_must_be_fetched_is_not_measured(tmp_path: Path) -> None:
+    hollow = {"question_id": "q7", "turns": [f"{workloads.UNFETCHED} FROM THE SOURCE USING SPECDEC_BENCH"]}
+    with pytest.raises(ValueError, match=r"q7 holds a placeholder.*prepare_data") as error:
+        read_workload(written(tmp_path, hollow), toys.target(), FIRST)
+    assert "\n" not in str(error.value)
+
+
+def test_all_turns_follow_the_recorded_answers_else_the_targets(tmp_path: Path) -> None:
+    target, asked = toys.target(), list[list[int]]()
+    log = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}, {"from": "human", "value": "w3"}]
+    file = written(tmp_path, {"id": "log", "conversations": log}, {"question_id": "b", "turns": ["w4", "w5", "w6"]})
+
+    def answer(token: list[int]) -> str:
+        asked.append(token)
+        return f"w{20 + len(asked)}"
+
+    found = read_workload(file, target, ALL, answer)
+    assert [(prompt.id, words(target, prompt)) for prompt in found.prompts] == [
+        ("log.1", "w1"),
+        ("log.2", "w1 w2 w3"),
+        ("b.1", "w4"),
+        ("b.2", "w4 w21 w5"),
+        ("b.3", "w4 w21 w5 w22 w6"),
+    ]
+    assert [target.tokenizer.decode(token) for token in asked] == ["w4", "w4 w21 w5"]
+    first = read_workload(file, target, FIRST)
+    assert [words(target, prompt) for prompt in first.prompts] == ["w1", "w4"]
+
+
+def kinds(folder: Path) -> str:
+    records = [{"id": f"{kind}{i}", "category": kind, "prompt": f"w{i}"} for kind in "abc" for i in range(4)]
+    return written(folder, *records)
+
+
+def test_few_prompts_are_of_all_categories_in_the_files_order(tmp_path: Path) -> None:
+    file = kinds(tmp_path)
+    found = read_workload(file, toys.target(), Selection(5, 0, False, "first", True))
+    assert [prompt.id for prompt in found.prompts] == ["a0", "a1", "b0", "b1", "c0"]
+    assert found.categories() == {"a": [0, 1], "b": [2, 3], "c": [4]}
+    plain = read_workload(file, toys.target(), Selection(3, 0, False, "first", False))
+    assert [prompt.id for prompt in plain.prompts] == ["a0", "a1", "a2"]
+    assert plain.categories() == {}
+
+
+def test_warm_up_prompts_are_none_of_the_measured(tmp_path: Path) -> None:
+    file = kinds(tmp_path)
+    found = read_workload(file, toys.target(), Selection(5, 2, False, "first", True))
+    assert ([prompt.id for prompt in found.warmup], found.fresh) == (["c1", "a2"], True)
+    whole = read_workload(file, toys.target(), Selection(12, 2, False, "first", True))
+    assert (len(whole.prompts), len(whole.warmup), whole.fresh) == (12, 2, False)
+    own = save_prompts([Prompt("p", [1, 2, 3, 4, 5], "")], tmp_path / "one.jsonl")
+    assert own is None
+    (swapped,) = read_workload(str(tmp_path / "one.jsonl"), toys.target(), Selection(4, 1, False, "first", True)).warmup
+    assert swapped.token == [3, 4, 5, 1, 2]
+
+
+def test_records_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    found = read_workload(written(tmp_path, *[{"id": "x", "prompt": "w1"}] * 2), toys.target(), FIRST)
+    assert [prompt.id for prompt in found.prompts] == ["x", "x@1"]

@@ -1,0 +1,93 @@
+"""The gates of an evaluation: greedy tokens at every batch size, drawn tokens at every temperature, timed tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from data.prompts import Prompt
+from eval.config import EvalConfig
+from eval.drafters import Drafters, load_drafters
+from eval.live import HF, PLAIN, Runs, measure
+from eval.lossless import EPSILON, Gate, SampledGate, divergence, gate, labelled
+from eval.metrics import median_run
+from eval.sampled import sampled_gates
+from eval.states import in_states
+from inference.decode import Settings, autoregress
+from inference.target import Target
+from inference.verify import is_lossy
+
+
+def sources(config: EvalConfig, target: Target) -> Drafters:
+    """Return the draft sources to evaluate, warm and cold, within the budget."""
+    return in_states(load_drafters(config, target), config.cold, config.budget)
+
+
+def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> Settings:
+    """Return how prompts are decoded at a temperature."""
+    return Settings(
+        config.max_new_tokens,
+        config.sampling(temperature),
+        seed=config.seed,
+        gaps=gaps,
+        rule=config.rule,
+        lossy=config.lossy,
+        min_new_tokens=config.min_new_tokens,
+    )
+
+
+def check(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> tuple[dict[str, Gate], list[SampledGate]]:
+    """Return the gate's verdict on each drafter at each batch size, and at each temperature above 0.
+
+    Greedily every prompt runs once. All are compared with plain decoding of each prompt alone; so is plain decoding in
+    batches.
+    """
+    drafters, sizes = sources(config, target), config.batch_sizes()
+    if not drafters and sizes == [1]:
+        return {}, []
+    settings, ids = settings_at(0.0, config, gaps=True), [prompt.id for prompt in prompts]
+    gates = {}
+    for size in sorted({1, *sizes}):
+        given = drafters if size in sizes else {}
+        runs = measure(target, given, prompts, settings, repeats=1, warmup=(), hf=False, batch_size=size)
+        once = {name: [repeats[0] for repeats in each] for name, each in runs.items()}
+        if size == 1:
+            alone = once.pop(PLAIN)
+        for name, each in once.items():
+            verdict = gate(alone, each, ids, target.dtype)
+            gates[labelled(name, size)] = replace(verdict, lossy=name != PLAIN and is_lossy(config.rule))
+    hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
+    tests, sampled = len(hot) * len(drafters), []
+    for temperature in hot:
+        how = settings_at(temperature, config)
+        sampled += sampled_gates(target, drafters, prompts, how, config.gate_tv, tests)
+    return gates, sampled
+
+
+def agreement(
+    target: Target, prompts: Sequence[Prompt], runs: Runs, settings: Settings
+) -> Mapping[str, dict[str, Any]]:
+    """Return how far each drafter's timed greedy tokens are plain decoding's, and the logit gaps where they part.
+
+    Only where they part is the prompt decoded once more, plainly and up to there, for the gap.
+    """
+    middle = {name: [median_run(repeats) for repeats in each] for name, each in runs.items() if name != HF}
+    plain, epsilon = middle.pop(PLAIN), EPSILON.get(target.dtype, 0.0)
+    found: dict[str, dict[str, Any]] = {}
+    gaps: dict[tuple[int, int], float] = {}
+    for name, each in middle.items():
+        parted = [divergence(ours, theirs, p.id) for ours, theirs, p in zip(plain, each, prompts, strict=True)]
+        mine = []
+        for place, where in enumerate(parted):
+            if where is not None and (place, where.position) not in gaps:
+                most = max(2, where.position + 1)
+                least = min(settings.min_new_tokens, most)
+                how = replace(settings, gaps=True, max_new_tokens=most, min_new_tokens=least)
+                again = autoregress(target, prompts[place].token, how)
+                gaps.update(((place, position), gap) for position, gap in enumerate(again.gaps))
+            if where is not None:
+                mine.append(gaps.get((place, where.position), float("inf")))
+        near = sum(gap < epsilon for gap in mine)
+        counts = {"identical": len(prompts) - len(mine), "near_tie": near, "beyond": len(mine) - near}
+        dtype = str(target.dtype).removeprefix("torch.")
+        found[name] = {"dtype": dtype, "checked": len(prompts), **counts, "gaps": mine}
+    return found

@@ -1,0 +1,137 @@
+"""The later parts of the Markdown report: categories, definitions, requests, end to end, equal depth, the gates."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from eval.lossless import Gate, SampledGate, labelled
+from eval.metrics import DEFINITIONS, LEVEL, QUANTILES
+from eval.tables import grid, number, spread
+
+INTERVAL = f"[{LEVEL:.0%}]"
+NAMED = ("drafter", "workload", "T")
+SHOWN = 5  # near ties, of each drafter
+
+
+def sections(
+    rows: Sequence[Any], sampled: Sequence[SampledGate], gates: Mapping[str, Gate], red: Callable[[Any], bool]
+) -> Iterator[str]:
+    """Yield headings, tables and legends; of parts that have nothing to tell, nothing."""
+    overall = [row for row in rows if not row.category]
+    parts = {
+        "By category": categories(rows, red),
+        "What others call acceptance": definitions(overall),
+        "End to end": whole(overall, red),
+        "Over the requests": requests(overall),
+        "At an equal depth of draft": depths(overall),
+        "Sampled tokens": drawn(sampled),
+        "Near ties": ties(overall, gates),
+    }
+    for heading, told in parts.items():
+        if told:
+            yield f"## {heading}"
+            yield from told
+
+
+def categories(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:
+    """Return the rows of single categories."""
+    header = ("drafter", "workload/category", "T", "prompts", f"τ {INTERVAL}", f"speedup {INTERVAL}")
+    body = [
+        [
+            *(*_named(row), str(row.prompts), spread(row.tau, row.tau_ci)),
+            "withheld" if red(row) else spread(row.speedup, row.speedup_ci),
+        ]
+        for row in rows
+        if row.category
+    ]
+    return [grid(header, body)] if body else []
+
+
+def definitions(rows: Sequence[Any]) -> list[str]:
+    """Return the published definitions side by side, and their legend."""
+    body = [
+        [*_named(row), *(number(row.definitions[name], 3) for name in DEFINITIONS)] for row in rows if row.definitions
+    ]
+    legend = "\n".join(f"- `{name}`: {told}" for name, told in DEFINITIONS.items())
+    return [grid((*NAMED, *DEFINITIONS), body), legend] if body else []
+
+
+def whole(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:
+    """Return the speeds with the prefill."""
+    header = (*NAMED, "memory", "prefill s", "tok/s, end to end", f"speedup, end to end {INTERVAL}")
+    body = [
+        [
+            *(*_named(row), row.state, number(row.prefill_s, 2), number(row.whole_tokens_per_second, 1)),
+            "withheld" if red(row) else spread(row.whole_speedup, row.whole_speedup_ci),
+        ]
+        for row in rows
+        if row.whole_tokens_per_second is not None
+    ]
+    legend = (
+        "End to end counts all tokens over prefill and decoding together. A source whose memory is warm drafts from "
+        "the requests before, in their order, and begins every round of measurement with nothing; cold, it forgets "
+        "before every request; none, nothing outlives a request."
+    )
+    return [grid(header, body), legend] if body else []
+
+
+def requests(rows: Sequence[Any]) -> list[str]:
+    """Return the quantiles over the requests."""
+    marks = [f"p{share * 100:g}" for share in QUANTILES]
+    body = [
+        [*_named(row), what, *(number(found[mark], 2) for mark in marks)]
+        for row in rows
+        for what, found in row.by_request.items()
+        if what in ("tau", "speedup")  # the JSON has more
+    ]
+    return [grid((*NAMED, "of each request", *marks), body)] if body else []
+
+
+def depths(rows: Sequence[Any]) -> list[str]:
+    """Return what τ would be at equal depths of draft."""
+    deepest = max((len(row.tau_within_depth) for row in rows), default=0)
+    body = [
+        [
+            *_named(row),
+            *(number(value, 2) for value in row.tau_within_depth + [None] * (deepest - len(row.tau_within_depth))),
+        ]
+        for row in rows
+        if row.tau_within_depth
+    ]
+    legend = (
+        "τ, had every draft ended at that depth: the sum of P(a≥d) up to it and the bonus token, from the passes that "
+        "were made. `budget=K` measures it: then no source drafts deeper than K."
+    )
+    return [grid((*NAMED, *(f"depth {d + 1}" for d in range(deepest))), body), legend] if body else []
+
+
+def drawn(sampled: Sequence[SampledGate]) -> list[str]:
+    """Return the verdicts above temperature 0."""
+    legend = (
+        "Under coupled noise every drafter must emit plain decoding's tokens. The chi-square test draws next tokens "
+        "after fixed texts with the rule in use, as often as it takes to reject a law that is off by the total "
+        "variation TV with the power that is named. The control, a rule known to be broken, must be rejected each time."
+    )
+    lines = "\n".join(f"- {'' if each.passed else '**RED** '}{each}" for each in sampled)
+    return [lines, legend] if sampled else []
+
+
+def ties(rows: Sequence[Any], gates: Mapping[str, Gate]) -> list[str]:
+    """Return the near ties of the gate, and where the timed tokens left plain decoding's, with their logit gaps."""
+    lines = [f"- gate, {name}: {tie}" for name, gate in gates.items() for tie in gate.ties[:SHOWN]]
+    for row in rows:
+        if row.agreement.get("identical", row.prompts) < row.prompts:
+            told, name = row.agreement, labelled(row.drafter, row.batch_size)
+            gaps = ", ".join(f"{gap:.3g}" for gap in told["gaps"][:SHOWN])
+            lines.append(
+                f"- timed in {told['dtype']}, {name} on {row.workload}: {told['identical']} of {told['checked']} "
+                f"prompts identical, {told['near_tie']} near ties, {told['beyond']} beyond; top-2 logit gaps {gaps}"
+            )
+    legend = (
+        "The gap is plain decoding's between its two best tokens where the other first differs. What is timed is not "
+        "gated: rounding decides there, and from there on two texts differ."
+    )
+    return ["\n".join(lines), legend] if lines else []
+
+
+def _named(row: Any) -> list[str]:
+    return [labelled(row.drafter, row.batch_size), row.workload, f"{row.temperature:g}"]

@@ -1,0 +1,55 @@
+"""The protocol through a whole evaluation: workloads, categories, and the gate above temperature 0."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval import sampled
+from eval.run import evaluate
+from tests.eval.small import small
+
+
+def test_workloads_and_categories_have_rows_of_their_own(runs: Path, tmp_path: Path) -> None:
+    kinds = [{"id": f"{kind}{i}", "category": kind, "turns": [f"w{i} w2", "w4"]} for kind in "ab" for i in (1, 2)]
+    (tmp_path / "kinds.jsonl").write_text("\n".join(map(json.dumps, kinds)), encoding="utf-8")
+    workloads = [str(tmp_path / "kinds.jsonl"), str(runs / "prompts.jsonl")]
+    values = {"workload": workloads, "turns": "all", "hf": False, "temperature": [0, 1.0], "warmup": 1, "gate_tv": 0.1}
+    made = evaluate(small(runs, tmp_path, **values))
+    assert made.passed
+    told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    rows = {(row["workload"], row["temperature"]): row for row in told["rows"] if row["drafter"] == "eagle"}
+    whole, parts = "kinds.jsonl", ("kinds.jsonl/a", "kinds.jsonl/b")
+    assert list(rows) == [
+        *((name, t) for t in (0.0, 1.0) for name in (whole, *parts)),
+        *(("prompts.jsonl", t) for t in (0.0, 1.0)),
+    ]
+    for t in (0.0, 1.0):
+        assert [rows[part, t]["category"] for part in parts] == ["a", "b"]
+        assert [rows[name, t]["prompts"] for name in (whole, *parts, "prompts.jsonl")] == [4, 2, 2, 2]
+        assert [rows[name, t]["lossless"]["identical"] for name in (whole, *parts, "prompts.jsonl")] == [4, 2, 2, 2]
+        assert rows[whole, t]["tokens"] == sum(rows[part, t]["tokens"] for part in parts)
+        assert rows[whole, t]["whole_speedup"] > 0
+        assert set(rows[whole, t]["by_request"]) == {"tau", "tokens_per_second", "latency_s", "speedup"}
+        assert rows[whole, t]["definitions"]["mean_acceptance_length"] == rows[whole, t]["tau"]
+    agreed = rows[whole, 0.0]["agreement"]
+    assert (agreed["dtype"], agreed["checked"], agreed["identical"], agreed["gaps"]) == ("float32", 4, 4, [])
+    (drawn,) = told["settings"]["sampled_gate"]
+    assert (drawn["drafter"], drawn["temperature"], drawn["coupled"]["identical"]) == ("eagle", 1.0, 6)
+    assert drawn["law"]["control_caught"]
+    assert told["settings"]["warmup_prompts"] == "further ones"
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| eagle on kinds.jsonl |" in text
+    assert "`accepted_per_pass`: " in text
+    assert "broken control caught" in text
+
+
+def test_a_red_draw_withholds_the_speedup_of_its_temperature_alone(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampled, "redrawn", lambda law, rng, count: rng.draw(law.expand(count, -1)))  # nothing broken
+    made = evaluate(small(runs, tmp_path, hf=False, temperature=[0, 1.0], gate_tv=0.1))
+    assert not made.passed
+    assert "broken control NOT caught" in made.failures()[0]
+    assert [row.speedup is None for row in made.rows if row.drafter == "eagle"] == [False, True]
+    assert [row.whole_speedup is None for row in made.rows if row.drafter == "eagle"] == [False, True]

@@ -1,0 +1,106 @@
+"""The gate above temperature 0 passes what is right, and catches a rule, an engine and a control that are not."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from data.prompts import Prompt
+from eval import sampled
+from eval.law import LawTest
+from eval.lossless import Gate, SampledGate
+from eval.sampled import coupled_gate, race_gap, sampled_gates
+from inference.decode import Generation, Settings, autoregress
+from inference.drafters import Drafter
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.sample import Sampling
+from inference.verify import COUPLED, Verdict, decide
+from tests import toys
+
+PROMPTS = [Prompt(f"p{i}", toys.prompt(i, 12), "") for i in range(3)]
+HOT = Settings(10, Sampling(1.0, 0, 1.0))
+TV = 0.2
+
+
+def heads(*trees: str) -> dict[str, Drafter]:
+    """Return the toy EAGLE head under trees: chains are drawn, dynamic trees are chosen."""
+    head: Any = toys.head("eagle", toys.target())
+    return {tree: HeadDrafter(head, toys.TREES[tree], tree) for tree in trees}
+
+
+def verdicts(*trees: str, tv: float = TV, **changes: Any) -> list[SampledGate]:
+    return sampled_gates(toys.target(), heads(*trees), PROMPTS, replace(HOT, **changes), tv, 2)
+
+
+def test_right_rules_pass_and_the_control_is_caught() -> None:
+    for found in verdicts("chain", "dynamic"):
+        assert found.passed
+        assert (found.coupled.checked, found.coupled.identical) == (3, 3)
+        assert found.law is not None
+        assert found.law.caught
+        assert (found.law.tv, found.law.alpha) == (TV, 1e-3 / 2)
+        assert "broken control caught" in str(found)
+        assert found.as_dict()["law"]["control_caught"] is True
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_a_rule_that_likes_its_drafts_too_much_is_caught(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lenient(drafted: Any, *args: Any, **how: Any) -> Verdict:
+        found = decide(drafted, *args, **how)
+        liked = len(drafted.token) > 1 and args[3].accept(0.4)
+        return Verdict([0, 1], found.token, found.rule) if liked else found
+
+    monkeypatch.setattr(sampled, "decide", lenient)
+    (found,) = verdicts(tree)
+    assert found.law is not None
+    assert found.law.caught
+    assert not found.passed
+    assert found.law.p_value < found.law.alpha
+    assert found.coupled.passed
+
+
+def test_tokens_that_differ_under_coupled_noise_are_a_failure_with_their_gap() -> None:
+    target, how = toys.target(), replace(HOT, rule=COUPLED, gaps=True)
+    plain = [autoregress(target, prompt.token, how) for prompt in PROMPTS]
+    other = Generation(tokens=[*plain[0].tokens[:4], (plain[0].tokens[4] + 1) % toys.VOCAB, *plain[0].tokens[5:]])
+    found = coupled_gate(target, plain, [other, *plain[1:]], PROMPTS, how)
+    assert found.counts() == {"checked": 3, "identical": 2, "near_tie": 0, "failed": 1}
+    assert found.first is not None
+    assert (found.first.prompt, found.first.position) == ("p0", 4)
+    assert found.first.gap == pytest.approx(race_gap(target, PROMPTS[0].token, plain[0].tokens[:4], how))
+    assert found.verdicts == ("failed", "identical", "identical")
+
+
+def test_the_race_has_the_winner_that_decoding_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, how = toys.target(), replace(HOT, rule=COUPLED)
+    plain = autoregress(target, PROMPTS[0].token, how)
+    raced = []
+    race = sampled.Coupled.race
+
+    def noted(self: Any, law: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        raced.append(int(race(self, law, depth).argmax()))
+        return race(self, law, depth)
+
+    monkeypatch.setattr(sampled.Coupled, "race", noted)
+    for place in range(len(plain.tokens)):
+        assert race_gap(target, PROMPTS[0].token, plain.tokens[:place], how) > 0
+    assert raced == plain.tokens
+
+
+def test_a_source_that_drafts_nothing_is_not_drawn() -> None:
+    target = toys.target()
+    (found,) = sampled_gates(target, {"nothing": Plain(target.device)}, PROMPTS, HOT, TV, 1)
+    assert found.law is None
+    assert found.passed
+    assert str(found).startswith("nothing at T=1: 3 of 3 prompts equal under coupled noise; no draws: ")
+
+
+def test_the_verdict_needs_both_parts() -> None:
+    law = LawTest(1000, 2, 7, 6.0, 0.5, TV, 0.9, 1e-3, 0.0)
+    green, red = Gate(3, 3, 0, 0), Gate(3, 2, 0, 1)
+    assert SampledGate("eagle", 1.0, green, law, "").passed
+    assert not SampledGate("eagle", 1.0, red, law, "").passed
+    assert not SampledGate("eagle", 1.0, green, replace(law, p_value=1e-9), "").passed
+    assert not SampledGate("eagle", 1.0, green, replace(law, control_p=0.5), "").passed

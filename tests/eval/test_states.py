@@ -1,0 +1,57 @@
+"""Sources that remember have a cold row beside the warm one, and a budget keeps all to one depth."""
+
+import torch
+
+from eval.states import in_states, state_of
+from inference.decode import Settings, autoregress, speculate
+from inference.drafters import Context
+from inference.drafters.head import HeadDrafter
+from inference.drafters.registry import make
+from inference.drafters.suffix import Suffix
+from inference.rng import Generator
+from inference.sample import GREEDY
+from tests import toys
+
+SUFFIX = {
+    "mode": "path", "depth": 16, "tokens": 8, "factor": 2.0, "offset": 0.0, "min_probability": 0.1, "memory": True,
+    "memory_nodes": 10_000,
+}  # fmt: skip
+
+
+def suffix(memory: bool = True) -> Suffix:
+    made = make("suffix", SUFFIX | {"memory": memory}, toys.target())
+    assert isinstance(made, Suffix)
+    return made
+
+
+def test_only_what_remembers_has_a_cold_row_and_the_state_is_declared() -> None:
+    head = HeadDrafter(toys.head("eagle", toys.target()), toys.TREES["chain"], "eagle")
+    made = in_states({"eagle": head, "suffix": suffix(), "suffix_cold": suffix(False)}, True, None)
+    states = {name: state_of(each) for name, each in made.items()}
+    assert states == {"eagle": "none", "suffix": "warm", "suffix cold": "cold", "suffix_cold": "none"}
+    assert list(in_states({"suffix": suffix()}, False, None)) == ["suffix"]
+
+
+def test_a_cold_source_meets_the_same_prompt_as_if_for_the_first_time() -> None:
+    target, settings = toys.target(), Settings(16, GREEDY)
+    made = in_states({"suffix": suffix()}, True, None)
+    runs = {name: [speculate(target, each, toys.prompt(0), settings) for _ in range(3)] for name, each in made.items()}
+    plain = autoregress(target, toys.prompt(0), settings)
+    assert toys.lively(plain.tokens)
+    assert all(run.tokens == plain.tokens for each in runs.values() for run in each)
+    assert runs["suffix"][2].tau > runs["suffix"][0].tau  # it has the whole answer in memory
+    assert len({run.tau for run in runs["suffix cold"]}) == 1
+    assert runs["suffix cold"][2].tau == runs["suffix"][0].tau
+
+
+def test_no_source_drafts_deeper_than_the_budget() -> None:
+    warm = suffix()
+    (within,) = in_states({"suffix": warm}, False, 2).values()
+    text = [1, 2, 3, 4, 5, 6] * 3
+    within.reset(text)
+    context = Context(text, GREEDY, Generator(0, torch.device("cpu")), 8)
+    assert len(within.propose(context).tree.token) == 1 + 2
+    warm.reset(text)
+    assert len(warm.propose(context).tree.token) > 1 + 2
+    assert within.tree == "path-8 within 2"
+    assert state_of(within) == "warm"
