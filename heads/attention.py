@@ -4,7 +4,8 @@ A row drafted from row t attends to the true rows that row t sees and to the row
 for each step: the training-time test of EAGLE-3 (arXiv 2503.01840). Its scores are one matrix product with the true
 rows and a column for each own step, so neither a mask nor scores over all steps' rows are ever made. The two parts are
 merged by their log-sum-exp. Queries go through in blocks and the backward pass makes a block's weights again from the
-sum (FlashAttention, arXiv 2205.14135), so memory grows with the length and the steps, not with a square of either.
+sum (FlashAttention, arXiv 2205.14135), so memory grows with the length and the steps, not with a square of either. A
+block is scored with no row before its documents begin, so that time grows with the documents, not with the row.
 
 What a row sees of the true rows is an interval: from where its document or its window begins, up to itself.
 """
@@ -39,13 +40,21 @@ class Pattern(NamedTuple):
         return (column >= self.first[:, part, None]) & (column <= upto[:, part, None])
 
     def parts(self, true: int) -> list["Part"]:
-        """Return the blocks that queries over so many true rows go through in."""
+        """Return the blocks that queries over so many true rows go through in, and what each may see."""
         found = []
-        for begin in range(0, self.first.shape[1], BLOCK):
+        lows = None if torch.compiler.is_compiling() else self.lows()
+        for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
             end = min(begin + BLOCK, self.first.shape[1])
             least = 0 if self.upto is not None or self.reach is None else max(0, begin - self.reach)
-            found.append(Part(begin, end, least, true if self.upto is not None else end))
+            most = true if self.upto is not None else end
+            if lows is not None:
+                least = min(lows[i], most - 1)  # who sees no true row is scored with one all the same, and masked
+            found.append(Part(begin, end, least, most))
         return found
+
+    def lows(self) -> list[int]:
+        """Return the first true row that each block's queries see: documents packed in a row do not see the others."""
+        return [int(low) for low in torch.stack([part.min() for part in self.first.split(BLOCK, 1)]).tolist()]
 
 
 class Part(NamedTuple):
@@ -97,7 +106,8 @@ class _Rows(torch.autograd.Function):
         """Return the outputs, and keep their log-sum-exp."""
         out = query.new_empty((*query.shape[:3], value.shape[-1]))
         total = torch.empty(query.shape[:3], dtype=_wide(query.dtype), device=query.device)
-        for part in seen.parts(key.shape[2]):
+        ctx.parts = seen.parts(key.shape[2])
+        for part in ctx.parts:
             here = slice(part.begin, part.end)
             score, mine = _scores(query, key, own, seen, part)
             largest = torch.maximum(score.amax(-1), mine.amax(-1)) if own else score.amax(-1)
@@ -120,7 +130,7 @@ class _Rows(torch.autograd.Function):
         scale, groups = query.shape[-1] ** -0.5, key.shape[1]
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         d_own = [torch.empty_like(each) for each in own]
-        for part in ctx.seen.parts(key.shape[2]):
+        for part in ctx.parts:
             here, there = slice(part.begin, part.end), slice(part.least, part.most)
             score, mine = _scores(query, key, own, ctx.seen, part)
             asked, gone, done = (_grouped(x[:, :, here], groups) for x in (query, grads[0], out))

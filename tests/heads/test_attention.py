@@ -52,6 +52,13 @@ def test_rows_of_a_chain(steps: int, length: int | None, block: int, monkeypatch
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
+def test_a_block_is_scored_with_no_row_before_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "BLOCK", 4)
+    document = torch.tensor([[0] * 6 + [1] * 6, [0] * 5 + [1] * 7])
+    parts = pattern(rows.positions(document), None).parts(12)
+    assert [(part.begin, part.least, part.most) for part in parts] == [(0, 0, 4), (4, 0, 8), (8, 5, 12)]
+
+
 @pytest.mark.parametrize("block", [4, 256])
 def test_queries_that_are_not_rows(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a block head asks: fewer or more queries than rows, each with an interval and own rows of its choice."""
