@@ -50,7 +50,7 @@ def report(gate: Gate = GREEN, temperatures: tuple[float, ...] = (0.0, 1.0), siz
                 EVIL: [[generation(6, [(8, 3), (8, 0)], 0.7)], [generation(8, [(8, 2), (8, 2), (8, 0)], 2.0)]],
             }
             made += rows(runs, named, gates, Session("tiny", temperature, size, 2**20, 0))
-    return Report({"name": EVIL}, {"name": "a CPU", "dtype": "float32"}, {"prompts": 2}, gates, made, beside())
+    return Report({"name": EVIL}, {"name": "a CPU", "dtype": "float32"}, {"prompts": 2}, gates, made, extras=beside())
 
 
 def beside() -> dict[str, Any]:
