@@ -200,7 +200,7 @@ def test_what_cannot_be_adapted_or_resumed_is_refused_in_one_line(toy: tuple[Pat
     whole = [each for each in overrides if not each.startswith("peft")]
     cases = {
         "init names none": [*without, f"out={folder / 'x'}"],
-        "are of a head with other parts": [*whole, f"out={folder / 'whole'}", "resume=true"],
+        "peft.dropout (0.2, now null)": [*whole, f"out={folder / 'whole'}", "resume=true"],
     }
     running = {text: jobs.start(words) for text, words in cases.items()}
     for text, job in running.items():
