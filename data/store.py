@@ -177,7 +177,7 @@ class FeatureStore:
 
     def refresh(self) -> None:
         """Take in the shards that were finished since."""
-        for file in sorted((self.folder / INDEX).glob("*.json")):
+        for file in sorted((self.folder / INDEX).glob("[!.]*.json")):  # none that is being written
             if file.stem not in self.entries:
                 self.damaged.pop(file.stem, None)
                 try:

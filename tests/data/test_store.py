@@ -231,3 +231,12 @@ def test_an_entry_is_small_and_says_its_rows(tmp_path: Path) -> None:
     entry = json.loads((tmp_path / INDEX / "000005.json").read_text())
     assert entry["rows"] == [10]
     assert entry["bytes"] == (tmp_path / SHARDS / "000005.safetensors").stat().st_size
+
+
+def test_an_entry_that_is_being_written_is_not_read_yet(tmp_path: Path) -> None:
+    """Another process may rename it at any moment, so that it is gone when it is opened."""
+    filled(tmp_path)
+    (tmp_path / INDEX / ".partial-000099.json").write_text("{")
+    store = FeatureStore(tmp_path)
+    assert store.damaged == {}
+    assert not any(name.startswith(".") for name in store.entries)

@@ -1,29 +1,5 @@
-"""Finished runs of toy heads, for whole evaluations."""
+"""What several files of these tests take."""
 
-import json
-from dataclasses import asdict
-from pathlib import Path
+from tests.eval.small import runs
 
-import pytest
-
-from heads.store import save_head
-from tests import toys
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a toy target, its prompts, and a finished run of each head."""
-    folder = tmp_path_factory.mktemp("runs")
-    target = toys.target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
-    prompts = [{"id": f"p{i}", "text": " ".join(f"w{token}" for token in toys.prompt(i, 24))} for i in range(3)]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), encoding="utf-8")
-    model = {
-        "name": "toy", "path": str(folder / "target"), "dtype": "auto", "device": "cpu",
-        "trust_remote_code": False, "prompts": str(folder / "prompts.jsonl"),
-    }  # fmt: skip
-    for name in ("eagle", "medusa"):
-        save_head(folder / name / "head", toys.head(name, target), target.spec, asdict(toys.TREES["dynamic"]))
-        (folder / name / "config.yaml").write_text(json.dumps({"model": model}), encoding="utf-8")
-    return folder
+__all__ = ["runs"]

@@ -1,9 +1,15 @@
-"""Evaluations of a toy run that take a moment."""
+"""Finished runs of toy heads, and evaluations of one that take a moment."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from eval.config import EvalConfig, eval_config
+from heads.store import save_head
+from tests import toys
 
 SIZE = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0, "gate_tv": 0.3}
 
@@ -12,3 +18,22 @@ def small(runs: Path, out: Path, **values: Any) -> EvalConfig:
     """Return an evaluation of the EAGLE run that takes a moment."""
     given = {"run": str(runs / "eagle"), "out": str(out), "dtype": "float32"}
     return eval_config(**(given | SIZE | values))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a toy target, its prompts, and a finished run of each head."""
+    folder = tmp_path_factory.mktemp("runs")
+    target = toys.target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    prompts = [{"id": f"p{i}", "text": " ".join(f"w{token}" for token in toys.prompt(i, 24))} for i in range(3)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), encoding="utf-8")
+    model = {
+        "name": "toy", "path": str(folder / "target"), "dtype": "auto", "device": "cpu",
+        "trust_remote_code": False, "prompts": str(folder / "prompts.jsonl"),
+    }  # fmt: skip
+    for name in ("eagle", "medusa"):
+        save_head(folder / name / "head", toys.head(name, target), target.spec, asdict(toys.TREES["dynamic"]))
+        (folder / name / "config.yaml").write_text(json.dumps({"model": model}), encoding="utf-8")
+    return folder

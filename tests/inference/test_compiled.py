@@ -26,7 +26,7 @@ from inference.sample import GREEDY, Sampling
 from inference.target import Target
 from inference.tree import DraftTree
 from tests import toys
-from tests.eval.test_run import runs, small
+from tests.eval.small import runs, small
 from tests.inference import model_free
 
 __all__ = ["runs"]  # a fixture

@@ -16,6 +16,7 @@ from heads.store import save_head
 from heads.typed import typed
 from inference import run
 from inference.decode import autoregress
+from inference.placement import HERE
 from inference.run import GenerateConfig, chat_ids, generate
 from inference.target import Target
 from tests import toys
@@ -96,13 +97,14 @@ def test_the_target_is_the_heads_own_but_for_what_is_given(
     run.load(config(f"run={trained}", "model.path=mine", "model.dtype=float32"))
     run.load(config("model=llama8b"))
     run.load(config())
-    dtype = {"dtype": "auto", "trust_remote_code": False}
-    assert asked == [
-        ("llama", {}),
-        ("mine", {"dtype": "float32"}),
-        ("meta-llama/Llama-3.1-8B-Instruct", dtype),
-        (str(ROOT / "examples" / "tiny"), {}),
+    assert [(path, options.pop("where")) for path, options in asked] == [
+        ("llama", HERE),
+        ("mine", HERE),
+        ("meta-llama/Llama-3.1-8B-Instruct", HERE),
+        (str(ROOT / "examples" / "tiny"), HERE),
     ]
+    dtype = {"dtype": "auto", "trust_remote_code": False}
+    assert [options for _, options in asked] == [{}, {"dtype": "float32"}, dtype, {}]
 
 
 def test_a_chat_reads_lines_and_remembers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
