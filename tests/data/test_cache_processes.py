@@ -110,7 +110,7 @@ def test_under_accelerate_launch_one_process_tokenises(cached: DataConfig, chat:
     chat.save_pretrained(tmp_path)
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    launcher = LauncherConfig(2, 1, 0, None, None, None)
+    launcher = LauncherConfig(2, 1, 0, None, None, "ddp", None)
     words = launch.command(launcher, str(script), [str(ROOT), str(tmp_path), json.dumps(asdict(cached))])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=300)
