@@ -1,6 +1,6 @@
 """Kept heads under several dynamic trees, beside plain decoding: tokens a pass and tokens a second.
 
-    python benchmarks/trees.py [--prompts 24] [--tokens 128] [--dtype bfloat16] [--trees 4,3,8 5,3,12] RUN_OR_HEAD…
+    python benchmarks/trees.py RUN_OR_HEAD… [--prompts 24] [--tokens 128] [--dtype bfloat16] [--trees 4,3,8 5,3,12]
 
 A tree is depth, children of a node, nodes. Every prompt goes through all rows in a random order of its own before the
 next one, so that what else the machine does falls on all of them alike; the first two prompts only warm up.
