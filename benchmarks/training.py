@@ -32,10 +32,12 @@ from eval.machine import device_facts
 from heads import HEADS
 from heads.base import Draft, Features
 from heads.resolvers import register_resolvers
+from heads.vocab import Readout
 from inference.target import Target
 from train.config import RunConfig, run_config
 from train.losses import ObjectiveConfig
 from train.objective import AUTO, objective
+from train.processes import keep_freed
 from train.weights import draw_anchors, weights
 
 WIDTH, LENGTH = 256, 512
@@ -49,15 +51,19 @@ def composed(*overrides: str) -> RunConfig:
 
 
 class Reader(nn.Module):
-    """The least that the loss asks of a head: an lm_head of its own, and the target's."""
+    """The least that the loss asks of a head: an lm_head of its own, and the target's, which is as large."""
 
     vocab = None
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.lm_head = nn.Linear(WIDTH, vocabulary, bias=False)
         self.ends: Any = self
-        self.vocab_size = vocabulary
+        self.hidden_size, self.vocab_size = WIDTH, vocabulary
+        self.lm_head = Readout(self.ends, "own", None)
+
+    def head_weight(self) -> Tensor:
+        """Return what the lm_head starts at."""
+        return torch.randn(self.vocab_size, WIDTH) / WIDTH**0.5
 
     def score(self, state: Tensor, _depth: int) -> Tensor:
         """Return the draft's logits."""
@@ -84,17 +90,21 @@ def peak(config: ObjectiveConfig, vocabulary: int, rows: int, chunk: int | None)
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
+Product = tuple[Any, list[Tensor], dict[str, Tensor]]
+
+
 class Products(TorchDispatchMode):
     """Notes the shapes of all matrix products that run."""
 
-    def __init__(self, found: list[tuple[Any, list[Tensor]]]) -> None:
+    def __init__(self, found: list[Product]) -> None:
         super().__init__()
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note it if it is a product."""
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            self.found.append((func, [each.detach().clone() for each in args]))
+            named = {key: each.detach().clone() for key, each in (kwargs or {}).items()}
+            self.found.append((func, [each.detach().clone() for each in args], named))
         return func(*args, **(kwargs or {}))
 
 
@@ -111,6 +121,7 @@ def fastest(*runs: Callable[[], Any], repeats: int = 5) -> list[float]:
 
 def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, float]:
     """Return the seconds of a head's training step, and of its matrix products alone."""
+    keep_freed()
     run = composed(f"head={name}")
     torch.manual_seed(0)
     head = HEADS[name](run.head, target.ends)
@@ -126,14 +137,14 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
         loss, _ = objective(head, head.unroll(features, config.depths, anchors), features, weight, config)
         loss.backward()
 
-    products: list[tuple[Any, list[Tensor]]] = []
+    products: list[Product] = []
     with Products(products):
         step()
 
     def alone() -> None:
         with torch.no_grad():
-            for func, args in products:
-                func(*args)
+            for func, args, named in products:
+                func(*args, **named)
 
     taken, products_alone = fastest(step, alone)
     return taken, products_alone

@@ -8,13 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
+from data.store_files import write_whole
 from eval import ladder
 from eval.lossless import Gate, SampledGate, labelled
 from eval.metrics import LEVEL, Interval
 from eval.page.build import page
 from eval.sections import sections
 from eval.tables import grid, number, spread
-from eval.written import finite, write_atomic
+from eval.written import finite
 
 SCHEMA = 1
 
@@ -139,9 +140,9 @@ class Report:
         """
         folder.mkdir(parents=True, exist_ok=True)
         told = self.as_dict()
-        write_atomic(folder / "report.json", json.dumps(told, indent=1, allow_nan=False) + "\n")
-        write_atomic(folder / "report.md", markdown(self))
-        write_atomic(folder / "report.html", page(told, title(self), self.failures(), notes_of(self)))
+        write_whole(folder / "report.json", (json.dumps(told, indent=1, allow_nan=False) + "\n").encode())
+        write_whole(folder / "report.md", markdown(self).encode())
+        write_whole(folder / "report.html", page(told, title(self), self.failures(), notes_of(self)).encode())
 
 
 INTERVAL = f"[{LEVEL:.0%}]"

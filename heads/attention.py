@@ -10,6 +10,7 @@ block is scored with no row before its documents begin, so that time grows with 
 What a row sees of the true rows is an interval: from where its document or its window begins, up to itself.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -111,14 +112,14 @@ class _Rows(torch.autograd.Function):
             here = slice(part.begin, part.end)
             score, mine = _scores(query, key, own, seen, part)
             largest = torch.maximum(score.amax(-1), mine.amax(-1)) if own else score.amax(-1)
-            weight, light = score.sub_(largest[..., None]).exp_(), (mine - largest[..., None]).exp()
+            weight, light = score.sub_(largest[..., None]).exp2_(), (mine - largest[..., None]).exp2()
             amount = weight.sum(-1) + light.sum(-1)
             made = _fold(weight.to(value.dtype)) @ value[:, :, part.least : part.most]
             made = made.view(*weight.shape[:-1], -1)
             for i, each in enumerate(own[1::2]):
                 made = made + light[..., i, None].to(value.dtype) * each[:, :, None, here]
             out[:, :, here] = (made / amount[..., None].to(made.dtype)).flatten(1, 2)
-            total[:, :, here] = (amount.log() + largest).flatten(1, 2)
+            total[:, :, here] = (amount.log2() + largest).flatten(1, 2)
         ctx.seen = seen
         ctx.save_for_backward(query, key, value, out, total, *own)
         return out
@@ -135,7 +136,7 @@ class _Rows(torch.autograd.Function):
             score, mine = _scores(query, key, own, ctx.seen, part)
             asked, gone, done = (_grouped(x[:, :, here], groups) for x in (query, grads[0], out))
             sums = total[:, :, here].unflatten(1, (groups, -1))[..., None]
-            weight, light = score.sub_(sums).exp_(), (mine - sums).exp()
+            weight, light = score.sub_(sums).exp2_(), (mine - sums).exp2()
             level = (gone.to(sums.dtype) * done).sum(-1, keepdim=True)
             d_value[:, :, there] += _fold(weight.to(value.dtype)).mT @ _fold(gone)
             pull = (_fold(gone) @ value[:, :, there].mT).view_as(weight)
@@ -155,10 +156,13 @@ class _Rows(torch.autograd.Function):
 def _scores(
     query: Tensor, key: Tensor, own: Any, seen: Pattern, part: Part
 ) -> tuple[Float[Tensor, "B G r N S"], Float[Tensor, "B G r N n"]]:
-    """Return a block's scores with the true rows, and with each own step's row, in a wide dtype."""
+    """Return a block's scores with the true rows, and with each own step's row, in a wide dtype and for base 2.
+
+    Base 2, since a CPU's exp takes ten to fifty times longer where it underflows, as at all that is not seen.
+    """
     here = slice(part.begin, part.end)
     asked = _grouped(query[:, :, here], key.shape[1])
-    scale, wide, never = query.shape[-1] ** -0.5, _wide(query.dtype), float("-inf")
+    scale, wide, never = query.shape[-1] ** -0.5 / math.log(2), _wide(query.dtype), float("-inf")
     # The scale goes to the queries, and what follows works in place: scores are by far the largest tensor here.
     score = ((_fold(asked) * scale) @ key[:, :, part.least : part.most].mT).view(*asked.shape[:-1], -1).to(wide)
     score += torch.zeros_like(score[:, 0, 0]).masked_fill_(~seen.seen(part), never)[:, None, None]

@@ -6,6 +6,22 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+PLACES = 128  # a block that is looked through for the likeliest token's place
+
+
+def likeliest(law: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
+    """Return each row's likeliest token, of equals the first: argmax, on a CPU several times faster.
+
+    There torch finds a maximum by vectors and its place number by number. So a row's best block is found first.
+    """
+    size = law.shape[-1]
+    if law.device.type != "cpu" or size % PLACES:
+        return law.argmax(-1)
+    blocks = law.unflatten(-1, (size // PLACES, PLACES))
+    best = blocks.amax(-1).argmax(-1)
+    block = blocks.take_along_dim(best[..., None, None], -2)[..., 0, :]
+    return best * PLACES + block.argmax(-1)
+
 
 class TopLaw(NamedTuple):
     """The K likeliest tokens of each row and their log probabilities; the others share evenly what is left."""

@@ -5,7 +5,9 @@ alone (FR-Spec, arXiv 2502.14856; EAGLE-3) loses the rare ones to the target and
 between a token's number in the target's vocabulary, its id, and its place among the W, which are sorted by id.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -82,6 +84,7 @@ class Readout(nn.Module):
         self.down = None if rank is None else nn.Linear(width, inner, bias=False)
         own = kind == "own"
         self.weight = nn.Parameter(torch.empty(size, inner)) if own else None
+        self.sums: list[Tensor] | None = None  # while `adding`: the sum of the weight's gradients, once there is one
         self.bias = nn.Parameter(torch.zeros(size)) if own and bias else None
         self.start()
 
@@ -104,7 +107,49 @@ class Readout(nn.Module):
         if self.weight is None:
             vocab = self._vocab[0]
             return self._ends[0].logits(hidden, None if vocab is None else vocab.ids)
-        return functional.linear(hidden if self.down is None else self.down(hidden), self.weight, self.bias)
+        hidden = hidden if self.down is None else self.down(hidden)
+        if self.sums is None or not torch.is_grad_enabled():
+            return functional.linear(hidden, self.weight, self.bias)
+        apply: Any = _Adding.apply
+        product: Tensor = apply(hidden, self.weight, self.sums)
+        return product if self.bias is None else product + self.bias
+
+    @contextmanager
+    def adding(self) -> Iterator[list[Tensor]]:
+        """Add the weight's gradients up in one tensor, which the list that is returned gets, and give autograd none.
+
+        Autograd makes each as large as the weight before it adds. It keeps doing so where the weight is not trained or
+        autocast multiplies in another dtype: then the list stays empty.
+        """
+        weight, found = self.weight, list[Tensor]()
+        if weight is not None and weight.requires_grad and not torch.is_autocast_enabled(weight.device.type):
+            self.sums = found
+        try:
+            yield found
+        finally:
+            self.sums = None
+
+
+class _Adding(torch.autograd.Function):
+    """A product with a weight, whose gradient is added to the one in `sums`, or put there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, sums: list[Tensor]) -> Tensor:
+        """Return hidden x weight, transposed."""
+        ctx.save_for_backward(hidden, weight)
+        ctx.sums = sums
+        return hidden @ weight.mT
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        """Return the gradient of `hidden`."""
+        hidden, weight = ctx.saved_tensors
+        gone, rows = grads[0].flatten(0, -2).mT, hidden.flatten(0, -2)
+        if ctx.sums:
+            torch.addmm(ctx.sums[0], gone, rows, out=ctx.sums[0])  # which counters of operations know, not addmm_
+        else:
+            ctx.sums.append(gone @ rows)
+        return grads[0] @ weight if ctx.needs_input_grad[0] else None, None, None
 
 
 def prune(head: nn.Module, counts: Int[Tensor, "V"]) -> None:

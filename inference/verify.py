@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from heads.law import likeliest
 from inference import rules
 from inference.rng import Generator, Rng
 from inference.rules import Chosen, Laws
@@ -140,7 +141,7 @@ def decide(
     if chosen.lossy:  # a one-hot law leaves nothing to be lenient about: they judge by the law at temperature 1
         path, _ = chosen.walk(tree, Rows(logits, replace(sampling, temperature=1.0)), q, rng)
         return Verdict(path, int(logits[path[-1]].argmax()), shown)
-    best = logits.argmax(-1).tolist()
+    best = likeliest(logits).tolist()
     return Verdict(*rules.follow(tree, lambda node, _: best[node]), NOTHING if shown == NOTHING else GREEDY_WALK)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from data.batches import Batches
 from data.features import FeatureSource
+from data.store_files import write_whole
 from heads.base import frozen_count, parameter_count
 from heads.errors import one_line
 from heads.store import save_head
@@ -195,26 +196,22 @@ class Loop:
             "save_seconds": self.saver.seconds,
         }
         if self.accelerator.is_main_process:
-            (self.out / COST).write_text(json.dumps(cost, indent=2) + "\n")
+            write_whole(self.out / COST, (json.dumps(cost, indent=2) + "\n").encode())
 
     def measure(self, step: int) -> bool:
         """Measure τ with the real verifier, keep the head if it is the best; return whether nobody was told to stop."""
         weights = self.step.state.weights()
         if self.judge is None:
             self.keep(weights)
-        elif self.together:
-            head = decoding_copy(self.head, weights, self.target)
-            found = self.judge.tau(head, lambda: self.peers.measuring(over=False))
-            if found is not None:
-                self.note(step, found, weights)
-        elif not self.accelerator.is_main_process:
+        elif not (self.accelerator.is_main_process or self.together):
             self.peers.attend()
         else:
             head = decoding_copy(self.head, weights, self.target)
             found = self.judge.tau(head, lambda: self.peers.measuring(over=False))
             if found is not None:
                 self.note(step, found, weights)
-                self.peers.measuring(over=True)
+                if not self.together:  # then nobody attends
+                    self.peers.measuring(over=True)
         # What the main process knows now, all know.
         went = self.peers.share({key: self.progress[key] for key in SHARED})
         self.progress |= went

@@ -7,6 +7,7 @@ chunk.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from heads import rows
 from heads.base import Draft, DraftHead, Features
-from heads.law import TopLaw, whole_law
+from heads.law import TopLaw, likeliest, whole_law
+from heads.vocab import Readout
 from train.losses import LOSSES, Law, ObjectiveConfig, Rows
 
 AUTO = -1  # as many logits in a chunk as the device likes
@@ -138,7 +140,7 @@ class Work(NamedTuple):
         else:
             logits = self.head.ends.logits(self.features.last.flatten(0, 1)[teacher])
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        best, vocab = log_p.max(-1).indices, self.head.vocab  # on a CPU four times faster than argmax
+        best, vocab = likeliest(log_p), self.head.vocab
         return Law(log_p, best) if vocab is None else Law(log_p[:, vocab.ids], vocab.place(best))
 
     def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, law: Law) -> Rows:
@@ -201,24 +203,34 @@ class _Chunked(torch.autograd.Function):
         ]
         losses = work.weight.new_zeros(())
         sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
-        for teacher in work.used().split(work.size()):
-            law = work.law(teacher)
-            for d in range(depths):
-                pick, first = work.pick(d, teacher), d * FIELDS
-                with torch.enable_grad():
-                    fields = [None if x is None else x.detach()[pick.source] for x in inputs[first : first + FIELDS]]
-                    asked = [(first + i, x) for i, x in enumerate(fields) if x is not None and wanted[first + i]]
-                    asked = [(i, x.requires_grad_()) for i, x in asked]
-                    loss, each = work.depth(d, fields, pick, law)
-                losses, sums[:, d] = losses + loss.detach(), sums[:, d] + each
-                leaves = [x for _, x in asked] + trained
-                found: Any = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
-                where = [i for i, _ in asked] + list(range(count, len(inputs)))
-                for i, grad in zip(where, found, strict=bool(found)):
-                    if grad is not None and i < count:
-                        grads[i][pick.source] = grad  # a row has one teacher at a depth, so it comes once
-                    elif grad is not None:
-                        grads[i] = grad if grads[i] is None else grads[i].add_(grad)
+        module: Any = work.head
+        readouts = [each for each in module.modules() if isinstance(each, Readout)]
+        with ExitStack() as stack:
+            added = [stack.enter_context(each.adding()) for each in readouts]
+            for teacher in work.used().split(work.size()):
+                law = work.law(teacher)
+                for d in range(depths):
+                    pick, first = work.pick(d, teacher), d * FIELDS
+                    with torch.enable_grad():
+                        fields = [
+                            None if x is None else x.detach()[pick.source] for x in inputs[first : first + FIELDS]
+                        ]
+                        asked = [(first + i, x) for i, x in enumerate(fields) if x is not None and wanted[first + i]]
+                        asked = [(i, x.requires_grad_()) for i, x in asked]
+                        loss, each = work.depth(d, fields, pick, law)
+                    losses, sums[:, d] = losses + loss.detach(), sums[:, d] + each
+                    leaves = [x for _, x in asked] + trained
+                    found: Any = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+                    where = [i for i, _ in asked] + list(range(count, len(inputs)))
+                    for i, grad in zip(where, found, strict=bool(found)):
+                        if grad is not None and i < count:
+                            grads[i][pick.source] = grad  # a row has one teacher at a depth, so it comes once
+                        elif grad is not None:
+                            grads[i] = grad if grads[i] is None else grads[i].add_(grad)
+        for readout, found in zip(readouts, added, strict=True):
+            for i, parameter in enumerate(inputs[count:], count):
+                if found and parameter is readout.weight:
+                    grads[i] = found[0]
         ctx.grads = grads
         ctx.mark_non_differentiable(sums)
         return losses, sums
@@ -227,4 +239,6 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the kept gradient, scaled in place, and keep it no longer: of a large lm_head it is large."""
         grads, ctx.grads = ctx.grads, None
+        if upstream[0].device.type == "cpu" and upstream[0] == 1:  # where looking costs nothing
+            return None, None, *grads
         return None, None, *(None if grad is None else grad.mul_(upstream[0]) for grad in grads)

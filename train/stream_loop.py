@@ -17,6 +17,7 @@ from torch import Tensor
 from data.batches import Batch, Batches
 from data.config import DataConfig
 from heads import rows
+from heads.law import likeliest
 from inference.decode import Settings, speculate
 from inference.drafters.streams import StreamsDrafter
 from inference.policy import TreeConfig
@@ -102,7 +103,7 @@ def stream_sums(
     number = torch.arange(valid.shape[2], device=valid.device).expand_as(valid)[valid]
     ours, law = draft[valid].float(), teacher[valid].float()
     loss = -(law.softmax(-1) * ours.log_softmax(-1)).sum(-1)
-    agrees = (ours.argmax(-1) == law.argmax(-1)).to(loss.dtype)
+    agrees = (likeliest(ours) == likeliest(law)).to(loss.dtype)
     empty = loss.new_zeros(valid.shape[2])
     return {"loss": empty.index_add(0, number, loss), "accuracy": empty.index_add(0, number, agrees)}
 

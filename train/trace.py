@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from heads import HEADS
 from heads.base import Features, LayerShape
-from heads.layers import SwiGLU
+from heads.layers import Recomputing
 from heads.rope import Rotary
 from train.adapt import adapt
 from train.objective import ROWS, objective, suited
@@ -222,7 +222,7 @@ def _followed(job: Job) -> Trace:
         ends.weight = torch.empty(ends.weight.shape, dtype=job.dtype)
         _place(head)
         for module in head.modules():
-            if isinstance(module, SwiGLU):
+            if isinstance(module, Recomputing):
                 module.recompute = job.recompute
         trained = [p for p in head.parameters() if p.requires_grad]
         if job.accumulates:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from data.store_files import write_whole
 from eval.lossless import UNCHECKED, Divergence, Gate
 from eval.report import Report, Row, markdown, table
-from eval.written import write_atomic
 
 ROW = Row(
     drafter="eagle",
@@ -149,13 +149,13 @@ def test_sampling_is_explained_where_there_was_some() -> None:
 
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    write_atomic(file, "old")
+    write_whole(file, b"old")
 
     def full(descriptor: int) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="space"):
-        write_atomic(file, "new")
+        write_whole(file, b"new")
     assert file.read_text(encoding="utf-8") == "old"
     assert list(tmp_path.iterdir()) == [file]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from heads.law import top_law, whole_law
+from heads.law import likeliest, top_law, whole_law
 
 
 @pytest.mark.parametrize("k", [1, 5, 40])
@@ -23,3 +23,11 @@ def test_a_law_of_one_token_stays_finite() -> None:
     law = whole_law(top_law(logits, 3), 40)
     assert law.isfinite().all()
     assert law.argmax(-1).tolist() == [7]
+
+
+@pytest.mark.parametrize("size", [5, 128, 640])
+def test_the_likeliest_is_the_first_of_equals(size: int) -> None:
+    law = torch.randint(9, (3, 40, size)).float()
+    assert torch.equal(likeliest(law), law.argmax(-1))
+    law[1, 2, size // 2] = float("inf")
+    assert likeliest(law)[1, 2] == size // 2

@@ -100,3 +100,30 @@ def test_feature_layers(wanted: list[int] | None, count: int, layers: int, found
 def test_layers_that_fall_together_are_refused(wanted: list[int] | None, count: int, layers: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         chosen_layers(wanted, count, layers)
+
+
+def test_gradients_of_an_lm_head_are_added_up_in_place() -> None:
+    readout = Readout(toys.target().ends, "own", None)
+    assert readout.weight is not None
+    states = [torch.randn(3, readout.weight.shape[1], requires_grad=True) for _ in range(3)]
+    leaves = [*states, readout.weight]
+    *wanted, whole = torch.autograd.grad(sum(readout(state).square().sum() for state in states), leaves)
+    with readout.adding() as found:
+        *gone, none = torch.autograd.grad(
+            sum(readout(state).square().sum() for state in states), leaves, allow_unused=True
+        )
+    assert none is None
+    torch.testing.assert_close([*gone, *found], [*wanted, whole])
+
+
+def test_where_nothing_is_added_up_autograd_has_it() -> None:
+    readout = Readout(toys.target().ends, "own", None)
+    assert readout.weight is not None
+    with readout.adding() as unused:
+        pass
+    readout(torch.ones(1, readout.weight.shape[1])).sum().backward()
+    assert unused == []
+    assert readout.weight.grad is not None
+    with readout.requires_grad_(False).adding() as frozen:
+        readout(torch.ones(1, readout.weight.shape[1], requires_grad=True)).sum().backward()
+    assert frozen == []

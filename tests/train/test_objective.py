@@ -9,6 +9,7 @@ import torch
 from heads import HEADS, rows
 from heads.base import Draft, Features
 from tests import toys
+from train.flops import Flops
 from train.losses import LOSSES, ObjectiveConfig
 from train.objective import objective
 from train.weights import draw_anchors, noisy, trainable, weights
@@ -37,6 +38,20 @@ def loss_of(
     head: Any, drafts: list[Draft], features: Features, mask: torch.Tensor, of: ObjectiveConfig, chunk: int | None = 160
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return objective(head, drafts, features, weights(features.document, mask, None, of).row, of, chunk)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_operations_are_counted_alike_however_small_the_chunks(name: str) -> None:
+    """The gradient of an lm_head of its own, added up in place, counts too."""
+    head: Any = toys.head(name, toys.target("llama")).requires_grad_()
+    features, mask = batch(head.feature_layers)
+    counts, of = [], replace(CONFIG, depths=4)
+    for chunk in (2**24, 160):
+        with Flops() as count:
+            loss, _ = loss_of(head, head.unroll(features, 4), features, mask, of, chunk)
+            loss.backward()
+        counts.append(count.total)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("chunk", [40, 130, 2**24])
