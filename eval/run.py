@@ -30,7 +30,7 @@ from eval.tuned import TUNED
 from eval.workloads import Selection, Workload, load_workload, read_workload
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
-from heads.typed import typed
+from heads.typed import bracketed, typed
 from inference.decode import autoregress
 from inference.placement import alone
 from inference.target import Target, default_device, fast_dtype
@@ -240,4 +240,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = bracketed(sys.argv[1:], "run", "compare")
     main()

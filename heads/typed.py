@@ -1,5 +1,6 @@
 """The one border between values in YAML or JSON and types in dataclasses."""
 
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -8,6 +9,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
+
+
+def bracketed(words: Sequence[str], *keys: str) -> list[str]:
+    """Return a command's words with `KEY=A,B` as `KEY=[A,B]` for these keys, which Hydra would take for a sweep."""
+    pairs = [word.partition("=") for word in words]
+    return [
+        f"{key}=[{value}]" if key in keys and value and value[0] not in "['\"" and value != "null" else word
+        for word, (key, _, value) in zip(words, pairs, strict=True)
+    ]
 
 
 def typed(schema: type[T], cfg: DictConfig | dict[str, Any]) -> T:

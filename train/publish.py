@@ -31,7 +31,7 @@ from heads.typed import typed
 from train.card import Facts, card
 
 TOKENIZER = "tokenizer_reference.json"
-COPIED = ("config.yaml", "report.json", "report.md")
+COPIED = ("config.yaml", "report.json", "report.md", "report.html")
 FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED)
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 

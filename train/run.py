@@ -35,6 +35,7 @@ from heads.base import frozen_count, parameter_count
 from heads.errors import user_errors
 from heads.layers import Recomputing
 from heads.resolvers import ROOT, register_resolvers
+from heads.typed import bracketed
 from heads.vocab import prune
 from train import adapt, checkpoint, launch, processes, resume, sweep
 from train.advice import advice
@@ -226,4 +227,5 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = bracketed(sys.argv[1:], "compare")
     main()

@@ -29,6 +29,7 @@ EVERYTHING = {
     "config.json",
     "config.yaml",
     "model.safetensors",
+    "report.html",
     "report.json",
     "report.md",
     "tokenizer_reference.json",
@@ -66,6 +67,7 @@ def run(tmp_path: Path, spec: TargetSpec) -> Path:
     report = {"schema": 1, "device": {"name": "a CPU"}, "rows": [row, {**row, "lossless": {"checked": 1, "failed": 1}}]}
     (run / "report.json").write_text(json.dumps(report))
     (run / "report.md").write_text("# Report\n")
+    (run / "report.html").write_text("<p>Report</p>")
     (run / "provenance.json").write_text(
         json.dumps({"git_revision": "c0ffee", "command": f"{ROOT}/train/run.py", "versions": {"torch": "9"}})
     )
@@ -166,7 +168,7 @@ def test_the_card_says_what_was_measured(run: Path, hub: Hub) -> None:
 
 def test_a_target_on_the_hub_is_the_base_model(run: Path, hub: Hub, spec: TargetSpec) -> None:
     save_head(run / "head", medusa(0), TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d"), {})
-    for name in ("report.json", "report.md", "provenance.json"):
+    for name in ("report.json", "report.md", "report.html", "provenance.json"):
         (run / name).unlink()
     out = publish(config(run, dry_run=True), HfApi())
     text = (out / "README.md").read_text()
