@@ -204,7 +204,8 @@ class _Chunked(torch.autograd.Function):
         losses = work.weight.new_zeros(())
         sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
         module: Any = work.head
-        readouts = [each for each in module.modules() if isinstance(each, Readout)]
+        place = {id(x): i for i, x in enumerate(inputs[count:], count)}
+        readouts = [each for each in module.modules() if isinstance(each, Readout) and id(each.weight) in place]
         with ExitStack() as stack:
             added = [stack.enter_context(each.adding()) for each in readouts]
             for teacher in work.used().split(work.size()):
@@ -227,10 +228,10 @@ class _Chunked(torch.autograd.Function):
                             grads[i][pick.source] = grad  # a row has one teacher at a depth, so it comes once
                         elif grad is not None:
                             grads[i] = grad if grads[i] is None else grads[i].add_(grad)
-        for readout, found in zip(readouts, added, strict=True):
-            for i, parameter in enumerate(inputs[count:], count):
-                if found and parameter is readout.weight:
-                    grads[i] = found[0]
+        for readout, whole in zip(readouts, added, strict=True):
+            i = place[id(readout.weight)]
+            for grad in whole:
+                grads[i] = grad if grads[i] is None else grads[i].add_(grad)
         ctx.grads = grads
         ctx.mark_non_differentiable(sums)
         return losses, sums
