@@ -87,6 +87,8 @@ class Heartbeat:
             self._write("")
             if self.rank < 2:  # the first process watches all others, and the second watches the first
                 self._watch()
+        if self._waiting is not None and self._moved > self._waiting[1]:  # it went on, and ended before the next look
+            self._tell(self._moved)
 
     def _watch(self) -> None:
         """Say for whom this process has waited long, once it goes on."""
@@ -97,7 +99,11 @@ class Heartbeat:
             slow = [rank for rank in wanted if rank in seen and seen[rank]["mark"] < self.mark]
             if slow and self._waiting is None:
                 self._waiting = ", ".join(who(seen[rank]) for rank in slow), since
-        elif self._waiting is not None:
+        else:
+            self._tell(since)
+
+    def _tell(self, since: float) -> None:
+        if self._waiting is not None:
             name, began = self._waiting
             self._waiting = None
             log.warning("waited %.1f s for %s", since - began, name)

@@ -107,8 +107,8 @@ def test_riders_see_what_they_should_and_change_no_node(name: str) -> None:
 def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
     """Predict the accepted counts from Features alone: the head reads all true rows anew before each step."""
     target = toys.target()
-    target.feature_layers = head.feature_layers
     token, length = text(seed)
+    target.feature_layers = head.feature_layers  # which whoever wrote the text has changed
     document = torch.zeros(1, len(token), dtype=torch.long)
     features = target.features(torch.tensor([token]), document)
     counts, end = [], length + TOKENS

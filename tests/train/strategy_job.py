@@ -5,6 +5,7 @@
 Run as such by two processes, it writes what each case gave to FOLDER.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def main() -> None:
     """Run the cases on this process."""
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == 2
+    assert accelerator.num_processes == int(os.environ["WORLD_SIZE"])
     for each in sys.argv[2:]:
         strategy, case = each.split(":")
         mixed = CASES[case][1][-1] == "trainer.precision=bf16"

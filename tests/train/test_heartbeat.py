@@ -1,5 +1,6 @@
 """Signs of life name who is missing, and nobody else."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,21 @@ def test_who_hangs_is_named_after_the_time_out(hearts: list[Heartbeat]) -> None:
     assert hearts[0].missing(timeout=0).startswith("rank 2 (")
     for each in hearts:
         each.end()
+
+
+def test_who_was_waited_for_is_named_though_the_end_follows_at_once(
+    hearts: list[Heartbeat], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT", 60.0)
+    monkeypatch.setattr(heartbeat, "SLOW", 0.2)
+    hearts[0].move()
+    until = time.monotonic() + 20
+    while hearts[0]._waiting is None and time.monotonic() < until:
+        time.sleep(0.3)
+        hearts[0]._watch()
+    hearts[0].move()
+    for each in hearts:
+        each.end()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("waited 0.")
+    assert "s for rank 1 (" in line
