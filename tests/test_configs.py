@@ -12,6 +12,7 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 
 from heads import HEADS
 from heads.resolvers import register_resolvers
+from heads.typed import bracketed
 from train.config import RunConfig, run_config
 
 try:
@@ -167,8 +168,11 @@ def test_a_command_in_the_readme_is_real(command: str) -> None:
     if program == "make":
         assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         return
-    primary = re.search(r'config_name="(\w+)"', (ROOT / target).read_text(encoding="utf-8"))
+    script = (ROOT / target).read_text(encoding="utf-8")
+    primary = re.search(r'config_name="(\w+)"', script)
     assert primary, f"{target} names no configuration"
+    lists = re.search(r"= bracketed\(sys\.argv\[1:\], (.*)\)", script)
+    overrides = bracketed(overrides, *re.findall(r"\w+", lists[1])) if lists else overrides
     many = "-m" in overrides  # a multirun: of each list of choices, every one
     words = [[word] for word in overrides if word != "-m"]
     if many:
