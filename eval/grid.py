@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from eval.config import TunerConfig
-from eval.replay import Record, replay
+from eval.teacher_forced import Record, replay
 from inference.policy import TreeConfig
 from inference.speed import Costs, Replayed, draft_key, drafted, predict
 from inference.tuner import best_static, levelled

@@ -21,7 +21,8 @@ REMEDIES = {
     "overhead": "less overhead a step",
 }
 TENTH = 0.1  # the step by which losses are compared: small, for half the rejections gone is another head altogether
-SESSION = ("workload", "category", "temperature", "batch_size")  # rows that share these ran beside each other
+# rows that share these ran beside each other
+SESSION = ("workload", "category", "temperature", "batch_size", "request_rate")
 PLAIN = "plain"
 
 

@@ -2,7 +2,6 @@
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,13 +10,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from transformers import GenerationConfig
 
 from data.prompts import Prompt
 from eval import metrics
+from eval.hf import hf_generate
 from eval.lossless import UNCHECKED, Gate, labelled
-from eval.machine import synchronize
-from eval.report import Row
+from eval.row import Row
 from eval.states import state_of
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Drafter
@@ -147,56 +145,6 @@ def interleave(
         for name in order:
             runs[name][index].append(runners[name](prompt.token))
     return runs
-
-
-def hf_generate(
-    target: Target, prompt: list[int], max_new_tokens: int, penalty: float = 1.0, min_new_tokens: int = 0
-) -> Generation:
-    """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
-
-    `generate` does not say when its prefill ended. A second call that stops after one token does the prefill and
-    nothing else, so decoding took the difference. The runs hold no steps: the cost of one is not to be seen.
-    """
-    _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
-    most = min(max_new_tokens, target.context - len(prompt))
-    tokens, total_s = _timed_generate(target, prompt, most, penalty, min(min_new_tokens, most))
-    decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
-    finish = "eos" if tokens[-1] in target.eos else "length"
-    sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
-    return Generation(tokens=tokens, sources=sources, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
-
-
-def hf_generate_seconds(target: Target, prompt: list[int], max_new_tokens: int) -> float:
-    """Return the seconds HF's greedy `generate` takes to decode, its prefill excluded."""
-    return hf_generate(target, prompt, max_new_tokens).decode_s
-
-
-def _timed_generate(
-    target: Target, prompt: list[int], count: int, penalty: float, least: int
-) -> tuple[list[int], float]:
-    """Return what `generate` adds to the prompt, from `least` to `count` tokens, and the seconds it took."""
-    eos = sorted(target.eos)
-    # The sampling values are those of "no effect": the checkpoint's own would fill in for them, and warn.
-    configure: Any = GenerationConfig
-    settings = configure(
-        max_new_tokens=count,
-        min_new_tokens=least,
-        do_sample=False,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=50,
-        repetition_penalty=penalty,
-        use_cache=True,
-        eos_token_id=eos or None,
-        pad_token_id=eos[0] if eos else 0,
-    )
-    token = torch.tensor([prompt], device=target.device)
-    synchronize(target.device)
-    start = time.perf_counter()
-    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
-    out = generate(token, attention_mask=torch.ones_like(token), generation_config=settings)
-    synchronize(target.device)
-    return out[0, len(prompt) :].tolist(), time.perf_counter() - start
 
 
 def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], session: Session) -> list[Row]:

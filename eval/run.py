@@ -23,7 +23,8 @@ from eval.gates import agreement, check, settings_at, sources
 from eval.live import Session, measure, rows
 from eval.lossless import Gate, SampledGate
 from eval.machine import device_facts, peak_memory, provenance
-from eval.report import Report, Row, table
+from eval.report import Report, table
+from eval.row import Row
 from eval.sources import find_heads, model_of, own_prompts
 from eval.tune import tune
 from eval.tuned import TUNED

@@ -23,8 +23,8 @@ from eval.grid import Tried, distinct, hopeful, proposed, sizes_for, tried, unli
 from eval.live import PLAIN, measure
 from eval.lossless import gate
 from eval.machine import device_facts, provenance
-from eval.replay import Text, record, write
 from eval.sources import overlay
+from eval.teacher_forced import Text, record, write
 from eval.tuned import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.hub import resolve_head
 from heads.published import is_published

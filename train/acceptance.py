@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from eval import metrics
-from eval.replay import ranks, unrolled, write
+from eval.teacher_forced import ranks, unrolled, write
 from heads.base import Features
 from heads.vocab import spread
 from inference.decode import Settings, speculate

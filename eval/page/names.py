@@ -7,7 +7,7 @@ from eval.lossless import labelled
 
 Told = Mapping[str, Any]  # a row, or all of report.json
 
-TELLING = ("workload", "category", "memory", "state")  # in a row's name where rows differ in it; of what there is
+TELLING = ("workload", "category", "tier")  # in a row's name where rows differ in it; of what there is
 
 
 def row_names(rows: Sequence[Told]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.prompts import Prompt
-from eval import live
+from eval import hf, live
 from eval.live import Session, interleave, measure, rows
 from eval.lossless import Divergence, Gate
 from inference.decode import Generation, Settings, autoregress
@@ -115,26 +115,25 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
 def test_hf_generate_emits_plain_decodings_tokens() -> None:
     target, prompt = toys.target(), toys.prompt(0)
     plain = autoregress(target, prompt, Settings(24, GREEDY))
-    hf = live.hf_generate(target, prompt, 24)
-    assert toys.lively(hf.tokens)
-    assert hf.tokens == plain.tokens
-    assert (hf.finish, hf.steps) == ("length", [])
-    assert hf.decode_s > 0
+    run = hf.hf_generate(target, prompt, 24)
+    assert toys.lively(run.tokens)
+    assert run.tokens == plain.tokens
+    assert (run.finish, run.steps) == ("length", [])
+    assert run.decode_s > 0
 
 
 def test_hf_generate_stays_within_the_context() -> None:
     target = toys.target()
     prompt = toys.prompt(0, target.context - 4)
-    assert len(live.hf_generate(target, prompt, 24).tokens) == 4
+    assert len(hf.hf_generate(target, prompt, 24).tokens) == 4
 
 
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
-    monkeypatch.setattr(live, "_timed_generate", lambda _target, _prompt, count, *_: ([7] * count, seconds[count]))
+    monkeypatch.setattr(hf, "_timed_generate", lambda _target, _prompt, count, *_: ([7] * count, seconds[count]))
     target = StubTarget(eos=frozenset({1}))
-    run = live.hf_generate(target, [0], 9)
+    run = hf.hf_generate(target, [0], 9)
     assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)
-    assert live.hf_generate_seconds(target, [0], 9) == 3.0
 
 
 def session_rows(gate: Gate, temperature: float = 0.0, hf: bool = True) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from data.store_files import write_whole
 from eval.lossless import UNCHECKED, Divergence, Gate
-from eval.report import Report, Row, markdown, table
+from eval.report import Report, markdown, table
+from eval.row import Row
 
 ROW = Row(
     drafter="eagle",
@@ -47,7 +48,7 @@ CONTRACT = (
     "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
     "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
     "overlap_headroom seconds latency_s memory_bytes lossless category prompts state definitions tau_within_depth "
-    "by_request prefill_s whole_tokens_per_second whole_speedup whole_speedup_ci agreement ladder"
+    "by_request prefill_s whole_tokens_per_second whole_speedup whole_speedup_ci agreement tier request_rate ladder"
 )
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 

@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from eval import live
 from eval.config import EvalConfig, eval_config
+from eval.hf import hf_generate
 from eval.run import evaluate, folder_for, main, speed_dtype
 from heads.resolvers import ROOT, register_resolvers
 from heads.typed import typed
@@ -55,7 +56,7 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
 
 
 def test_the_toy_output_is_varied(runs: Path) -> None:
-    assert toys.lively(live.hf_generate(toys.target(), toys.prompt(0, 12), 24).tokens)
+    assert toys.lively(hf_generate(toys.target(), toys.prompt(0, 12), 24).tokens)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:

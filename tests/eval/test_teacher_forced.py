@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.replay import Record, Text, ranks, record, replay, write
+from eval.teacher_forced import Record, Text, ranks, record, replay, write
 from heads import HEADS
 from heads.base import Features
 from inference.decode import Settings, speculate
