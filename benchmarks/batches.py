@@ -21,7 +21,7 @@ from benchmarks.engine import PROMPT, TRUE, random_prompts, random_target, reade
 from data.prompts import Prompt
 from eval import costs as costing
 from eval.machine import device_facts
-from eval.teacher_forced import Text
+from eval.texts import Text
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters import Drafter
 from inference.drafters.plain import Plain

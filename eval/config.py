@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from eval.row import LIVE, REPLAY, TEACHER_FORCED, TIERS
 from eval.workloads import TURNS
 from heads.resolvers import ROOT
 from heads.typed import typed
@@ -12,16 +13,23 @@ from inference.sample import Sampling
 from inference.target import DTYPES
 from inference.verify import check_rule, is_lossy
 
+AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
+
 
 @dataclass(frozen=True)
 class TunerConfig:
-    """What the tuner tries: depths, children and budgets of trees, contexts, and samples of every cost."""
+    """What the tuner tries: depths, children and budgets of trees, contexts, and samples of every cost.
+
+    `prompts` and `batch_sizes` are the report's: the texts along which it simulates them, and where it prices them.
+    """
 
     depths: list[int]
     top_k: list[int]
     nodes: list[int]
     contexts: list[int]
     samples: int
+    prompts: int
+    batch_sizes: list[int]
 
     def __post_init__(self) -> None:
         """Check that there is something to try, and nothing below 1.
@@ -29,10 +37,10 @@ class TunerConfig:
         Raises:
             ValueError: naming the key.
         """
-        for key in ("depths", "top_k", "nodes"):
+        for key in ("depths", "top_k", "nodes", "batch_sizes"):
             if not getattr(self, key):
                 raise ValueError(f"tuner.{key} is empty: give at least one number")
-        for key in ("depths", "top_k", "nodes", "contexts", "samples"):
+        for key in ("depths", "top_k", "nodes", "contexts", "samples", "prompts", "batch_sizes"):
             if any(value < 1 for value in listed(getattr(self, key))):
                 raise ValueError(f"tuner.{key} is {getattr(self, key)}: give numbers of 1 or more")
 
@@ -82,6 +90,9 @@ class EvalConfig:
         engine: how both plain and speculative decoding run.
         repeats, warmup: timed passes over the prompts, and prompts that run before them.
         hf: whether HF generate is timed too.
+        tier: what is measured: `live`, `teacher_forced`, `replay`, or a list of them.
+        text: along which the tiers without a clock measure: the target's `own` answers, or the workload's `recorded`
+            ones; auto: recorded where no target is loaded, else own.
         tune: find the head's best tree at every batch size and write that of the smallest into its config, in place
             of a report.
         tuner: what is tried for that.
@@ -118,6 +129,8 @@ class EvalConfig:
     repeats: int
     warmup: int
     hf: bool
+    tier: Any
+    text: str
     tune: bool
     tuner: TunerConfig
 
@@ -148,6 +161,7 @@ class EvalConfig:
             self.sampling(temperature)
         self.batch_sizes()
         self._check_protocol()
+        self._check_tiers()
         if self.tune:
             self._check_tune()
 
@@ -160,6 +174,21 @@ class EvalConfig:
             raise ValueError(f"budget is {self.budget}: give 1 or more, or null")
         if not all(isinstance(name, str) for name in listed(self.workload)):
             raise ValueError(f"workload is {self.workload!r}: give a name, a file or a Hub data set, or a list of them")
+
+    def _check_tiers(self) -> None:
+        asked = listed(self.tier)
+        wrong = [tier for tier in asked if tier not in TIERS]
+        if wrong or not asked or len(set(asked)) < len(asked):
+            raise ValueError(f"tier is {self.tier!r}: choose {', '.join(TIERS)}, or a list of them, each once")
+        if self.text not in TEXTS:
+            raise ValueError(f"text is {self.text!r}: choose {', '.join(TEXTS)}")
+        if asked == [LIVE] and self.text == RECORDED:
+            raise ValueError("text=recorded is for tiers without a clock: add replay or teacher_forced to tier=live")
+        if TEACHER_FORCED in asked and LIVE not in asked and not self.lawful:
+            raise ValueError(
+                "tier=teacher_forced takes the target's law as it is: leave repetition_penalty=1 and min_new_tokens=0, "
+                "or choose tier=live"
+            )
 
     def _check_tune(self) -> None:
         if list(self.drafter) != ["head"]:
@@ -174,6 +203,20 @@ class EvalConfig:
             )
         if self.min_new_tokens:
             raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end by themselves")
+
+    @property
+    def lawful(self) -> bool:
+        """Whether the target's law after a token follows from the text alone, as teacher forcing takes it."""
+        return self.repetition_penalty == 1 and self.min_new_tokens == 0
+
+    def tiers(self) -> list[str]:
+        """Return the tiers that are asked for and can be measured."""
+        return [tier for tier in listed(self.tier) if tier != TEACHER_FORCED or self.lawful]
+
+    @property
+    def from_log(self) -> bool:
+        """Whether the tiers without a clock measure along recorded answers."""
+        return self.text == RECORDED or (self.text == AUTO and listed(self.tier) == [REPLAY])
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from eval.machine import synchronize
-from eval.teacher_forced import Text
+from eval.texts import Text
 from inference.batch import Batch, twin
 from inference.decode import Settings, Step
 from inference.drafters import Commit, Context, Drafter, Proposal

@@ -16,12 +16,12 @@ import transformers
 from heads.resolvers import ROOT
 
 
-def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the device, the arithmetic and the versions that the speed depends on."""
+def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the device, the arithmetic (None: no model computed) and the versions that the speed depends on."""
     return {
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "type": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "clock_mhz": clock_mhz(device),

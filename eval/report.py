@@ -9,11 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from data.store_files import write_whole
-from eval import ladder
+from eval import advice, ladder
 from eval.lossless import Gate, SampledGate, labelled
 from eval.metrics import LEVEL
 from eval.page.build import page
-from eval.row import Row
+from eval.row import LIVE, Row
 from eval.sections import sections
 from eval.tables import grid, number, spread
 from eval.written import finite
@@ -48,8 +48,9 @@ class Report:
 
     @property
     def overall(self) -> list[Row]:
-        """The rows of whole workloads, without those of single categories."""
-        return [row for row in self.rows if not row.category]
+        """The rows of whole workloads by decoding, without those of single categories; all tiers where none decoded."""
+        whole = [row for row in self.rows if not row.category]
+        return [row for row in whole if row.tier == LIVE] or whole
 
     def name(self, row: Row) -> str:
         """Return what tables call a row: its drafter, and where there are several, its workload."""
@@ -176,6 +177,7 @@ def markdown(report: Report) -> str:
         "## Where the time goes",
         grid(TIME_HEADER, [_time_cells(report, row) for row in report.overall]),
         *_why(report),
+        *advice.sections(report.extras),
         *sections(report.rows, report.sampled, report.gates, report.red),
         "## How it was measured",
         f"Settings: {settings}. Device: {device}. Peak memory: {memory:.0f} MiB. Provenance: {source}.",

@@ -5,7 +5,7 @@ from typing import Any
 
 from eval.metrics import Interval
 
-LIVE = "live"  # the tier that decodes, against the clock
+LIVE, TEACHER_FORCED, REPLAY = TIERS = ("live", "teacher_forced", "replay")  # the first alone has a clock
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,16 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from eval.config import EngineConfig, EvalConfig, listed
+from eval.drafters import Drafters
 from eval.extras import answers, training, trees
 from eval.gates import agreement, check, settings_at, sources
-from eval.live import Session, measure, rows
+from eval.live import PLAIN, Session, measure, rows
 from eval.lossless import Gate, SampledGate
 from eval.machine import device_facts, peak_memory, provenance
 from eval.report import Report, table
-from eval.row import Row
+from eval.row import LIVE, REPLAY, Row
 from eval.sources import find_heads, model_of, own_prompts
+from eval.tiers import Material, along_texts, answered, check_sources, recorded, replayed
 from eval.tune import tune
 from eval.tuned import TUNED
 from eval.workloads import Selection, Workload, load_workload, read_workload
@@ -34,6 +36,7 @@ from heads.resolvers import register_resolvers
 from heads.typed import bracketed, typed
 from inference.decode import autoregress
 from inference.placement import alone
+from inference.reader import Reader
 from inference.target import Target, default_device, fast_dtype
 
 PIPE_WIDTH = 140
@@ -42,8 +45,8 @@ PIPE_WIDTH = 140
 def evaluate(config: EvalConfig) -> Report:
     """Measure as configured, print the table, and write report.json, report.md and report.html.
 
-    The gate compares every prompt's tokens in `gate_dtype`; then the target is loaded as it is fast, and timed. A
-    drafter that fails the gate has its acceptance reported but no speedup.
+    For the live tier the gate compares every prompt's tokens in `gate_dtype`; then the target is loaded as it is fast,
+    and timed. A drafter that fails the gate has its acceptance reported but no speedup.
 
     Returns:
         The report; the caller's exit status should follow `passed`.
@@ -51,31 +54,57 @@ def evaluate(config: EvalConfig) -> Report:
     Raises:
         ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
     """
+    check_sources(config)
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
     out = folder_for(config.out, runs, list(config.drafter))
-    target = load_target(model, config.gate_dtype, config.engine)
+    report = from_log(config, model) if config.from_log and config.tiers() == [REPLAY] else measured(config, model)
+    report.write(out)
+    show(report, out)
+    return report
+
+
+def measured(config: EvalConfig, model: Mapping[str, Any]) -> Report:
+    """Measure with the target, in all tiers that are asked for."""
+    live = LIVE in config.tiers()
+    gates: dict[str, Gate] = {}
+    sampled: list[SampledGate] = []
+    dtype = speed_dtype(config, model, torch.device(model["device"] or default_device()))
+    target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads = read(config, model, target)
-    prompts = [prompt for workload in workloads for prompt in workload.prompts]
-    gates, sampled = check(config, target, prompts)
-    dtype = speed_dtype(config, model, target.device)
-    if dtype != config.gate_dtype:
-        del target
-        gc.collect()  # two copies of a large target may not fit
-        target = load_target(model, dtype, config.engine)
+    if live:
+        prompts = [prompt for workload in workloads for prompt in workload.prompts]
+        gates, sampled = check(config, target, prompts)
+        if dtype != config.gate_dtype:
+            del target
+            gc.collect()  # two copies of a large target may not fit
+            target = load_target(model, dtype, config.engine)
     extras: dict[str, Any] = {}
-    report = Report(
+    drafters, materials = sources(config, target), list[Material]()
+    rows = timed_rows(config, target, workloads, drafters, gates, sampled, extras, materials) if live else []
+    rows += along_texts(config, target, workloads, drafters, materials, extras)
+    return Report(
         target={"name": model["name"], "path": model["path"], **described(target)},
         device=device_facts(target.device, target.dtype),
         settings=settings_of(config, workloads),
         gates=gates,
-        rows=timed_rows(config, target, workloads, gates, sampled, extras),
+        rows=rows,
         sampled=sampled,
         extras=extras,
     )
-    report.write(out)
-    show(report, out)
-    return report
+
+
+def from_log(config: EvalConfig, model: Mapping[str, Any]) -> Report:
+    """Play logs back to the sources that read text alone; no target is loaded."""
+    reader = Reader.load(model["path"], bool(model["trust_remote_code"]))
+    materials = recorded(config, reader, workloads_of(config, model))
+    return Report(
+        target={"name": model["name"], "path": model["path"]},
+        device=device_facts(reader.device, None),
+        settings=settings_of(config, [each.workload for each in materials]),
+        gates={},
+        rows=replayed(config, reader, materials),
+    )
 
 
 def tuned(config: EvalConfig) -> bool:
@@ -158,15 +187,17 @@ def timed_rows(
     config: EvalConfig,
     target: Target,
     workloads: Sequence[Workload],
+    drafters: Drafters,
     gates: dict[str, Gate],
     sampled: Sequence[SampledGate],
     extras: dict[str, Any],
+    materials: list[Material],
 ) -> list[Row]:
     """Return the rows of all workloads, temperatures and batch sizes, each an interleaved session of its own.
 
-    `extras` takes what the report shows besides: training curves, trees, and answers of the first session.
+    `extras` takes what the report shows besides: training curves, trees, and answers of the first session. `materials`
+    takes what plain decoding wrote.
     """
-    drafters = sources(config, target)
     if "head" in config.drafter:
         extras["training"] = training(find_heads([*config.runs(), *config.compare]))
     extras["trees"] = trees(drafters)
@@ -179,6 +210,8 @@ def timed_rows(
             settings = settings_at(temperature, config)
             hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
             runs = measure(target, drafters, workload.prompts, settings, config.repeats, workload.warmup, hf, size)
+            if size == config.batch_sizes()[0]:
+                materials.append(answered(workload, target, settings, runs[PLAIN]))
             here = [each for each in sampled if each.temperature == temperature]
             session = Session(
                 workload.name,

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from eval.ladder import PLAIN
 from eval.lossless import Gate, SampledGate, labelled
 from eval.metrics import DEFINITIONS, LEVEL, QUANTILES
+from eval.row import LIVE, TIERS
 from eval.tables import grid, number, spread
 
 INTERVAL = f"[{LEVEL:.0%}]"
@@ -16,8 +18,10 @@ def sections(
     rows: Sequence[Any], sampled: Sequence[SampledGate], gates: Mapping[str, Gate], red: Callable[[Any], bool]
 ) -> Iterator[str]:
     """Yield headings, tables and legends; of parts that have nothing to tell, nothing."""
-    overall = [row for row in rows if not row.category]
+    whole_rows = [row for row in rows if not row.category]
+    overall = [row for row in whole_rows if row.tier == LIVE] or whole_rows
     parts = {
+        "With and without a clock": tiers(whole_rows),
         "By category": categories(rows, red),
         "What others call acceptance": definitions(overall),
         "End to end": whole(overall, red),
@@ -30,6 +34,35 @@ def sections(
         if told:
             yield f"## {heading}"
             yield from told
+
+
+def tiers(rows: Sequence[Any]) -> list[str]:
+    """Return τ as each tier measured it, and whether the intervals meet."""
+    alone = [row for row in rows if row.drafter != PLAIN and row.batch_size == 1]
+    found: dict[tuple[str, str, float], dict[str, Any]] = {}
+    for row in alone:
+        found.setdefault((row.drafter, row.workload, row.temperature), {}).setdefault(row.tier, row)
+    body = [
+        [name, workload, f"{temperature:g}", *(_tau(each.get(tier)) for tier in TIERS), _meet(list(each.values()))]
+        for (name, workload, temperature), each in found.items()
+    ]
+    legend = (
+        "live decodes; teacher_forced is one pass of target and head over the text; replay drafts along the text, "
+        "without the target. One law, so one τ: what they count differs only where the text does."
+    )
+    several = len({row.tier for row in alone}) > 1
+    return [grid((*NAMED, *(f"τ, {tier}" for tier in TIERS), "intervals meet"), body), legend] if several else []
+
+
+def _tau(row: Any) -> str:
+    return "-" if row is None else spread(row.tau, row.tau_ci)
+
+
+def _meet(rows: Sequence[Any]) -> str:
+    known = [row.tau_ci for row in rows if row.tau_ci is not None]
+    if len(known) < 2:
+        return "-"
+    return "yes" if max(low for low, _ in known) <= min(high for _, high in known) else "NO"
 
 
 def categories(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:

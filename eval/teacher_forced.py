@@ -1,8 +1,9 @@
-"""Recorded text played back: how many tokens each step would have accepted under any tree, without a target pass.
+"""A head along given text: how many tokens each step would have accepted under any tree, from one target pass.
 
-The target's own greedy text is run through it once, teacher-forced. Of a tree of fixed shape the head's ranks of the
-text's tokens say everything. One whose shape follows the head's confidence is grown once at every token of the text,
-without limits; what a smaller depth or budget would have left of it follows from its scores.
+A text runs through the target once, teacher-forced. Of a tree of fixed shape the head's ranks of the text's tokens say
+everything. One whose shape follows the head's confidence is grown once at every token of the text, without limits; what
+a smaller depth or budget would have left of it follows from its scores. Of chains that are drawn, what counts is how
+likely each of the text's tokens would have been accepted.
 """
 
 from collections.abc import Sequence
@@ -13,33 +14,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eval.tally import Tally
+from eval.texts import Text
 from heads.base import Draft, Features
 from heads.vocab import spread
-from inference.decode import Settings, autoregress
 from inference.drafters import Commit, Context
 from inference.drafters.head import HeadDrafter
 from inference.policy import CONFIDENT, TreeConfig, candidates
-from inference.rng import Generator
-from inference.sample import GREEDY
+from inference.rng import TINY, Generator
+from inference.sample import GREEDY, Sampling, distribution
 from inference.speed import Step
 from inference.target import Pass, Target
 from inference.tree import DraftTree
 
 FIXED = 16  # a head with no more depths than these has all of them unrolled: some can do nothing else
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt with what the target wrote after it, where the prompt ends, and how many tokens were allowed."""
-
-    token: list[int]
-    start: int
-    limit: int
-
-    @property
-    def made(self) -> int:
-        """How many tokens the target wrote."""
-        return len(self.token) - self.start
 
 
 @dataclass(frozen=True)
@@ -69,17 +57,6 @@ class Record:
     grown: dict[str, list[Reach]]
 
 
-def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:
-    """Let the target answer greedily; answers of one token, which no step adds to, are left out."""
-    texts = []
-    for prompt in prompts:
-        made = autoregress(target, prompt, settings)
-        texts.append(
-            Text(prompt + made.tokens, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
-        )
-    return [text for text in texts if text.made > 1]
-
-
 @torch.inference_mode()
 def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig], depth: int) -> Record:
     """Run a text through target and head once.
@@ -88,7 +65,8 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
         target: the target that wrote it.
         head: the draft head.
         text: prompt and answer.
-        largest: the trees to grow at every token, each with the greatest depth and budget of its kind.
+        largest: the trees to grow at every token, each with the greatest depth and budget of its kind; none, where
+            only fixed shapes are asked for.
         depth: how many depths to rank.
     """
     target.feature_layers = head.feature_layers
@@ -99,11 +77,12 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
     begin = text.start - 1  # the row whose root is the first token of the answer
     logits = (spread(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
     rank = torch.stack([ranks(each, token[begin:], d) for d, each in enumerate(logits, 1)], 1)
-    source = HeadDrafter(head, largest[0], "head")
     grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
+    source = HeadDrafter(head, largest[0], "head") if largest else None
     done = 0
-    for made in range(1, text.made):
+    for made in range(1, text.made) if source else ():
         row = text.start + made - 1  # the rows before it are committed, its token is the root
+        assert source is not None
         source.observe(Commit(token[done + 1 : row + 1], _rows(features, done, row), None))
         done = row
         context = Context(text.token[: row + 1], GREEDY, Generator(0, target.device), depth)
@@ -193,3 +172,73 @@ def along(rank: Sequence[int], shape: set[tuple[int, ...]]) -> int:
     while count < len(rank) and tuple(rank[: count + 1]) in shape:
         count += 1
     return count
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How far a head's laws q and the target's p agree along a text that the target drew.
+
+    Attributes:
+        text: the text.
+        share: min(1, q(x) / p(x)) of the text's token x, for each token that a step may begin after and each depth; 0
+            where the text has ended.
+        common: the sum of min(p, q), with NaN where the text has ended: what is accepted of any draft drawn from q.
+    """
+
+    text: Text
+    share: Float[Tensor, "T D"]
+    common: Float[Tensor, "T D"]
+
+
+@torch.inference_mode()
+def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: int) -> Overlap:
+    """Run a text through target and head once, and compare their laws.
+
+    That x was accepted has probability min(1, q(x) / p(x)) once x is known to be the target's choice: a draft is x with
+    probability q(x), accepted with min(1, p(x) / q(x)), so both with min(p(x), q(x)), of x's own p(x) (Leviathan et
+    al., arXiv 2211.17192, theorem 3.5, for each token).
+    """
+    target.feature_layers = head.feature_layers
+    token = torch.tensor(text.token, device=target.device)
+    features = target.features(token[None], torch.zeros_like(token)[None])
+    begin = text.start - 1
+    law = distribution(target.ends.logits(features.last[0, begin:]), sampling)
+    places = text.made - 1
+    share = law.new_zeros(places, depth)
+    common = torch.full_like(share, float("nan"))
+    for d, draft in enumerate(unrolled(head, features, depth), 1):
+        known = places - d + 1
+        if known < 1:
+            break
+        q = distribution(spread(head.vocab, head.score(draft.state[0, begin : begin + known], d)), sampling)
+        p = law[d : d + known]
+        wanted = token[begin + d + 1 : begin + d + 1 + known, None]
+        share[:known, d - 1] = (q.gather(1, wanted) / p.gather(1, wanted).clamp_min(TINY)).clamp_max(1)[:, 0]
+        common[:known, d - 1] = torch.minimum(p, q).sum(1)
+    return Overlap(text, share, common)
+
+
+def expected(of: Overlap, depth: int) -> Tally:
+    """Return the passes that decoding the text with drawn chains is expected to take, verified token by token.
+
+    Which tokens the target chooses does not depend on the drafts, so along its text each draft is accepted with the
+    probability that `share` has, and where steps begin is a chain of such choices: summed up, and not drawn.
+    """
+    text = of.text
+    depth = min(depth, of.share.shape[1])
+    begins = [0.0] * (text.made + 1)  # the probability that a step begins when so many tokens are there
+    begins[1] = 1.0
+    reached = [0.0] * depth
+    drafted = 0.0
+    for made in range(1, text.made):
+        here = begins[made]
+        deepest = max(0, min(depth, text.limit - made - 1))
+        drafted += here * deepest
+        survive = 1.0
+        for d in range(deepest + 1):
+            more = float(of.share[made - 1, d]) if d < deepest else 0.0
+            begins[min(made + d + 1, text.made)] += here * survive * (1 - more)
+            survive *= more
+            if d < deepest:
+                reached[d] += here * survive
+    return Tally(float(text.made - 1), sum(begins[1 : text.made]), drafted, reached, 0.0)

@@ -24,7 +24,8 @@ from eval.live import PLAIN, measure
 from eval.lossless import gate
 from eval.machine import device_facts, provenance
 from eval.sources import overlay
-from eval.teacher_forced import Text, record, write
+from eval.teacher_forced import record
+from eval.texts import Text, write
 from eval.tuned import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.hub import resolve_head
 from heads.published import is_published

@@ -11,6 +11,8 @@ from data.prompts import WORKLOADS, Prompt, locate, prompt_of
 from data.records import ANSWERS, QUESTIONS, Message, Record, content_text, parse
 from data.sources import open_source
 from data.template import encode, encode_plain, render
+from eval.texts import NO_ANSWER, TOKENS, Text, TokenLog, Told, recorded
+from inference.reader import Reads
 from inference.target import Target
 
 # Below this, generation would end at the context's edge and not at the answer's, and measure next to nothing.
@@ -21,6 +23,7 @@ SUMMARIZE = "Summarize: {}"  # what Spec-Bench asks of CNN/DM's articles
 UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # what stands in SPEED-Bench for text under others' licences
 
 Answer = Callable[[list[int]], str]  # of the target, to a prompt
+Readable = Record | Prompt | TokenLog
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,10 @@ class Selection:
 
 
 class Workload(NamedTuple):
-    """What reports call it, the prompts to measure on, and those that run before; `fresh` if the latter are its own."""
+    """What reports call it, where it is, the prompts to measure on, and those before; `fresh` if these are its own."""
 
     name: str
+    path: str
     prompts: list[Prompt]
     warmup: list[Prompt]
     fresh: bool
@@ -78,25 +82,52 @@ def read_workload(name: str, target: Target, wanted: Selection, answer: Answer |
         ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that leaves no
             room in the context.
     """
-    found = list(_records(locate(name), wanted))
-    if not found:
-        raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
-    chosen = spread(found, wanted.prompts + wanted.warmup) if wanted.balanced else found
-    measured = sorted(chosen[: wanted.prompts])  # in the workload's own order
+    measured, spare = _chosen(name, wanted)
 
     def fitting(prompt: Prompt) -> Prompt:
         return fit(prompt, name, target, wanted.truncate)
 
     prompts: list[Prompt] = []
-    for _, record in measured:
+    for record in measured:
         for prompt in _prompts(record, target, wanted.turns, lambda token: answer(token) if answer else ""):
             prompts.append(fitting(prompt))
-    spare = [record for _, record in chosen[wanted.prompts : wanted.prompts + wanted.warmup]]
     warmup = [fitting(prompt) for record in spare for prompt in _prompts(record, target, "first", None)]
     fresh = len(warmup) == wanted.warmup
     missing = wanted.warmup - len(warmup)
     warmup += [swapped(prompts[-1 - i % len(prompts)]) for i in range(missing)]
-    return Workload(short_name(name), prompts, warmup, fresh)
+    return Workload(short_name(name), name, prompts, warmup, fresh)
+
+
+def read_log(name: str, reads: Reads, wanted: Selection, most: int) -> tuple[Workload, list[Text]]:
+    """Read a log's prompts, and the texts that were recorded after them, as tokens.
+
+    Args:
+        name: as for `read_workload`.
+        reads: the tokenizer, and the tokens that end an answer.
+        wanted: which of its records; nothing runs before, so there is no warm-up.
+        most: tokens of an answer.
+
+    Raises:
+        ValueError: as `read_workload`, or a record without an answer.
+    """
+    told: list[Told] = []
+    for record in _chosen(name, wanted)[0]:
+        if isinstance(record, Prompt):
+            raise ValueError(f"workload {name}, prompt {record.id}: {NO_ANSWER}")
+        told += recorded(record, name, reads, wanted.turns, most)
+    prompts = [Prompt(each.id, each.text.token[: each.text.start], each.category) for each in told]
+    return Workload(short_name(name), name, prompts, [], False), [each.text for each in told]
+
+
+def _chosen(name: str, wanted: Selection) -> tuple[list[Readable], list[Readable]]:
+    """Return the records to measure on, in the workload's own order, and those for a warm-up."""
+    found = list(_records(locate(name), wanted))
+    if not found:
+        raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
+    chosen = spread(found, wanted.prompts + wanted.warmup) if wanted.balanced else found
+    measured = sorted(chosen[: wanted.prompts], key=lambda each: each[0])
+    spare = chosen[wanted.prompts : wanted.prompts + wanted.warmup]
+    return [record for _, record in measured], [record for _, record in spare]
 
 
 def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:
@@ -122,9 +153,9 @@ def swapped(prompt: Prompt) -> Prompt:
     return prompt._replace(id=f"{prompt.id} swapped", token=prompt.token[half:] + prompt.token[:half])
 
 
-def spread(found: Sequence[tuple[int, Record | Prompt]], count: int) -> list[tuple[int, Record | Prompt]]:
+def spread(found: Sequence[tuple[int, Readable]], count: int) -> list[tuple[int, Readable]]:
     """Return records of all categories in turn, the first of each, then the second, and so on."""
-    kinds: dict[str, list[tuple[int, Record | Prompt]]] = {}
+    kinds: dict[str, list[tuple[int, Readable]]] = {}
     for place, record in found:
         kinds.setdefault(record.category, []).append((place, record))
     longest = max(map(len, kinds.values()))
@@ -139,13 +170,16 @@ def short_name(name: str) -> str:
     return known[0] if known else path.name if path.is_file() else name
 
 
-def _records(path: str, wanted: Selection) -> Iterator[tuple[int, Record | Prompt]]:
+def _records(path: str, wanted: Selection) -> Iterator[tuple[int, Readable]]:
     """Yield the workload's records with their places, as many as must be looked at."""
     source, seen = open_source(path, split=""), set[str]()
     limit = LOOKED if wanted.balanced else wanted.prompts + wanted.warmup
     for place, raw in enumerate(islice(source, limit)):
         if set(raw) == set(Prompt._fields):
             yield place, Prompt(**raw)
+            continue
+        if set(TOKENS) <= set(raw):
+            yield place, TokenLog.read(raw, place)
             continue
         read = parse(_readable(raw, place, path), place, path)
         name = f"{read.id}@{place}" if read.id in seen else read.id
@@ -174,10 +208,12 @@ def _readable(raw: Raw, place: int, path: str) -> Raw:
     return raw
 
 
-def _prompts(record: Record | Prompt, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:
+def _prompts(record: Readable, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:
     """Yield a record's prompts: its first question, or every one after all that was said before it."""
     if isinstance(record, Prompt):
         yield record
+    elif isinstance(record, TokenLog):
+        yield Prompt(record.id, record.prompt, record.category)
     elif turns == "first" or sum(message["role"] == "user" for message in record.messages) < 2:
         yield prompt_of(record, target.tokenizer)
     else:

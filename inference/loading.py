@@ -116,7 +116,7 @@ def load(
     method = _method(quantize)
     remote = {"trust_remote_code": trust_remote_code}
     with _errors(path):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **remote)
+        tokenizer = _tokenizer(path, trust_remote_code)
         own: Any = getattr(AutoConfig.from_pretrained(path, **remote), "quantization_config", None)
     if method is not None and own is not None:
         name = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
@@ -137,6 +137,21 @@ def load(
     return model, tokenizer
 
 
+def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load a tokenizer alone.
+
+    Raises:
+        ValueError: none loads from there, and why.
+    """
+    with _errors(path, "tokenizer"):
+        return _tokenizer(path, trust_remote_code)
+
+
+def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return found
+
+
 def _method(quantize: str | None) -> Method | None:
     """Return the method of this name.
 
@@ -148,13 +163,13 @@ def _method(quantize: str | None) -> Method | None:
 
 
 @contextmanager
-def _errors(path: str) -> Iterator[None]:
+def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]:
     """Say in one line why transformers cannot load from a path: no such model, or a library that it needs."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"model.path={path}: no causal LM with tokenizer loads from there ({reason})") from error
+        raise ValueError(f"model.path={path}: no {what} loads from there ({reason})") from error
 
 
 def _check(model: PreTrainedModel, path: str, quantize: str | None) -> None:

@@ -27,6 +27,7 @@ from inference.placed import Placed, by_turns, on_one_device
 from inference.placed import placed as place_whole
 from inference.placement import HERE, REPLICATE, Placement
 from inference.placement import check as check_placement
+from inference.reader import end_tokens
 from inference.tree import DraftTree, Riders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -70,7 +71,7 @@ class Target:
         self._noted = LayerOutputs(self.decoder_layers)
         self.feature_layers: tuple[int, ...] = ()
         self.context: int = getattr(self.config, "max_position_embeddings", None) or 2**31
-        self.eos = _end_tokens(model, tokenizer)
+        self.eos = end_tokens(model.generation_config, tokenizer)
         self.quantized = loading.method_of(model)
         sizes = self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers
         mark, carried = (self.placed.mark, None) if adapter is None else (adapter.fingerprint, adapter.name)
@@ -290,9 +291,3 @@ def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
     raise ValueError(
         f"{type(base).__name__}: no stack of {count} decoder layers found; this architecture is not supported"
     )
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    ends = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in [*ends, tokenizer.eos_token_id] if isinstance(token, int))

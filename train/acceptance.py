@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from eval import metrics
-from eval.teacher_forced import ranks, unrolled, write
+from eval.teacher_forced import ranks, unrolled
+from eval.texts import write
 from heads.base import Features
 from heads.vocab import spread
 from inference.decode import Settings, speculate

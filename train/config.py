@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from data.config import DataConfig
 from data.features import FeaturesConfig
+from eval.row import LIVE, TIERS
 from heads import HEADS
 from heads.typed import typed
 from inference.loading import AS_IT_IS, METHODS
@@ -172,6 +173,7 @@ class EvalSettings:
     warmup: int
     hf: bool
     dtype: str
+    tier: list[str]
 
     def __post_init__(self) -> None:
         _at_least("eval", self, 1, "repeats")
@@ -180,6 +182,10 @@ class EvalSettings:
         _one_of("eval", self, dtype=("auto", *DTYPES))
         if not self.temperature or min(self.temperature) < 0:
             raise ValueError(f"eval.temperature is {self.temperature}: give one or more numbers, none below 0")
+        if LIVE not in self.tier or not set(self.tier) <= set(TIERS) or len(set(self.tier)) < len(self.tier):
+            raise ValueError(
+                f"eval.tier is {self.tier}: give {LIVE}, and what else of {', '.join(TIERS)} is wanted, once"
+            )
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,22 @@ import vl_convert
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from eval import advice
 from eval.ladder import NOTE, PLAIN, REMEDIES
-from eval.page import more_plots, plots, tables
+from eval.page import more_plots, plots, simulated, tables
 from eval.page.names import Told, red, row_names, shown, spread
 from eval.page.plots import Plot
 from eval.page.tables import Table
+from eval.row import LIVE
 
 HERE = Path(__file__).parent
 SOURCES = {"draft": "drafted and accepted", "bonus": "the target's own", "prefill": "from the prefill"}
+
+
+TIERS = (
+    "One τ, measured up to three times: live by decoding; teacher_forced by one pass of target and head over the text; "
+    "replay by drafting along the text, without the target. The intervals resample the prompts."
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ def page(told: Told, title: str, failures: Sequence[str], notes: Sequence[str]) 
         failures=failures,
         notes=notes,
         headlines=headlines(told),
+        gated=gated(told),
         sections=filled,
         answers=told.get("answers", []),
         sources=SOURCES,
@@ -92,6 +101,7 @@ def sections(told: Told) -> list[Section]:
     drawn = [more_plots.tree(name, each, accepted.get(name, [])) for name, each in told.get("trees", {}).items()]
     both = drawing(plots.with_intervals(told, "speedup", "speedup"), plots.with_intervals(told, "tau", "τ"))
     loads = drawing(plots.against(told, "batch_size", "batch size"), plots.against(told, "temperature", "temperature"))
+    other, along = simulated.text(told), [advice.FORCED]
     gated = ["Greedy output against plain decoding's, token for token, in the gate's dtype."]
     return [
         Section("results", "Results", [], both, tables.results(told), False),
@@ -99,8 +109,11 @@ def sections(told: Told) -> list[Section]:
         Section("gate", "Is it lossless?", gated, [], tables.gates(told), False),
         Section("depths", "Acceptance by depth", [], drawing(plots.acceptance(told)), tables.depths(told), False),
         Section("load", "Under load and temperature", [], loads, None, False),
+        Section("other", "Other trees and loads", other, simulated.loads(told) + simulated.trees(told), None, False),
         Section("times", "Where the time goes", [], drawing(plots.time_split(told)), tables.times(told), False),
         Section("tree", "The tree", [], drawn, None, False),
+        Section("forced", "The head along the text", along, simulated.along(told), None, False),
+        Section("tiers", "With and without a clock", [TIERS], [], tables.tiers(told), False),
         Section("training", "Training of the head", [], more_plots.training(told), None, False),
         Section("everything", "Every number", ["As report.json has them."], [], tables.everything(told), True),
     ]
@@ -123,7 +136,7 @@ def why(told: Told) -> list[str]:
                 f"leaves the measured {rungs['overhead']:.2f}. What would help most is {REMEDIES[found['most']]}: "
                 f"a tenth of that loss gone would give {gain:.2f}."
             )
-    return [*lines, NOTE]
+    return [*lines, *simulated.text(told)[:-1], NOTE]
 
 
 def firsts(told: Told) -> dict[str, tuple[str, Told]]:
@@ -150,6 +163,13 @@ def headlines(told: Told) -> list[Headline]:
         )
         for drafter, (name, row) in firsts(told).items()
     ]
+
+
+def gated(told: Told) -> str:
+    """Return what a tile says of a drafter that failed no gate."""
+    if told["settings"].get("gate"):
+        return "lossless, by the gate below"
+    return "not gated" if any(row["tier"] == LIVE for row in told["rows"]) else "nothing was decoded: no gate ran"
 
 
 def settings(told: Told) -> dict[str, Any]:

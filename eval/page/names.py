@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.lossless import labelled
+from eval.row import LIVE
 
 Told = Mapping[str, Any]  # a row, or all of report.json
 
@@ -20,6 +21,12 @@ def row_names(rows: Sequence[Told]) -> list[str]:
         parts += [f"T={row['temperature']:g}"] if warm else []
         names.append(", ".join([*parts, *(str(row[key]) for key in keys if row.get(key) is not None)]))
     return names
+
+
+def clocked(told: Told) -> list[Told]:
+    """Return the rows of the live tier; where it was not asked for, all."""
+    rows: Sequence[Told] = told["rows"]
+    return [row for row in rows if row.get("tier", LIVE) == LIVE] or list(rows)
 
 
 def red(row: Told, gates: Told) -> bool:

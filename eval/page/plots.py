@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.ladder import COSTS, PLAIN, RUNGS
-from eval.page.names import Told, red, row_names
+from eval.page.names import Told, clocked, red, row_names
+from eval.row import LIVE
 
 Spec = dict[str, Any]
 Records = list[dict[str, Any]]
@@ -102,7 +103,7 @@ def acceptance(told: Told) -> Plot | None:
     """Return P(a >= d) by depth."""
     data = [
         {"name": name, "depth": depth, "share": share, "after": row["conditional_by_depth"][depth - 1]}
-        for name, row in zip(row_names(told["rows"]), told["rows"], strict=True)
+        for name, row in zip(row_names(clocked(told)), clocked(told), strict=True)
         for depth, share in enumerate(row["accepted_by_depth"], 1)
     ]
     if not data:
@@ -166,7 +167,7 @@ def time_split(told: Told) -> Plot | None:
         {"name": name, "part": part, "order": order, "ms": 1000 * row["seconds"][part] / row["steps"]}
         for name, row in zip(row_names(told["rows"]), told["rows"], strict=True)
         for order, part in enumerate(("verify", "draft", "other"))
-        if row["steps"]
+        if row["steps"] and row["tier"] == LIVE
     ]
     if not data:
         return None

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.ladder import COSTS, REMEDIES, RUNGS, advice
-from eval.page.names import Told, red, row_names, shown, spread
+from eval.ladder import COSTS, PLAIN, REMEDIES, RUNGS, advice
+from eval.page.names import Told, clocked, red, row_names, shown, spread
+from eval.row import LIVE
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def times(told: Told) -> Table:
         column("overlap headroom", "overlap_headroom"),
         column("latency s", "latency_s", 3),
     ]
-    return of_rows("times", told, columns)
+    return of_rows("times", told, columns, lambda row: row["tier"] == LIVE)
 
 
 def depths(told: Told) -> Table:
@@ -158,7 +159,28 @@ def depths(told: Told) -> Table:
 
         return Head(f"P(a≥{index + 1})", (f"accepted_by_depth {index + 1}",)), cell
 
-    return of_rows("depths", told, [share(i) for i in range(deepest)], lambda row: bool(row["accepted_by_depth"]))
+    shown_rows = clocked(told)
+    return of_rows(
+        "depths",
+        told,
+        [share(i) for i in range(deepest)],
+        lambda row: bool(row["accepted_by_depth"]) and any(row is each for each in shown_rows),
+    )
+
+
+def tiers(told: Told) -> Table:
+    """Return what each tier found, where there are several."""
+    columns = [
+        column("tier", "tier"),
+        column("workload", "workload"),
+        (Head("T", ("temperature",)), lambda row: Cell(f"{row['temperature']:g}", (row["temperature"],))),
+        column("passes", "steps"),
+        with_interval("τ [95%]", "tau"),
+        column("drafted a pass", "draft_tokens", 1, per="steps"),
+        column("ms to draft", "seconds.draft", 3, 1000.0, "steps"),
+    ]
+    several = len({row["tier"] for row in told["rows"]}) > 1
+    return of_rows("tiers", told, columns, lambda row: several and row["drafter"] != PLAIN and row["batch_size"] == 1)
 
 
 def gates(told: Told) -> Table:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from inference.drafters import Commit, Context, Proposal
-from inference.target import Target
+from inference.reader import Reads
 from inference.tree import DraftTree
 
 MATCHES = ("first", "last")
@@ -46,7 +46,7 @@ class PromptLookup:
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: Config, target: Target, name: str) -> None:
+    def __init__(self, config: Config, target: Reads, name: str) -> None:
         self.config, self.name = config, name
         self.tree = f"chain-{config.tokens}"
         self.device, self.eos = target.device, target.eos

@@ -18,10 +18,15 @@ from inference.drafters.streams import StreamsDrafter
 from inference.drafters.suffix import Suffix
 from inference.limits import check_tree
 from inference.policy import TreeConfig
+from inference.reader import Reads
 from inference.target import Target
+
+# Those that draft from the text alone: no pass of the target teaches them anything.
+READING: dict[str, Any] = {"prompt_lookup": PromptLookup, "suffix": Suffix}
 
 # Each has a `Config` and is made of one, the target and a name.
 SOURCES: dict[str, Any] = {
+    **READING,
     "assistant": Assistant,
     "assistant_slem": AssistantSlem,
     "early_exit": EarlyExit,
@@ -29,10 +34,8 @@ SOURCES: dict[str, Any] = {
     "lookahead": Lookahead,
     "mirror": Mirror,
     "mtp": MtpDrafter,
-    "prompt_lookup": PromptLookup,
     "recycling": Recycling,
     "streams": StreamsDrafter,
-    "suffix": Suffix,
 }
 
 
@@ -47,13 +50,34 @@ def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     Raises:
         ValueError: an unknown source, or an option that it does not have or cannot take.
     """
-    values = dict(options)
-    source = values.pop("source", name)
-    if source not in SOURCES:
-        raise ValueError(f"drafter.{name}: no source is called {source!r}; choose one of {', '.join(SOURCES)}")
-    made = SOURCES[source]
+    made, values = _source(name, options)
     config: Any = build(made.Config, values, f"drafter.{name}")
     if isinstance(tree := getattr(config, "tree", None), TreeConfig):
         check_tree(target, tree, f"drafter.{name}")
     drafter: Drafter = made(config, target, name)
     return drafter
+
+
+def reads_text_alone(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a source of a configuration needs no target; false for `head` and others that are none of SOURCES."""
+    return options.get("source", name) in READING
+
+
+def make_reading(name: str, options: Mapping[str, Any], reads: Reads) -> Drafter:
+    """Return a source that drafts from the text alone.
+
+    Raises:
+        ValueError: an option that it does not have or cannot take.
+    """
+    made, values = _source(name, options)
+    drafter: Drafter = made(build(made.Config, values, f"drafter.{name}"), reads, name)
+    return drafter
+
+
+def _source(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a source's class, and its options."""
+    values = dict(options)
+    source = values.pop("source", name)
+    if source not in SOURCES:
+        raise ValueError(f"drafter.{name}: no source is called {source!r}; choose one of {', '.join(SOURCES)}")
+    return SOURCES[source], values

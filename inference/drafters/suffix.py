@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from inference.drafters import Commit, Context, Proposal
+from inference.reader import Reads
 from inference.suffix_tree import Place, SuffixTree
-from inference.target import Target
 from inference.tree import DraftTree
 
 MODES = ("path", "tree")
@@ -65,7 +65,7 @@ class Suffix:
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: Config, target: Target, name: str) -> None:
+    def __init__(self, config: Config, target: Reads, name: str) -> None:
         if config.mode == "tree" and not target.takes_trees:
             raise ValueError(
                 f"drafter.suffix.mode is 'tree', but the attention of {target.name} does not honour a tree mask: give "

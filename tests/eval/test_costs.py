@@ -7,7 +7,7 @@ import torch
 
 from eval import costs as costing
 from eval.costs import groups, measure, planted, typical, verification
-from eval.teacher_forced import Text, write
+from eval.texts import Text, write
 from inference import tree as trees
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from eval.teacher_forced import Record, Text, ranks, record, replay, write
+from eval.teacher_forced import Record, ranks, record, replay
+from eval.texts import Text, write
 from heads import HEADS
 from heads.base import Features
 from inference.decode import Settings, speculate

@@ -27,8 +27,9 @@ from inference.speed import Costs, Prediction, Replayed, Step, draft_key
 from inference.target import Target
 from tests import toys
 
-GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "contexts": [16, 4096], "samples": 1}
-SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "contexts": [16], "samples": 1}
+REPORTED = {"prompts": 2, "batch_sizes": [1]}
+GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "contexts": [16, 4096], "samples": 1} | REPORTED
+SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "contexts": [16], "samples": 1} | REPORTED
 OWN_TREE = TreeConfig("dynamic", 4, 3, 9, [], [])
 
 

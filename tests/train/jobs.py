@@ -17,6 +17,7 @@ QUICK = [
     "trainer.eval_every=8", "trainer.save_every=4", "trainer.eval_prompts=2", "trainer.eval_tokens=12",
     "trainer.precision=fp32", "model.dtype=float32", "model.device=cpu",
     "eval.prompts=2", "eval.max_new_tokens=12", "eval.repeats=1", "eval.warmup=0", "eval.hf=false",
+    "eval.tier=[live]",
 ]  # fmt: skip
 
 

@@ -1,0 +1,262 @@
+"""The two tiers without a clock: heads along given texts, and sources that read text alone along a log.
+
+All three tiers measure the same τ. What a lossless rule emits is the target's text whatever is drafted, so one text
+serves for all sources: the one that plain decoding has just written, or one from a log.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from eval import replay, tally
+from eval.config import EvalConfig
+from eval.explain import explained, price, simulate
+from eval.gates import settings_at
+from eval.metrics import median_run
+from eval.row import LIVE, REPLAY, TEACHER_FORCED, Row
+from eval.states import Within, in_states
+from eval.tally import Heading
+from eval.teacher_forced import Overlap, Record, expected, overlap, record
+from eval.teacher_forced import replay as steps_of
+from eval.texts import Text, of_answer
+from eval.workloads import Selection, Workload, read_log
+from inference.decode import Generation, Settings, autoregress
+from inference.drafters import Drafter
+from inference.drafters.head import HeadDrafter
+from inference.drafters.registry import make_reading, reads_text_alone
+from inference.policy import CONFIDENT, TreeConfig
+from inference.reader import Reads
+from inference.sample import Sampling
+from inference.target import Target
+from inference.tuner import acceptance
+
+RANKS = 10  # of a depth's guesses, that are told apart
+DRAWN = ("chain", "sampled", "independent")  # the kinds of tree whose nodes are drawn above temperature 0
+
+
+@dataclass(frozen=True)
+class Material:
+    """The texts of a workload at a temperature, in its order, and whether the target has just written them."""
+
+    workload: Workload
+    temperature: float
+    texts: list[Text]
+    own: bool
+
+    def heading(self, tier: str, seed: int) -> Heading:
+        """Return what its rows share."""
+        return Heading(tier, self.workload.name, self.temperature, self.workload.categories(), seed)
+
+
+def answered(workload: Workload, target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]) -> Material:
+    """Return what plain decoding wrote, given the repeats of each prompt."""
+    texts = [
+        of_answer(target, prompt.token, median_run(each).tokens, settings)
+        for prompt, each in zip(workload.prompts, runs, strict=True)
+    ]
+    return Material(workload, settings.sampling.temperature, texts, True)
+
+
+def written(config: EvalConfig, target: Target, workloads: Sequence[Workload]) -> list[Material]:
+    """Let the target answer the prompts at every temperature."""
+    made = []
+    for workload in workloads:
+        for temperature in config.temperatures():
+            settings = settings_at(temperature, config)
+            runs = [[autoregress(target, prompt.token, settings)] for prompt in workload.prompts]
+            made.append(answered(workload, target, settings, runs))
+    return made
+
+
+def recorded(config: EvalConfig, reads: Reads | Target, names: Sequence[str]) -> list[Material]:
+    """Return the logs' own answers, for every temperature the same.
+
+    Raises:
+        ValueError: a log without answers, or one that a target's context cannot hold.
+    """
+    wanted = Selection(config.prompts, 0, config.truncate, config.turns, config.balanced)
+    made = []
+    for name in names:
+        workload, texts = read_log(name, reads, wanted, config.max_new_tokens)
+        if isinstance(reads, Target):
+            texts = [
+                within_context(text, prompt.id, name, reads, config.truncate)
+                for text, prompt in zip(texts, workload.prompts, strict=True)
+            ]
+        made += [Material(workload, temperature, texts, False) for temperature in config.temperatures()]
+    return made
+
+
+def within_context(text: Text, id_: str, name: str, target: Target, truncate: bool) -> Text:
+    """Return a text that the target's context holds.
+
+    Raises:
+        ValueError: it does not, and may not be shortened.
+    """
+    over = len(text.token) - target.context
+    if over <= 0:
+        return text
+    if not truncate or over >= text.start:
+        raise ValueError(
+            f"workload {name}, record {id_}: {len(text.token)} tokens with its answer, but the target's context is "
+            f"{target.context}: give a smaller max_new_tokens, or truncate=true to keep each text's end"
+        )
+    return Text(text.token[over:], text.start - over, text.limit)
+
+
+def along_texts(
+    config: EvalConfig,
+    target: Target,
+    workloads: Sequence[Workload],
+    drafters: Mapping[str, Drafter],
+    materials: list[Material],
+    extras: dict[str, Any],
+) -> list[Row]:
+    """Return the rows of the tiers without a clock; `extras` takes what they say besides."""
+    tiers = config.tiers()
+    if not {REPLAY, TEACHER_FORCED} & set(tiers):
+        return []
+    if config.from_log:
+        materials = recorded(config, target, [each.path for each in workloads])
+    elif not materials:
+        materials = written(config, target, workloads)
+    rows = replayed(config, target, materials) if REPLAY in tiers else []
+    if TEACHER_FORCED in tiers:
+        more, extras["teacher_forced"] = forced(config, target, drafters, materials)
+        rows += more
+        extras["other_trees"] = other_trees(config, target, drafters, materials)
+    return rows
+
+
+def check_sources(config: EvalConfig) -> None:
+    """Check that some source can be measured in some tier.
+
+    Raises:
+        ValueError: none can.
+    """
+    tiers = config.tiers()
+    reading = any(reads_text_alone(name, options) for name, options in config.drafter.items())
+    if not (LIVE in tiers or (REPLAY in tiers and reading) or (TEACHER_FORCED in tiers and "head" in config.drafter)):
+        raise ValueError(
+            f"tier is {', '.join(tiers)}, in which drafter={', '.join(config.drafter)} cannot be measured: replay "
+            "takes prompt_lookup and suffix, teacher_forced takes head; the others need tier=live"
+        )
+
+
+def replayed(config: EvalConfig, reads: Reads, materials: Sequence[Material]) -> list[Row]:
+    """Return the rows of the sources that read text alone, warm and cold, within the budget."""
+    given = {name: options for name, options in config.drafter.items() if reads_text_alone(name, options)}
+    drafters = {name: make_reading(name, options, reads) for name, options in given.items()}
+    sources = list(in_states(drafters, config.cold, config.budget).values())
+    made: list[Row] = []
+    for each in materials:
+        if not each.own and each.temperature != materials[0].temperature:
+            continue  # what was recorded is what it is
+        made += replay.replayed(sources, each.texts, each.heading(REPLAY, config.seed))
+    return made
+
+
+def forced(
+    config: EvalConfig, target: Target, drafters: Mapping[str, Drafter], materials: Sequence[Material]
+) -> tuple[list[Row], dict[str, Any]]:
+    """Return the rows of the heads along the texts, and what else one pass over them says of each head.
+
+    A tree whose siblings are drawn has no row above temperature 0: what its nodes were is not in the text.
+
+    Returns:
+        The rows; and by head, of its first texts: `rank`, the share of tokens by depth and rank among its guesses;
+        `n_alpha`, the acceptance rate of depth n + 1 after n drafted states, given the text's tokens; `at_every_token`,
+        P(a >= k) of a chain that begins after every token, where decoding begins some.
+    """
+    made: list[Row] = []
+    found: dict[str, Any] = {}
+    for name, drafter in heads_of(drafters).items():
+        tree = drafter.config if config.budget is None else within(drafter.config, config.budget)
+        for each in materials:
+            drawn = each.temperature > 0 and tree.kind in DRAWN
+            if drawn and tree.kind != "chain":
+                continue
+            if drawn:
+                told, tallies = _drawn(target, drafter.head, tree, each, config.sampling(each.temperature))
+            else:
+                told, tallies = _chosen(target, drafter.head, tree, each)
+            rule = "token" if drawn else "greedy" if each.temperature == 0 else "point_mass"
+            made += tally.rows(name, tree.label, rule, tallies, each.heading(TEACHER_FORCED, config.seed), "none")
+            found.setdefault(name, {"workload": each.workload.name, "temperature": each.temperature, **told})
+    return made, found
+
+
+def other_trees(
+    config: EvalConfig, target: Target, drafters: Mapping[str, Drafter], materials: Sequence[Material]
+) -> dict[str, Any]:
+    """Return by head what other trees would give along the first greedy texts; their price where there is a clock."""
+    texts = next((each.texts for each in materials if each.own and each.temperature == 0), [])
+    texts = [text for text in texts if text.made > 1]
+    apart = -(-len(texts) // config.tuner.prompts) or 1
+    found = {}
+    for name, drafter in heads_of(drafters).items() if texts else ():
+        trees = simulate(config, target, drafter, texts[::apart])
+        costs = price(config, target, drafter, trees, texts[::apart]) if LIVE in config.tiers() else {}
+        found[name] = explained(trees, costs)
+    return found
+
+
+def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
+    """Return the heads among the sources, those within a budget too."""
+    inner = {name: each.inner if isinstance(each, Within) else each for name, each in drafters.items()}
+    return {name: each for name, each in inner.items() if isinstance(each, HeadDrafter)}
+
+
+def within(tree: TreeConfig, depth: int) -> TreeConfig:
+    """Return a tree cut to a depth."""
+    paths = [path for path in tree.paths if len(path) <= depth]
+    return replace(tree, depth=min(tree.depth, depth), paths=paths, widths=tree.widths[:depth])
+
+
+def _chosen(
+    target: Target, head: Any, tree: TreeConfig, material: Material
+) -> tuple[dict[str, Any], list[tally.Tally]]:
+    """Return what is known of a head whose drafts are chosen by rank."""
+    depth = min(head.max_depth, tree.deepest)
+    grown = [tree] if tree.kind in CONFIDENT else []
+    records = [record(target, head, text, grown, depth) for text in material.texts]
+    tallies = [tally.tally(steps_of(each, tree), each.text.made - 1) for each in records]
+    return table(records), tallies
+
+
+def table(records: Sequence[Record]) -> dict[str, Any]:
+    """Return acceptance by depth and rank, its first column by itself, and that of whole chains."""
+    rank = torch.tensor([row for each in records for row in each.rank])
+    found = acceptance(rank, RANKS)
+    right = (rank == 0).long().cumprod(1).double()
+    known = (rank >= 0).double()
+    return {
+        "tokens": len(rank),
+        "rank": found.tolist(),
+        "n_alpha": found[:, 0].tolist(),
+        "at_every_token": (right.sum(0) / known.sum(0).clamp_min(1)).tolist(),
+    }
+
+
+def _drawn(
+    target: Target, head: Any, tree: TreeConfig, material: Material, sampling: Sampling
+) -> tuple[dict[str, Any], list[tally.Tally]]:
+    """Return what is known of a head whose chains are drawn."""
+    depth = min(head.max_depth, tree.deepest)
+    each = [overlap(target, head, text, sampling, depth) for text in material.texts]
+    ranked = table([record(target, head, text, [], depth) for text in material.texts])
+    return ranked | drawn_table(each), [expected(one, depth) for one in each]
+
+
+def drawn_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:
+    """Return n_alpha, and P(a >= k) of chains after every token, of drafts drawn from the head's law."""
+    common = torch.cat([each.common for each in overlaps]).double()
+    known = common.isfinite()
+    reached = torch.cat([each.share for each in overlaps]).double().cumprod(1)
+    count = known.sum(0).clamp_min(1)
+    return {
+        "n_alpha": (common.nan_to_num(0.0).sum(0) / count).tolist(),
+        "at_every_token": ((reached * known).sum(0) / count).tolist(),
+    }

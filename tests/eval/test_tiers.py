@@ -1,0 +1,287 @@
+"""The three tiers measure the same τ: by decoding, along the target's own text, and along a log."""
+
+import functools
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval import metrics
+from eval.config import eval_config
+from eval.page.tables import flattened
+from eval.row import LIVE, REPLAY, TEACHER_FORCED
+from eval.run import evaluate
+from eval.tally import tally, tau_interval
+from eval.teacher_forced import Overlap, expected, overlap, record, replay
+from eval.texts import Text, of_answer, write
+from eval.tiers import within
+from eval.workloads import load_workload
+from heads.base import Features
+from inference.decode import Settings, autoregress, speculate
+from inference.drafters.head import HeadDrafter
+from inference.policy import TreeConfig
+from inference.sample import GREEDY, Sampling, distribution
+from tests import toys
+from tests.eval.small import SIZE, small
+
+LOOKUP = {"ngram_min": 1, "ngram_max": 3, "tokens": 4, "match": "first"}
+SUFFIX = {
+    "mode": "path", "depth": 8, "tokens": 6, "factor": 2.0, "offset": 1.0, "min_probability": 0.1, "memory": True,
+    "memory_nodes": 1000,
+}  # fmt: skip
+HOT = Settings(40, Sampling(3.0, 0, 1.0))  # at which a random head and target agree now and then
+PROMPTS = [toys.prompt(i, 12) for i in range(12)]
+ALL: dict[str, Any] = {
+    "tier": [LIVE, TEACHER_FORCED, REPLAY], "hf": False,
+    "drafter": {"head": {}, "prompt_lookup": LOOKUP, "suffix": SUFFIX},
+}  # fmt: skip
+
+
+def told(out: Path) -> dict[str, Any]:
+    """Return the report of a folder."""
+    read: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return read
+
+
+def by_tier(report: dict[str, Any], temperature: float = 0.0) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the rows by drafter and tier."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        if row["temperature"] == temperature:
+            found.setdefault(row["drafter"], {})[row["tier"]] = row
+    return found
+
+
+@pytest.fixture(scope="module")
+def greedy(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an evaluation in all tiers."""
+    out = tmp_path_factory.mktemp("tiers")
+    assert evaluate(small(runs, out, **ALL, prompts=3, max_new_tokens=40)).passed
+    return out
+
+
+def test_the_tiers_agree_token_for_token_in_exact_arithmetic(greedy: Path) -> None:
+    rows = by_tier(told(greedy))
+    assert {name: set(tiers) for name, tiers in rows.items()} == {
+        "plain": {LIVE},
+        "eagle": {LIVE, TEACHER_FORCED},
+        "prompt_lookup": {LIVE, REPLAY},
+        "suffix": {LIVE, REPLAY},
+        "suffix cold": {LIVE, REPLAY},
+    }
+    same = ("tau", "tau_ci", "tau_request_mean", "steps", "tokens", "draft_tokens", "accepted_by_depth")
+    same += ("conditional_by_depth", "definitions", "tau_within_depth", "accepted_per_draft_token", "tree", "state")
+    for name, tiers in rows.items():
+        live = tiers.pop(LIVE)
+        for other in tiers.values():
+            mine, theirs = (dict(flattened({key: row[key] for key in same})) for row in (other, live))
+            assert mine == pytest.approx(theirs), name
+            assert other["speedup"] is None
+            assert other["ladder"] is None
+        assert name == "plain" or live["tau"] > 1.02, "nothing was accepted: nothing was compared"
+
+
+def test_a_log_of_the_targets_answers_is_replayed_without_the_target(
+    runs: Path, greedy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = toys.target()
+    prompts = load_workload(str(runs / "prompts.jsonl"), target, 3)
+    texts = write(target, [each.token for each in prompts], Settings(40, GREEDY))
+    log = tmp_path / "log.jsonl"
+    lines = [
+        {"id": f"r{i}", "prompt_token_ids": each.token[: each.start], "token_ids": each.token[each.start :]}
+        for i, each in enumerate(texts)
+    ]
+    log.write_text("\n".join(map(json.dumps, lines)))
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a target was loaded")
+
+    monkeypatch.setattr("inference.target.Target.load", refuse)
+    given = {**ALL, "drafter": {"prompt_lookup": LOOKUP, "suffix": SUFFIX}, "tier": REPLAY}
+    config = eval_config(
+        **(SIZE | given | {"prompts": 3, "max_new_tokens": 40, "workload": str(log), "out": str(tmp_path / "out")}),
+        model={"path": str(runs / "target")},
+    )
+    assert evaluate(config).passed
+    here, live = by_tier(told(tmp_path / "out")), by_tier(told(greedy))
+    assert set(here) == {"prompt_lookup", "suffix", "suffix cold"}
+    for name, tiers in here.items():
+        assert tiers[REPLAY]["tau"] == pytest.approx(live[name][LIVE]["tau"])
+        assert tiers[REPLAY]["steps"] == live[name][LIVE]["steps"]
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "nothing was decoded" in page
+
+
+@functools.cache
+def sampled_texts() -> list[Text]:
+    """Return what the target writes."""
+    return [
+        of_answer(toys.target(), prompt, autoregress(toys.target(), prompt, replace(HOT, seed=i)).tokens, HOT)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["chain", "static", "dynamic"])
+def test_sampled_tiers_agree_within_their_intervals(kind: str) -> None:
+    target, tree = toys.target(), toys.TREES[kind]
+    head = toys.head("eagle", target)
+    drafter = HeadDrafter(head, tree, "eagle")
+    how = replace(HOT, rule="token" if kind == "chain" else "auto")
+    decoded = [speculate(target, drafter, prompt, replace(how, seed=99 + i)) for i, prompt in enumerate(PROMPTS)]
+    if kind == "chain":
+        told = [expected(overlap(target, head, text, HOT.sampling, tree.depth), tree.depth) for text in sampled_texts()]
+    else:
+        grown = [tree] if kind == "dynamic" else []
+        told = [tally(replay(record(target, head, text, grown, 4), tree), text.made - 1) for text in sampled_texts()]
+    live, other = metrics.tau_interval(decoded, 0), tau_interval(told, 0)
+    assert live is not None
+    assert other is not None
+    assert max(live[0], other[0]) <= min(live[1], other[1])
+    assert min(live[0], other[0]) > 1.01, "too little was accepted to compare"
+    assert max(live[1] - live[0], other[1] - other[0]) < 0.25, "the intervals are too wide to compare"
+
+
+def test_what_passes_are_expected_is_the_sum_over_all_verdicts() -> None:
+    text = Text(list(range(9)), 2, 6)  # 7 tokens written, but only 6 allowed: the last draft is cut
+    share = torch.tensor([[0.9, 0.5], [0.2, 0.4], [0.7, 0.3], [0.6, 1.0], [1.0, 0.8], [0.5, 0.0]])
+    found = expected(Overlap(text, share, share), 2)
+
+    def walk(made: int) -> tuple[float, float, float]:
+        """Return the expected passes, accepted and drafted tokens from here on, verdict by verdict."""
+        if made >= text.made:
+            return 0.0, 0.0, 0.0
+        depth = max(0, min(2, text.limit - made - 1))
+        passes, accepted, drafted = 1.0, 0.0, float(depth)
+        for verdict in itertools.product([True, False], repeat=depth):
+            chance, count = 1.0, 0
+            for d, right in enumerate(verdict):
+                p = float(share[made - 1, d])
+                chance *= p if right else 1 - p
+                count += right and all(verdict[:d])
+            more = walk(min(made + count + 1, text.made))
+            passes += chance * more[0]
+            accepted += chance * (count + more[1])
+            drafted += chance * more[2]
+        return passes, accepted, drafted
+
+    passes, accepted, drafted = walk(1)
+    assert found.steps == pytest.approx(passes)
+    assert found.accepted == pytest.approx(accepted)
+    assert found.drafted == pytest.approx(drafted)
+    assert found.tokens == 6
+
+
+def test_shares_are_of_the_laws_of_every_row_by_itself() -> None:
+    target, sampling = toys.target(), Sampling(0.8, 12, 0.95)
+    head = toys.head("eagle", target)
+    (text,) = write(target, [toys.prompt(3)], Settings(12, sampling, seed=5))
+    found = overlap(target, head, text, sampling, 3)
+    target.feature_layers = head.feature_layers
+    token = torch.tensor(text.token)
+    features = target.features(token[None], torch.zeros_like(token)[None])
+    seen = 0
+    with torch.inference_mode():
+        for made in range(1, text.made):
+            root = text.start + made - 1  # the token a step begins after
+            rows = Features(*(part[:, :root] for part in features))
+            state, level = head.extend(None, rows, token[1 : root + 1])
+            for depth in range(3):
+                place = root + 1 + depth
+                if place >= len(token):
+                    assert found.share[made - 1, depth] == 0
+                    assert found.common[made - 1, depth].isnan()
+                    continue
+                p = distribution(target.ends.logits(features.last[0, place - 1]), sampling)
+                q = distribution(level.logits[0], sampling)
+                ratio = (q[token[place]] / p[token[place]]).clamp_max(1)
+                torch.testing.assert_close(found.share[made - 1, depth], ratio, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    found.common[made - 1, depth], torch.minimum(p, q).sum(), atol=1e-5, rtol=1e-4
+                )
+                torch.testing.assert_close((p * (q / p.clamp_min(1e-30)).clamp_max(1)).sum(), torch.minimum(p, q).sum())
+                seen += 1
+                if depth < 2:
+                    path = torch.ones(1, depth + 1, dtype=torch.bool)
+                    level = head.expand(state, level, token[place][None], torch.tensor([0]), path)
+    assert seen > 20
+
+
+def test_the_report_says_what_other_trees_would_give(greedy: Path) -> None:
+    other = told(greedy)["other_trees"]["eagle"]
+    own = told(greedy)["rows"][1]
+    assert {"chain", "static", "dynamic", "best_first", "as it is"} == {each["family"] for each in other["trees"]}
+    assert all(each["tau"] >= 1 and each["speedup"] > 0 for each in other["trees"])
+    assert other["own"]["tree"] == own["tree"]
+    assert [each["batch_size"] for each in other["loads"]] == [1, 2]
+    assert other["measured"] == [1, 2]
+    assert set(other["stops_paying"]) == {"own", "best"}
+    forced = told(greedy)["teacher_forced"]["eagle"]
+    assert len(forced["rank"]) == len(forced["n_alpha"]) == len(forced["at_every_token"])
+    assert [row[0] for row in forced["rank"]] == forced["n_alpha"]
+    assert forced["at_every_token"] == sorted(forced["at_every_token"], reverse=True)
+    for name in ("report.html", "report.md"):
+        written = (greedy / name).read_text(encoding="utf-8")
+        assert other["best"]["tree"] in written
+        assert "teacher_forced" in written
+
+
+def test_without_a_clock_trees_have_no_price(runs: Path, tmp_path: Path) -> None:
+    given = {**ALL, "tier": TEACHER_FORCED, "drafter": {"head": {}}}
+    assert evaluate(small(runs, tmp_path, **given)).passed
+    report = told(tmp_path)
+    assert {row["tier"] for row in report["rows"]} == {TEACHER_FORCED}
+    other = report["other_trees"]["eagle"]
+    assert set(other) == {"trees"}
+    assert {each["speedup"] for each in other["trees"]} == {None}
+    assert "withheld" not in (tmp_path / "report.md").read_text()
+
+
+def test_recorded_answers_serve_in_place_of_the_targets_own(runs: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    chats = [{"question": f"w{i} w3 w5 w7 w9 w11", "answer": "w4 w6 w8 w4 w6 w8 w4 w6 w8 w10"} for i in range(3)]
+    log.write_text("\n".join(map(json.dumps, chats)))
+    given = {**ALL, "tier": [TEACHER_FORCED, REPLAY], "text": "recorded", "workload": str(log)}
+    assert evaluate(small(runs, tmp_path, **given)).passed
+    rows = by_tier(told(tmp_path))
+    assert rows["eagle"][TEACHER_FORCED]["tokens"] == rows["suffix"][REPLAY]["tokens"] == 2 * 7  # 8 tokens each, cut
+    assert rows["suffix"][REPLAY]["tau"] > 1.3, "the answer repeats itself"
+
+
+def test_a_budget_cuts_the_trees_of_every_tier(runs: Path, tmp_path: Path) -> None:
+    assert evaluate(small(runs, tmp_path, **ALL, budget=1, max_new_tokens=24)).passed
+    rows = by_tier(told(tmp_path))
+    assert rows["eagle"][TEACHER_FORCED]["tau"] == pytest.approx(rows["eagle"][LIVE]["tau"])
+    assert len(rows["eagle"][TEACHER_FORCED]["accepted_by_depth"]) == 1
+    wide = TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0]], [])
+    assert within(wide, 1).paths == [[0], [1]]
+    assert within(toys.TREES["sampled"], 2).shape() == replace(toys.TREES["sampled"], widths=[3, 2]).shape()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tier": "dead"}, "tier is 'dead': choose live, teacher_forced, replay"),
+        ({"tier": []}, "tier is []"),
+        ({"tier": [LIVE, LIVE]}, "each once"),
+        ({"text": "mine"}, "text is 'mine': choose auto, own, recorded"),
+        ({"tier": LIVE, "text": "recorded"}, "add replay or teacher_forced to tier=live"),
+        ({"tier": TEACHER_FORCED, "repetition_penalty": 1.3}, "leave repetition_penalty=1"),
+        ({"tier": REPLAY, "drafter": {"head": {}}}, "takes prompt_lookup and suffix"),
+        ({"tier": TEACHER_FORCED, "drafter": {"suffix": SUFFIX}}, "teacher_forced takes head"),
+        ({"tier": [TEACHER_FORCED, REPLAY], "text": "recorded"}, "no answer to play back"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_one_line(
+    runs: Path, tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "asked.jsonl").write_text('{"question": "w1 w2 w3"}\n')
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        evaluate(small(runs, tmp_path / "out", **{**ALL, "workload": str(tmp_path / "asked.jsonl"), **values}))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
