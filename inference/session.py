@@ -182,7 +182,9 @@ class Session:
             self.drafter.observe(Commit(following, rows, seen))
         draft_s, other_s = self.draft_s + self.clock() - settled, settled - begin
         accepted = min(len(path) - 1, committed)
-        ranks = trees.ranks(drafted, path[: accepted + 1]) if accepted else ()  # for reports: no part of the step's time
+        ranks = (
+            trees.ranks(drafted, path[: accepted + 1]) if accepted else ()
+        )  # for reports: no part of the step's time
         nodes = len(drafted.token) - 1
         self.made.steps.append(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
         self.made.decode_s += draft_s + verify_s + other_s

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.ladder import NOTE, PLAIN, REMEDIES
-from eval.page import more_plots, plots, tables
+from eval.page import more_plots, plots, tables, tree_plot
 from eval.page.names import Told, red, row_names, shown, spread
 from eval.page.plots import Plot
 from eval.page.tables import Table
@@ -88,8 +88,7 @@ def page(told: Told, title: str, failures: Sequence[str], notes: Sequence[str]) 
 
 def sections(told: Told) -> list[Section]:
     """Return the page's sections in their order; those without content are not shown."""
-    accepted = {row["drafter"]: row["accepted_by_depth"] for row in reversed(told["rows"])}
-    drawn = [more_plots.tree(name, each, accepted.get(name, [])) for name, each in told.get("trees", {}).items()]
+    drawn = [tree_plot.tree(name, each) for name, each in told.get("trees", {}).items() if each["paths"]]
     both = drawing(plots.with_intervals(told, "speedup", "speedup"), plots.with_intervals(told, "tau", "τ"))
     loads = drawing(plots.against(told, "batch_size", "batch size"), plots.against(told, "temperature", "temperature"))
     gated = ["Greedy output against plain decoding's, token for token, in the gate's dtype."]
@@ -100,7 +99,7 @@ def sections(told: Told) -> list[Section]:
         Section("depths", "Acceptance by depth", [], drawing(plots.acceptance(told)), tables.depths(told), False),
         Section("load", "Under load and temperature", [], loads, None, False),
         Section("times", "Where the time goes", [], drawing(plots.time_split(told)), tables.times(told), False),
-        Section("tree", "The tree", [], drawn, None, False),
+        Section("tree", "The tree", [], drawn, tables.nodes(told), True),
         Section("training", "Training of the head", [], more_plots.training(told), None, False),
         Section("everything", "Every number", ["As report.json has them."], [], tables.everything(told), True),
     ]
