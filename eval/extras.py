@@ -96,9 +96,9 @@ def nodes(drafter: Drafter, accepted: Counter[Ranks]) -> tuple[list[Ranks], str]
         accepted: how often each node was accepted.
     """
     if isinstance(drafter, HeadDrafter) and drafter.config.kind not in CONFIDENT:
-        return among_siblings(drafter.config.shape()), "The shape is fixed; an empty node was never accepted."
+        return among_siblings(drafter.config.shape()), "The shape is fixed; empty nodes were never accepted."
     often = sorted(accepted, key=lambda path: (-accepted[path], len(path), path))
-    note = "The shape changes from pass to pass; drawn are the nodes that were accepted at least once"
+    note = "The shape changes; drawn are the nodes that were accepted at least once"
     return often[:NODES], f"{note}, the {NODES} most frequent of {len(often)}." if len(often) > NODES else f"{note}."
 
 

@@ -23,6 +23,10 @@ from eval.page.plots import Plot
 from eval.page.tables import Table
 
 HERE = Path(__file__).parent
+NODES = (
+    "Each node with the share of the target passes that accepted it: the fuller the node and the thicker its line, "
+    "the greater the share. Siblings stand in the order in which they were drafted."
+)
 SOURCES = {"draft": "drafted and accepted", "bonus": "the target's own", "prefill": "from the prefill"}
 
 
@@ -99,7 +103,7 @@ def sections(told: Told) -> list[Section]:
         Section("depths", "Acceptance by depth", [], drawing(plots.acceptance(told)), tables.depths(told), False),
         Section("load", "Under load and temperature", [], loads, None, False),
         Section("times", "Where the time goes", [], drawing(plots.time_split(told)), tables.times(told), False),
-        Section("tree", "The tree", [], drawn, tables.nodes(told), True),
+        Section("tree", "The tree", [NODES] if drawn else [], drawn, tables.nodes(told), True),
         Section("training", "Training of the head", [], more_plots.training(told), None, False),
         Section("everything", "Every number", ["As report.json has them."], [], tables.everything(told), True),
     ]

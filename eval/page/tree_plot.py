@@ -11,11 +11,12 @@ Path = tuple[int, ...]
 # Pixels. Labels are placed as they fit on the narrowest page, so that they fit on any.
 NARROW = 280  # the depths' axis on a phone
 EDGE = 36  # beside the first and the last depth, for their labels
-ROOMY, CLOSE = 24, 13  # from leaf to leaf, in a small tree and in a large one
-LOW, USUAL, TALL = 64, 320, 1100  # the plot
+ROOMY, CLOSE = 32, 13  # from leaf to leaf, in a small tree and in a large one
+USUAL, TALL = 420, 1100  # the plot
 DOT = 14.0
 LABEL = (26, 11)
 GAP = 3  # from a node to its label
+LEAST = 0.005  # share of a node with a label
 HUE = "#4c78a8"
 
 
@@ -42,11 +43,10 @@ def tree(name: str, found: Told) -> Plot:
     """
     share: dict[Path, float] = dict(zip(map(tuple, found["paths"]), found["accepted"], strict=True))
     deepest, ends = max(map(len, share)), len(leaves(share))
-    apart = max(CLOSE, min(ROOMY, USUAL / ends))
-    tall = min(TALL, max(LOW, apart * ends))
-    dot = min(DOT, 0.8 * NARROW / deepest, 0.8 * tall / ends)
+    apart = min(max(CLOSE, min(ROOMY, USUAL / ends)), TALL / ends)
+    dot = min(DOT, 0.8 * NARROW / deepest, 0.8 * apart)
     height = heights(share)
-    middle = {path: (len(path) * NARROW / deepest, (y + 0.5) * tall / ends) for path, y in height.items()}
+    middle = {path: (len(path) * NARROW / deepest, (y + 1) * apart) for path, y in height.items()}
     beside = labels(middle, share, dot)
     known = {(): 1.0, **share}
     data: Records = [
@@ -54,21 +54,18 @@ def tree(name: str, found: Told) -> Plot:
             "depth": len(path), "y": height[path], "above": max(len(path) - 1, 0), "from": height[path[:-1]],
             "node": "→".join(["root", *(str(rank + 1) for rank in path)]), "share": each,
             "after": each / known[path[:-1]] if known[path[:-1]] else None,
-            "label": written(each), "side": beside.get(path, ""),
+            "side": beside.get(path, ""),
         }
         for path, each in known.items()
     ]  # fmt: skip
-    caption = (
-        f"{name}: {found['label']}. {found['note']} The fuller a node, the greater the share of the {found['steps']} "
-        "target passes that accepted it."
-    )
-    return plot(caption, data, layers(deepest, ends, dot), round(tall))
+    caption = f"{name}: {found['label']}, {found['steps']} target passes. {found['note']}"
+    return plot(caption, data, layers(deepest, ends, dot), round(apart * (ends + 0.5)))
 
 
 def layers(deepest: int, ends: int, dot: float) -> list[Spec]:
     """Return the edges, the nodes and their labels; the names are classes that the page's styles know."""
     x = axis("depth", "depth", axis={**whole(deepest, 0), "grid": False}, scale={"padding": EDGE, "nice": False})
-    y = axis("y", "", axis=None, scale={"domain": [-0.5, ends - 0.5], "reverse": True, "nice": False})
+    y = axis("y", "", axis=None, scale={"domain": [-1, ends - 0.5], "reverse": True, "nice": False})
     tip = [
         {"field": "node", "type": "nominal", "title": "ranks"},
         {"field": "share", "type": "quantitative", "format": ".3f", "title": "accepted"},
@@ -87,7 +84,7 @@ def layers(deepest: int, ends: int, dot: float) -> list[Spec]:
             "name": f"shares_{side}",
             "transform": [{"filter": f"datum.side == '{side}'"}],
             "mark": {"type": "text", **place},
-            "encoding": {**at, "text": {"field": "label", "type": "nominal"}},
+            "encoding": {**at, "text": {"field": "share", "type": "quantitative", "format": ".2f"}},
         }
         for side, place in sides.items()
     ]
@@ -126,13 +123,13 @@ def labels(middle: Mapping[Path, tuple[float, float]], share: Mapping[Path, floa
 
     Args:
         middle: where the nodes and the root are, in pixels.
-        share: of the nodes; those that were never accepted stand empty, which says it.
+        share: of the nodes; one that would read 0.00 has no label.
         dot: a node's width in pixels.
     """
     taken = {path: Box(x - dot / 2, y - dot / 2, x + dot / 2, y + dot / 2) for path, (x, y) in middle.items()}
     ends, found, put = set(leaves(share)), dict[Path, str](), list[Box]()
     wide, high = LABEL
-    for path in sorted((path for path in share if share[path]), key=lambda path: (-share[path], path)):
+    for path in sorted((path for path in share if share[path] >= LEAST), key=lambda path: (-share[path], path)):
         x, y = middle[path]
         near = dot / 2 + GAP
         above = Box(x - wide / 2, y - near - high, x + wide / 2, y - near)
@@ -143,8 +140,3 @@ def labels(middle: Mapping[Path, tuple[float, float]], share: Mapping[Path, floa
                 put.append(box)
                 break
     return found
-
-
-def written(share: float) -> str:
-    """Return a share as a label has room for it."""
-    return f"{share:.2f}" if share >= 0.005 else "<.01"
