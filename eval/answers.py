@@ -25,7 +25,7 @@ QUESTION = 1500  # characters of a prompt's end
 LIKELIEST = 3
 DIGITS = 4  # significant ones of a probability
 ROWS = 256  # whose laws over the vocabulary are held at a time
-LONGEST = 8192  # tokens of a text that a head drafts along: it holds the states of all rows and depths at once
+LONGEST = 4096  # tokens of a text that a head drafts along: it holds the states of all rows and depths at once
 
 Records = list[dict[str, Any]]
 

@@ -129,3 +129,9 @@ if (told) {
     text.children[Math.min(Math.max(next, 0), text.children.length - 1)]?.focus();
   });
 }
+
+// The plotting library shows its tooltips as a pointer moves; a finger that taps does not.
+document.addEventListener('click', event => {
+  if (event.target.closest?.('.plot svg')) event.target.dispatchEvent(new PointerEvent('pointermove', event));
+  else document.getElementById('vg-tooltip-element')?.classList.remove('visible');
+});

@@ -1,9 +1,7 @@
-"""The page says what report.json says, whatever names and answers hold, and works in a browser."""
+"""The page says what report.json says, whatever names and answers hold."""
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -221,78 +219,3 @@ def test_a_tree_of_which_nothing_was_accepted_is_left_out() -> None:
     assert [section.plots for section in build.sections(told) if section.id == "tree"] == [
         [tree_plot.tree("eagle", told["trees"]["eagle"])]
     ]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Return a headless Chromium, where there is one."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("there is no Chromium")
-    with playwright.sync_playwright() as started:
-        yield started.chromium.launch(executable_path=found, args=["--no-sandbox"])
-
-
-def hovers(view: Any, told: str, width: int) -> None:
-    """Check what a page says of a token and of a node that the pointer or the keyboard is on."""
-    answer = json.loads(told)["answers"][0]
-    spans, said = view.locator("pre.answer").first.locator("span"), view.locator("#piece")
-    for index in (1, 6):
-        spans.nth(index).scroll_into_view_if_needed()
-        spans.nth(index).hover()
-        piece = answer["pieces"][index]
-        first, chances, likeliest = said.inner_text().splitlines()
-        assert (
-            first
-            == f"“{piece['text']}” drafted and accepted, pass {piece['step']}: 4 drafted, {3 - piece['step']} accepted"
-        )
-        assert chances == f"target {piece['p']:.3f}" + (f", head {piece['q']:.3f}" if piece["q"] is not None else "")
-        assert likeliest.startswith(f"likeliest: “{piece['top'][0][0]}” ")
-        place = said.bounding_box()
-        assert place["x"] >= 0
-        assert place["x"] + place["width"] <= width
-    assert likeliest.endswith("<0.001")
-    assert answer["pieces"][1]["q"] is not None
-    view.locator("#answers h2").hover()
-    assert said.inner_text() == ""
-    view.locator("pre.answer").first.focus()
-    for _ in range(2):
-        view.keyboard.press("ArrowRight")
-    assert said.inner_text().startswith(f"“{answer['pieces'][1]['text']}” drafted")
-    node = view.locator("#plot-tree-0 .nodes_marks path").nth(3)
-    node.scroll_into_view_if_needed()
-    node.hover()
-    view.wait_for_selector("#vg-tooltip-element.visible")
-    assert re.search(r"accepted:?\s+0.600\s+where its parent was:?\s+0.750", view.inner_text("#vg-tooltip-element"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1200])
-def test_the_page_works_in_a_browser(browser: Any, folder: Path, read: Reader, width: int, scheme: str) -> None:
-    said: list[str] = []
-    view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    view.on("console", lambda message: said.append(message.text))
-    view.on("pageerror", lambda error: said.append(str(error)))
-    view.on("request", lambda request: said.extend([request.url] * (not request.url.startswith("file:"))))
-    view.goto((folder / "report.html").as_uri())
-    view.wait_for_selector("body[data-drawn]")
-    assert view.locator(".plot svg").count() == view.locator(".plot").count() > 8
-    assert view.evaluate("document.documentElement.scrollWidth") <= width
-    for order in (-1, 1):
-        view.click("#table-results th:has-text('τ') button")
-        taus = view.eval_on_selector_all(
-            "#table-results tbody tr", "rows => rows.map(row => row.cells[5].dataset.values)"
-        )
-        values = [json.loads(each)[0] for each in taus]
-        assert values == sorted(values, reverse=order < 0)
-    with view.expect_download() as started:
-        view.click("button[data-table=results]")
-    text = Path(started.value.path()).read_text(encoding="utf-8")
-    assert len(text.splitlines()) == 13
-    assert "tau,tau low,tau high" in text.replace('"', "")
-    hovers(view, read.scripts["report"], width)
-    assert view.evaluate("document.images.length") == 0
-    assert said == []
-    view.close()
