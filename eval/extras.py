@@ -1,24 +1,24 @@
-"""What a report holds besides its rows: how its heads were trained, their trees, and answers by who wrote what."""
+"""What a report holds besides its rows and answers: how its heads were trained, and what became of tree nodes."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from data.prompts import Prompt
-from inference.decode import Generation
+from eval.live import Runs
+from eval.metrics import median_run
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.policy import CONFIDENT
-from inference.stream import CONTROL, TextStream
 
 METRICS = "metrics.jsonl"  # of a run's folder, by train/trackers.py
 POINTS = 200  # of a training curve; more cannot be seen
-ANSWERS = 3
-QUESTION = 1500  # characters of a prompt's end
+NODES = 400  # of a tree; more cannot be told apart
 
 Records = list[dict[str, Any]]
+Ranks = tuple[int, ...]  # a node: the ranks on its way from the root
 
 
 def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
@@ -64,61 +64,49 @@ def _mean(steps: Records) -> dict[str, Any]:
     return {"step": steps[-1]["step"], "loss": fmean(step["loss"] for step in steps), "accuracy": accuracy}
 
 
-def trees(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """Return the trees of the heads: a rank path a node, and for the kinds that follow confidence one a depth."""
-    found = {}
-    for name, drafter in drafters.items():
-        if isinstance(drafter, HeadDrafter):
-            tree, note = drafter.config, "The shape is fixed."
-            paths = [[0] * depth for depth in range(1, tree.depth + 1)]
-            if tree.kind in CONFIDENT:
-                note = (
-                    f"The shape follows the head's confidence, {tree.nodes} nodes at most; drawn is a node a depth, "
-                    "with P(a ≥ d)."
-                )
-            else:
-                paths = [list(path) for path in tree.shape()]
-            found[name] = {"label": tree.label, "note": note, "paths": paths}
-    return found
-
-
-def answers(
-    made: Mapping[str, Sequence[Sequence[Generation]]],
-    drafters: Mapping[str, Drafter],
-    prompts: Sequence[Prompt],
-    tokenizer: Any,
-) -> Records:
-    """Return what the drafters made of the first prompts, piece by piece with who wrote it.
+def trees(made: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
+    """Return the trees of one session's drafters, and how often the target accepted each node.
 
     Args:
-        made: by name, by prompt, the repeats; the first counts.
-        drafters: those to show.
-        prompts: in the same order.
-        tokenizer: the target's.
+        made: what `eval.live.measure` returned; of each prompt its median run counts, as in the report's rows.
+        drafters: those to show; one that never drafted is left out.
 
     Returns:
-        By drafter and prompt the prompt's end and its `pieces`: text, source ("prefill", "draft" or "bonus") and the
-        number of the target pass that committed it, 0 for the prefill.
+        By name: the tree's `label`; `paths`, a node each, the ranks on its way from the root, counted from 0 among the
+        siblings; `accepted`, the share of the passes that accepted each node, so that those of a depth add up to
+        P(a >= d); the number of `steps`, which are the passes; a `note` on which nodes these are.
     """
-    found = []
-    for index, prompt in enumerate(prompts[:ANSWERS]):
-        question = str(tokenizer.decode(prompt.token))[-QUESTION:].translate(CONTROL)
-        for name in drafters:
-            run = made[name][index][0]
-            steps = [[step.drafted, step.accepted, step.committed] for step in run.steps]
-            told = {"drafter": name, "prompt": prompt.id, "question": question}
-            found.append({**told, "pieces": pieces(run, tokenizer), "steps": steps})
+    found = {}
+    for name, drafter in drafters.items():
+        steps = [step for repeats in made[name] for step in median_run(repeats).steps]
+        if any(step.drafted for step in steps):
+            counts = Counter(step.ranks[:depth] for step in steps for depth in range(1, len(step.ranks) + 1))
+            paths, note = nodes(drafter, counts)
+            shares = [counts[path] / len(steps) for path in paths]
+            told = {"label": drafter.tree, "note": note, "steps": len(steps)}
+            found[name] = {**told, "paths": [list(path) for path in paths], "accepted": shares}
     return found
 
 
-def pieces(run: Generation, tokenizer: Any) -> list[tuple[str, str, int]]:
-    """Return a run's text in pieces of whole characters, with the source and the pass of each one's last token."""
-    passes = [0] + [number for number, step in enumerate(run.steps, 1) for _ in range(step.committed)]
-    stream, found = TextStream(tokenizer), []
-    source, number = "prefill", 0
-    for token, source, number in zip(run.tokens, run.sources, passes, strict=False):
-        if text := stream.push(token):
-            found.append((text.translate(CONTROL), source, number))
-    if rest := stream.rest():
-        found.append((rest.translate(CONTROL), source, number))
-    return found
+def nodes(drafter: Drafter, accepted: Counter[Ranks]) -> tuple[list[Ranks], str]:
+    """Return the nodes that a drafter's tree is drawn with, parents before children, and a note on them.
+
+    Args:
+        drafter: a draft source.
+        accepted: how often each node was accepted.
+    """
+    if isinstance(drafter, HeadDrafter) and drafter.config.kind not in CONFIDENT:
+        return among_siblings(drafter.config.shape()), "The shape is fixed; empty nodes were never accepted."
+    often = sorted(accepted, key=lambda path: (-accepted[path], len(path), path))
+    note = "The shape changes; drawn are the nodes that were accepted at least once"
+    return often[:NODES], f"{note}, the {NODES} most frequent of {len(often)}." if len(often) > NODES else f"{note}."
+
+
+def among_siblings(shape: Sequence[Ranks]) -> list[Ranks]:
+    """Return a fixed shape's nodes by their places among their siblings, which skip no rank as the shape may."""
+    known: dict[Ranks, Ranks] = {(): ()}
+    born: Counter[Ranks] = Counter()
+    for path in shape:
+        known[path] = (*known[path[:-1]], born[path[:-1]])
+        born[path[:-1]] += 1
+    return [known[path] for path in shape]

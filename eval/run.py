@@ -17,9 +17,10 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
+from eval.answers import answers
 from eval.config import EngineConfig, EvalConfig, listed
 from eval.drafters import Drafters
-from eval.extras import answers, training, trees
+from eval.extras import training, trees
 from eval.gates import agreement, check, settings_at, sources
 from eval.live import PLAIN, Session, measure, rows
 from eval.lossless import Gate, SampledGate
@@ -195,12 +196,11 @@ def timed_rows(
 ) -> list[Row]:
     """Return the rows of all workloads, temperatures and batch sizes, each an interleaved session of its own.
 
-    `extras` takes what the report shows besides: training curves, trees, and answers of the first session. `materials`
-    takes what plain decoding wrote.
+    `extras` takes what the report shows besides: training curves, and trees and answers of the first session.
+    `materials` takes what plain decoding wrote.
     """
     if "head" in config.drafter:
         extras["training"] = training(find_heads([*config.runs(), *config.compare]))
-    extras["trees"] = trees(drafters)
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     made: list[Row] = []
@@ -225,8 +225,10 @@ def timed_rows(
                 untrusted=frozenset(each.drafter for each in here if not each.passed),
                 agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
             )
+            if not made:
+                extras["trees"] = trees(runs, drafters)
+                extras["answers"] = answers(runs, drafters, workload.prompts, target, temperature)
             made += rows(runs, drafters, gates, session)
-            extras.setdefault("answers", answers(runs, drafters, workload.prompts, target.tokenizer))
         start += len(workload.prompts)
     return made
 

@@ -54,7 +54,10 @@ class Settings:
 
 
 class Step(NamedTuple):
-    """One target pass: nodes drafted, drafted tokens accepted, tokens committed after stops, seconds, and the rule."""
+    """One target pass: nodes drafted, drafted tokens accepted, tokens committed after stops, seconds, and the rule.
+
+    `ranks` holds for every accepted node its rank among its siblings, in the order in which they were drafted.
+    """
 
     drafted: int
     accepted: int
@@ -63,6 +66,7 @@ class Step(NamedTuple):
     verify_s: float
     other_s: float
     rule: str = "none"
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass
@@ -178,7 +182,11 @@ class Session:
             self.drafter.observe(Commit(following, rows, seen))
         draft_s, other_s = self.draft_s + self.clock() - settled, settled - begin
         accepted = min(len(path) - 1, committed)
-        self.made.steps.append(Step(len(drafted.token) - 1, accepted, committed, draft_s, verify_s, other_s, rule))
+        ranks = (
+            trees.ranks(drafted, path[: accepted + 1]) if accepted else ()
+        )  # for reports: no part of the step's time
+        nodes = len(drafted.token) - 1
+        self.made.steps.append(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
         self.made.decode_s += draft_s + verify_s + other_s
 
     def processed(self, logits: Tensor, drafted: DraftTree) -> Tensor:

@@ -99,6 +99,12 @@ def children(tree: DraftTree) -> list[list[int]]:
     return result
 
 
+def ranks(tree: DraftTree, path: list[int]) -> tuple[int, ...]:
+    """Return the rank of each node of a path from the root, which has none, among its siblings as they were drafted."""
+    parent = tree.parent.tolist()
+    return tuple(parent[:node].count(parent[node]) for node in path[1:])
+
+
 def agreed(tree: DraftTree, following: list[int]) -> int:
     """Return how many of the following tokens lie on a path of the tree."""
     node, below, token = 0, children(tree), tree.token.tolist()

@@ -18,13 +18,17 @@ from markupsafe import Markup
 
 from eval import advice
 from eval.ladder import NOTE, PLAIN, REMEDIES
-from eval.page import more_plots, plots, simulated, tables
+from eval.page import more_plots, plots, simulated, tables, tree_plot
 from eval.page.names import Told, red, row_names, shown, spread
 from eval.page.plots import Plot
 from eval.page.tables import Table
 from eval.row import LIVE
 
 HERE = Path(__file__).parent
+NODES = (
+    "Each node with the share of the target passes that accepted it: the fuller the node and the thicker its line, "
+    "the greater the share. Siblings stand in the order in which they were drafted."
+)
 SOURCES = {"draft": "drafted and accepted", "bonus": "the target's own", "prefill": "from the prefill"}
 
 
@@ -97,8 +101,7 @@ def page(told: Told, title: str, failures: Sequence[str], notes: Sequence[str]) 
 
 def sections(told: Told) -> list[Section]:
     """Return the page's sections in their order; those without content are not shown."""
-    accepted = {row["drafter"]: row["accepted_by_depth"] for row in reversed(told["rows"])}
-    drawn = [more_plots.tree(name, each, accepted.get(name, [])) for name, each in told.get("trees", {}).items()]
+    drawn = [tree_plot.tree(name, each) for name, each in told.get("trees", {}).items() if each["paths"]]
     both = drawing(plots.with_intervals(told, "speedup", "speedup"), plots.with_intervals(told, "tau", "τ"))
     loads = drawing(plots.against(told, "batch_size", "batch size"), plots.against(told, "temperature", "temperature"))
     other, along = simulated.text(told), [advice.FORCED]
@@ -111,7 +114,7 @@ def sections(told: Told) -> list[Section]:
         Section("load", "Under load and temperature", [], loads, None, False),
         Section("other", "Other trees and loads", other, simulated.loads(told) + simulated.trees(told), None, False),
         Section("times", "Where the time goes", [], drawing(plots.time_split(told)), tables.times(told), False),
-        Section("tree", "The tree", [], drawn, None, False),
+        Section("tree", "The tree", [NODES] if drawn else [], drawn, tables.nodes(told), True),
         Section("forced", "The head along the text", along, simulated.along(told), None, False),
         Section("tiers", "With and without a clock", [TIERS], [], tables.tiers(told), False),
         Section("training", "Training of the head", [], more_plots.training(told), None, False),

@@ -1,11 +1,9 @@
-"""The page's plots of what stands beside the rows: the training of the heads, and their trees."""
+"""The page's plots of the training of the heads."""
 
 from typing import Any
 
 from eval.page.names import Told
-from eval.page.plots import Plot, Records, Spec, axis, colour, plot, whole
-
-NODES = 400  # more cannot be told apart
+from eval.page.plots import Plot, Records, axis, colour, plot
 
 
 def training(told: Told) -> list[Plot]:
@@ -51,57 +49,3 @@ def line(field: str, title: str, **more: Any) -> dict[str, Any]:
     tip.append({"field": field, "type": "quantitative", "format": ".3f"})
     encoding = {"x": axis("step", "step"), "y": axis(field, title, **more), "color": colour(), "tooltip": tip}
     return {"mark": {"type": "line"}, "encoding": encoding}
-
-
-def tree(name: str, found: Told, accepted: list[float]) -> Plot:
-    """Return a tree, its root on the left, coloured by the share of passes that accepted so deep.
-
-    Args:
-        name: the drafter's.
-        found: the tree as report.json has it, a rank path a node.
-        accepted: P(a >= d) of the drafter.
-    """
-    paths = [tuple(path) for path in found["paths"]][:NODES]
-    height = {path: float(place) for place, path in enumerate(sorted(leaves(paths)))}
-    for path in sorted({*paths, ()}, key=len, reverse=True):
-        below = [height[child] for child in paths if len(child) == len(path) + 1 and child[: len(path)] == path]
-        if below:
-            height[path] = (below[0] + below[-1]) / 2
-    share = dict(enumerate([1.0, *accepted]))
-    data: Records = [
-        {
-            "depth": len(path), "y": height[path], "above": max(len(path) - 1, 0), "from": height[path[:-1]],
-            "rank": str(path[-1] + 1) if path else "root", "share": share.get(len(path), 0.0),
-            "first": path == (0,) * len(path) or path == min(each for each in paths if len(each) == len(path)),
-        }
-        for path in [(), *paths]
-    ]  # fmt: skip
-    x = axis("depth", "depth", axis={**whole(max(map(len, paths)), 0), "grid": False}, scale={"padding": 20})
-    y = axis("y", "", axis=None, scale={"padding": 20, "reverse": True})
-    tip = [
-        {"field": "depth", "type": "quantitative"},
-        {"field": "rank", "type": "nominal", "title": "rank among its siblings"},
-        {"field": "share", "type": "quantitative", "format": ".3f", "title": "P(a ≥ d)"},
-    ]
-    shade = {"field": "share", "type": "quantitative", "title": "P(a ≥ d)", "scale": {"domain": [0, 1]}}
-    edge = {"x": {**x, "field": "above"}, "x2": {"field": "depth"}, "y": {**y, "field": "from"}, "y2": {"field": "y"}}
-    layers: list[Spec] = [
-        {"mark": {"type": "rule", "opacity": 0.5}, "encoding": edge},
-        {
-            "mark": {"type": "circle", "size": 160, "opacity": 1},
-            "encoding": {"x": x, "y": y, "color": {**shade, "legend": {"gradientLength": 120}}, "tooltip": tip},
-        },
-        {
-            "transform": [{"filter": "datum.first"}],
-            "mark": {"type": "text", "dy": -16},
-            "encoding": {"x": x, "y": y, "text": {"field": "share", "type": "quantitative", "format": ".2f"}},
-        },
-    ]
-    tall = min(420, max(90, 22 * len(leaves(paths))))
-    return plot(f"{name}: {found['label']}. {found['note']}", data, layers, tall)
-
-
-def leaves(paths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the paths that no other continues."""
-    inner = {path[:-1] for path in paths}
-    return [path for path in paths if path not in inner]

@@ -76,8 +76,62 @@ for (const button of document.querySelectorAll('button.csv')) {
 document.getElementById('json').addEventListener(
   'click', () => save('report.json', JSON.stringify(report, null, 1), 'application/json'));
 
-const told = document.querySelector('output');
-for (const event of told ? ['pointerover', 'click'] : [])
-  document.addEventListener(event, ({target}) => {
-    told.textContent = target.closest?.('pre.answer span')?.title ?? '';
+const told = document.getElementById('piece');
+const pieces = new Map();
+document.querySelectorAll('pre.answer').forEach((text, place) => {
+  const answer = report.answers[place];
+  [...text.children].forEach((span, index) => {
+    span.tabIndex = -1;
+    pieces.set(span, [answer.pieces[index], answer.steps]);
   });
+});
+
+const quoted = text => `“${text.replaceAll('\n', '⏎').replaceAll('\t', '⇥')}”`;
+const chance = value => value > 0 && value < 0.001 ? '<0.001' : value.toFixed(3);
+
+function lines({text, source, step, p, q, top}, steps) {
+  const who = document.querySelector(`#answers p .${source}`).textContent;
+  const pass = step ? `, pass ${step}: ${steps[step - 1][0]} drafted, ${steps[step - 1][1]} accepted` : '';
+  const known = [['target', p], ['head', q]].filter(([, value]) => !missing(value));
+  return [`${quoted(text)} ${who}${pass}`, known.map(([name, value]) => `${name} ${chance(value)}`).join(', '),
+    'likeliest: ' + top.map(([other, share]) => `${quoted(other)} ${chance(share)}`).join(', ')];
+}
+
+let current = null;
+function place() {
+  if (!current || narrow.matches) { told.style.translate = ''; return; }  // a phone has it at the bottom
+  const piece = current.getClientRects()[0], own = told.getBoundingClientRect();
+  const below = piece.bottom + 6, left = Math.min(piece.left, document.documentElement.clientWidth - own.width - 8);
+  const top = below + own.height > window.innerHeight ? piece.top - own.height - 6 : below;
+  told.style.translate = `${Math.max(8, left)}px ${top}px`;
+}
+
+function tell(span) {
+  current = pieces.has(span) ? span : null;
+  told.replaceChildren(...(current ? lines(...pieces.get(span)) : []).map(line => {
+    const part = document.createElement('div');
+    part.textContent = line;
+    return part;
+  }));
+  place();
+}
+
+if (told) {
+  for (const event of ['pointerover', 'click', 'focusin'])
+    document.addEventListener(event, ({target}) => tell(target.closest?.('pre.answer span')));
+  document.addEventListener('scroll', place, {passive: true});
+  document.addEventListener('keydown', event => {
+    const move = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+    const text = event.target.closest?.('pre.answer');
+    if (!text || !move) return;
+    event.preventDefault();
+    const next = [...text.children].indexOf(event.target) + move;
+    text.children[Math.min(Math.max(next, 0), text.children.length - 1)]?.focus();
+  });
+}
+
+// The plotting library shows its tooltips as a pointer moves; a finger that taps does not.
+document.addEventListener('click', event => {
+  if (event.target.closest?.('.plot svg')) event.target.dispatchEvent(new PointerEvent('pointermove', event));
+  else document.getElementById('vg-tooltip-element')?.classList.remove('visible');
+});

@@ -183,6 +183,20 @@ def tiers(told: Told) -> Table:
     return of_rows("tiers", told, columns, lambda row: several and row["drafter"] != PLAIN and row["batch_size"] == 1)
 
 
+def nodes(told: Told) -> Table:
+    """Return the trees' nodes with the shares of the target passes that accepted them."""
+    columns = [Head(name, (name,)) for name in ("drafter", "ranks from the root", "depth", "accepted", "passes")]
+    failed = {row["drafter"] for row in told["rows"] if red(row, told["settings"].get("gate", {}))}
+    lines, faded = [], []
+    for name, tree in told.get("trees", {}).items():
+        for path, share in zip(tree["paths"], tree["accepted"], strict=True):
+            ranks = " ".join(str(rank + 1) for rank in path)
+            values = name, ranks, len(path), share, tree["steps"]
+            lines.append([Cell(shown(value, 3), (value,)) for value in values])
+            faded.append(name in failed)
+    return Table("nodes", columns, lines, faded)
+
+
 def gates(told: Told) -> Table:
     """Return the gate's verdicts, with all that the report says of them."""
     found = told["settings"].get("gate", {})

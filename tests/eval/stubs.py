@@ -28,6 +28,7 @@ def generation(
                 verify_s=part / 2,
                 other_s=part / 4,
                 rule="point_mass" if drafted else "none",
+                ranks=(0,) * accepted,
             )
             for drafted, accepted in steps
         ],

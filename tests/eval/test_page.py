@@ -1,9 +1,7 @@
-"""The page says what report.json says, whatever names and answers hold, and works in a browser."""
+"""The page says what report.json says, whatever names and answers hold."""
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,9 +11,11 @@ import pytest
 
 from data.prompts import Prompt
 from eval import extras
+from eval.answers import answers
 from eval.ladder import RUNGS
-from eval.live import Session, rows
+from eval.live import Runs, Session, rows
 from eval.lossless import Divergence, Gate
+from eval.page import build, tree_plot
 from eval.page.tables import flattened
 from eval.report import Report, markdown
 from inference.drafters.head import HeadDrafter
@@ -37,6 +37,15 @@ def drafters() -> dict[str, Any]:
     return {name: HeadDrafter(head, tree, name) for name, tree in TREES.items()}
 
 
+def decoded(size: int) -> Runs:
+    """Return the runs of a session of a batch size."""
+    return {
+        "plain": [[generation(6, [(0, 0)] * 5, 1.0 / size)], [generation(8, [(0, 0)] * 7, 1.5)]],
+        "eagle": [[generation(6, [(4, 2), (4, 1)], 0.5)], [generation(8, [(4, 2), (4, 2), (4, 0)], 0.9)]],
+        EVIL: [[generation(6, [(8, 3), (8, 0)], 0.7)], [generation(8, [(8, 2), (8, 2), (8, 0)], 2.0)]],
+    }
+
+
 def report(gate: Gate = GREEN, temperatures: tuple[float, ...] = (0.0, 1.0), sizes: tuple[int, ...] = (1, 4)) -> Report:
     """Return a report of two drafters, one with a name that would run a script."""
     made = []
@@ -44,12 +53,7 @@ def report(gate: Gate = GREEN, temperatures: tuple[float, ...] = (0.0, 1.0), siz
     gates = {f"{name}{size}": GREEN for name in ("plain", *TREES) for size in ("", " x4")} | {"eagle": gate}
     for temperature in temperatures:
         for size in sizes:
-            runs = {
-                "plain": [[generation(6, [(0, 0)] * 5, 1.0 / size)], [generation(8, [(0, 0)] * 7, 1.5)]],
-                "eagle": [[generation(6, [(4, 2), (4, 1)], 0.5)], [generation(8, [(4, 2), (4, 2), (4, 0)], 0.9)]],
-                EVIL: [[generation(6, [(8, 3), (8, 0)], 0.7)], [generation(8, [(8, 2), (8, 2), (8, 0)], 2.0)]],
-            }
-            made += rows(runs, named, gates, Session("tiny", temperature, size, 2**20, 0))
+            made += rows(decoded(size), named, gates, Session("tiny", temperature, size, 2**20, 0))
     return Report({"name": EVIL}, {"name": "a CPU", "dtype": "float32"}, {"prompts": 2}, gates, made, extras=beside())
 
 
@@ -60,12 +64,13 @@ def beside() -> dict[str, Any]:
     prompts = [Prompt("p0", toys.prompt(0, 5), ""), Prompt(EVIL, toys.prompt(1, 5), "")]
     run = generation(toys.prompt(2, 6), [(4, 2), (4, 1)])
     run.sources[1:3] = ["draft", "draft"]
-    answers = extras.answers({name: [[run], [run]] for name in TREES}, drafters(), prompts, toys.target().tokenizer)
-    answers[0]["pieces"].append((EVIL, "draft", 2))
+    shown = answers({name: [[run], [run]] for name in TREES}, drafters(), prompts, toys.target(), 0.0)
+    evil = {"text": EVIL, "source": "draft", "step": 2, "p": 0.25, "q": None, "top": [[EVIL, 0.0001]]}
+    shown[0]["pieces"].append(evil)
     return {
         "training": {"eagle": extras.curves([*records, *measured])},
-        "trees": extras.trees(drafters()),
-        "answers": answers,
+        "trees": extras.trees(decoded(1), drafters()),
+        "answers": shown,
     }
 
 
@@ -193,71 +198,24 @@ def test_specs_are_drawn_where_there_is_something_to_draw(read: Reader) -> None:
     assert counts == {"results": 2, "load": 2, "training": 3, "tree": 2}
 
 
-def test_a_tree_is_drawn_with_the_acceptance_of_its_depths(read: Reader) -> None:
+def test_a_tree_is_drawn_with_the_acceptance_of_each_node(folder: Path, read: Reader) -> None:
+    told = json.loads((folder / "report.json").read_text(encoding="utf-8"))["trees"]["eagle"]
+    assert told["accepted"] == [0.8, 0.0, 0.6, 0.0]
     nodes = json.loads(read.scripts["specs"])["tree-0"]["data"]["values"]
     assert [node["depth"] for node in nodes] == [0, 1, 1, 2, 2]
-    assert [node["share"] for node in nodes] == [1.0, 0.8, 0.8, 0.6, 0.6]
+    assert [node["share"] for node in nodes] == [1.0, *told["accepted"]]
+    assert [node["after"] for node in nodes] == pytest.approx([1.0, 0.8, 0.0, 0.75, 0.0])
+    assert [node["side"] != "" for node in nodes] == [False, True, False, True, False]
     assert len({(node["depth"], node["y"]) for node in nodes}) == 5
+    listed = [line for line in lines(read, "nodes") if line["drafter"] == "eagle"]
+    assert [line["accepted"] for line in listed] == told["accepted"]
+    assert [line["ranks from the root"] for line in listed] == ["1", "2", "1 1", "1 2"]
 
 
-def test_training_curves_are_means_and_skip_what_a_killed_run_was_writing(tmp_path: Path) -> None:
-    records = [{"step": i, "loss": float(i), "accuracy": [i / 1000]} for i in range(1, 1001)]
-    (tmp_path / "head").mkdir()
-    text = "\n".join(map(json.dumps, [*records, {"step": 1000, "tau": 2.0, "tau_ci": [1.5, 2.5]}])) + '\n{"step": 10'
-    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
-    (found,) = extras.training({"eagle": tmp_path / "head", "published": tmp_path}).values()
-    assert len(found["steps"]) == extras.POINTS
-    assert found["steps"][0] == {"step": 5, "loss": 3.0, "accuracy": [0.003]}
-    assert found["tau"] == [{"step": 1000, "tau": 2.0, "low": 1.5, "high": 2.5}]
-
-
-def test_answers_say_who_wrote_each_piece() -> None:
-    run = generation(toys.prompt(2, 6), [(4, 2), (4, 1)])
-    run.sources[1:] = ["draft", "draft", "bonus", "draft", "bonus"]
-    found = extras.pieces(run, toys.target().tokenizer)
-    assert [source for _, source, _ in found] == run.sources
-    assert [number for _, _, number in found] == [0, 1, 1, 1, 2, 2]
-    assert "".join(text for text, _, _ in found) == toys.target().tokenizer.decode(run.tokens)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Return a headless Chromium, where there is one."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("there is no Chromium")
-    with playwright.sync_playwright() as started:
-        yield started.chromium.launch(executable_path=found, args=["--no-sandbox"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1200])
-def test_the_page_works_in_a_browser(browser: Any, folder: Path, width: int, scheme: str) -> None:
-    said: list[str] = []
-    view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    view.on("console", lambda message: said.append(message.text))
-    view.on("pageerror", lambda error: said.append(str(error)))
-    view.on("request", lambda request: said.extend([request.url] * (not request.url.startswith("file:"))))
-    view.goto((folder / "report.html").as_uri())
-    view.wait_for_selector("body[data-drawn]")
-    assert view.locator(".plot svg").count() == view.locator(".plot").count() > 8
-    assert view.evaluate("document.documentElement.scrollWidth") <= width
-    for order in (-1, 1):
-        view.click("#table-results th:has-text('τ') button")
-        taus = view.eval_on_selector_all(
-            "#table-results tbody tr", "rows => rows.map(row => row.cells[5].dataset.values)"
-        )
-        values = [json.loads(each)[0] for each in taus]
-        assert values == sorted(values, reverse=order < 0)
-    with view.expect_download() as started:
-        view.click("button[data-table=results]")
-    text = Path(started.value.path()).read_text(encoding="utf-8")
-    assert len(text.splitlines()) == 13
-    assert "tau,tau low,tau high" in text.replace('"', "")
-    view.locator("pre.answer span").nth(1).hover()
-    assert "drafted, " in view.locator("output").inner_text()
-    assert view.evaluate("document.images.length") == 0
-    assert said == []
-    view.close()
+def test_a_tree_of_which_nothing_was_accepted_is_left_out() -> None:
+    whole = report(sizes=(1,), temperatures=(0.0,))
+    told = whole.as_dict()
+    told["trees"][EVIL] |= {"paths": [], "accepted": []}
+    assert [section.plots for section in build.sections(told) if section.id == "tree"] == [
+        [tree_plot.tree("eagle", told["trees"]["eagle"])]
+    ]

@@ -48,6 +48,14 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
     assert {(each["drafter"], each["prompt"]) for each in told["answers"]} == {
         (name, prompt) for name in ("eagle", "medusa") for prompt in ("p0", "p1")
     }
+    for row in told["rows"][1:3]:  # the first session's
+        tree = told["trees"][row["drafter"]]
+        by_depth = [0.0] * len(row["accepted_by_depth"])
+        for path, share in zip(tree["paths"], tree["accepted"], strict=True):
+            by_depth[len(path) - 1] += share
+        assert by_depth == pytest.approx(row["accepted_by_depth"])
+        assert tree["steps"] == row["steps"]
+    assert all(0 < piece["p"] <= 1 for each in told["answers"] for piece in each["pieces"])
     assert "Why not more?" in (tmp_path / "report.html").read_text(encoding="utf-8")
     printed = capsys.readouterr()
     assert "medusa" in printed.out

@@ -13,13 +13,13 @@ from tests import toys
 
 
 class Oracle:
-    """Drafts exactly what the target will write, `depth` tokens at a time, beside one wrong sibling."""
+    """Drafts exactly what the target will write, `depth` tokens at a time, beside one wrong sibling, or behind it."""
 
     name, tree = "oracle", "oracle"
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, text: list[int], depth: int) -> None:
-        self.text, self.depth = text, depth
+    def __init__(self, text: list[int], depth: int, wrong_first: bool = False) -> None:
+        self.text, self.depth, self.wrong_first = text, depth, wrong_first
 
     def reset(self, prompt: list[int]) -> None:
         self.prompt = len(prompt)
@@ -36,7 +36,10 @@ class Oracle:
         token = [context.token[-1], *ahead]
         parent = list(range(-1, len(ahead)))
         if ahead:
-            token, parent = [*token, (ahead[0] + 1) % toys.VOCAB], [*parent, 0]
+            wrong = (ahead[0] + 1) % toys.VOCAB
+            token, parent = [*token, wrong], [*parent, 0]
+            if self.wrong_first:
+                token, parent = [token[0], wrong, *ahead], [-1, 0, 0, *range(2, len(ahead) + 1)]
         return Proposal(DraftTree(torch.tensor(token), torch.tensor(parent)))
 
 
@@ -54,6 +57,19 @@ def test_oracle_commits_depth_plus_one_a_pass() -> None:
     assert made.sources[:6] == ["prefill", "draft", "draft", "draft", "bonus", "draft"]
     assert made.finish == "length"
     assert autoregress(toys.target(), toys.prompt(0), Settings(24, GREEDY)).tau == 1.0
+
+
+def test_a_step_says_which_of_their_siblings_were_accepted() -> None:
+    text, target = plain(), toys.target()
+    end = next(i for i in range(6, 20) if text.index(text[i]) == i and i % 4 != 0)
+    target.eos = frozenset({text[end]})
+    try:
+        made = speculate(target, Oracle(text, 3, wrong_first=True), toys.prompt(0), Settings(24, GREEDY))
+    finally:
+        target.eos = frozenset()
+    assert [len(step.ranks) for step in made.steps] == [step.accepted for step in made.steps]
+    assert made.steps[0].ranks == (1, 0, 0)
+    assert made.steps[-1].ranks == (1, 0, 0)[: (end - 1) % 4 + 1]  # no further than what was committed
 
 
 def test_eos_inside_an_accepted_path_ends_there() -> None:

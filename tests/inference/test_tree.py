@@ -27,6 +27,11 @@ def test_depth_positions_and_paths() -> None:
     assert trees.children(TREE) == [[1, 2], [3], [4, 5], [], [], [6], []]
 
 
+def test_a_node_has_its_rank_among_its_siblings() -> None:
+    assert [trees.ranks(TREE, path) for path in trees.paths(TREE)] == [(0, 0), (1, 0), (1, 1, 0)]
+    assert trees.ranks(TREE, [0]) == ()
+
+
 def test_mask_is_prefix_and_lineage() -> None:
     _, mask = trees.layout(TREE, 2)
     assert mask[:, :2].all()

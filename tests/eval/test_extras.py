@@ -1,0 +1,72 @@
+"""What a report holds besides its rows: training curves as means, and each node of a tree with its acceptance."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import extras
+from eval.metrics import acceptance
+from inference.decode import Generation
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.policy import TreeConfig
+from tests import toys
+from tests.eval.stubs import generation
+
+SKIPPING = TreeConfig("static", 0, 0, 0, [[0], [2], [3], [2, 1], [2, 4]], [])
+
+
+def test_training_curves_are_means_and_skip_what_a_killed_run_was_writing(tmp_path: Path) -> None:
+    records = [{"step": i, "loss": float(i), "accuracy": [i / 1000]} for i in range(1, 1001)]
+    (tmp_path / "head").mkdir()
+    text = "\n".join(map(json.dumps, [*records, {"step": 1000, "tau": 2.0, "tau_ci": [1.5, 2.5]}])) + '\n{"step": 10'
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    (found,) = extras.training({"eagle": tmp_path / "head", "published": tmp_path}).values()
+    assert len(found["steps"]) == extras.POINTS
+    assert found["steps"][0] == {"step": 5, "loss": 3.0, "accuracy": [0.003]}
+    assert found["tau"] == [{"step": 1000, "tau": 2.0, "low": 1.5, "high": 2.5}]
+
+
+def run(*ranks: tuple[int, ...]) -> Generation:
+    """Return a run whose steps accepted the nodes of these ranks."""
+    made = generation(1 + sum(len(each) + 1 for each in ranks), [(5, len(each)) for each in ranks])
+    made.steps = [step._replace(ranks=each) for step, each in zip(made.steps, ranks, strict=True)]
+    return made
+
+
+def drafter(tree: TreeConfig) -> Any:
+    """Return a head that drafts a tree."""
+    return HeadDrafter(toys.head("medusa", toys.target()), tree, "medusa")
+
+
+def test_of_a_fixed_shape_every_node_has_its_share() -> None:
+    made = {"medusa": [[run((1, 0), ())], [run((1, 1)), run((0,))], [run((2,), (1,), (1, 0))]]}
+    (found,) = extras.trees(made, {"medusa": drafter(SKIPPING)}).values()
+    assert found["paths"] == [[0], [1], [2], [1, 0], [1, 1]]  # ranks 2 and 3 are the second and third to be drafted
+    assert found["accepted"] == [0, 4 / 6, 1 / 6, 2 / 6, 1 / 6]
+    assert (found["steps"], found["label"]) == (6, SKIPPING.label)
+    assert "fixed" in found["note"]
+    middle = [repeats[0] for repeats in made["medusa"]]  # the lower of two middles
+    by_depth = acceptance(middle).accepted_by_depth
+    assert [sum(found["accepted"][:3]), sum(found["accepted"][3:])] == pytest.approx(by_depth)
+
+
+def test_of_a_shape_that_changes_the_accepted_nodes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {name: [[run((0, 1), (0, 1, 0), (2,), (0,), ())]] for name in ("medusa", "suffix", "plain")}
+    made["plain"] = [[generation(3, [(0, 0), (0, 0)])]]
+    lookup = Plain(toys.target().device)
+    lookup.tree = "tree-9"
+    sources = {"medusa": drafter(toys.TREES["dynamic"]), "suffix": lookup, "plain": Plain(toys.target().device)}
+    found = extras.trees(made, sources)
+    assert list(found) == ["medusa", "suffix"]
+    for each in found.values():
+        assert each["paths"] == [[0], [0, 1], [2], [0, 1, 0]]  # the most often accepted first
+        assert each["accepted"] == [3 / 5, 2 / 5, 1 / 5, 1 / 5]
+        assert each["note"].endswith("accepted at least once.")
+    assert found["suffix"]["label"] == "tree-9"
+    monkeypatch.setattr(extras, "NODES", 3)
+    (cut,) = extras.trees({"suffix": made["suffix"]}, {"suffix": lookup}).values()
+    assert cut["paths"] == [[0], [0, 1], [2]]
+    assert cut["note"].endswith("the 3 most frequent of 4.")

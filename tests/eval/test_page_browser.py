@@ -1,0 +1,116 @@
+"""The page in a headless Chromium: it opens, sorts, saves, tells of tokens and nodes, in both modes and on a phone."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.eval.test_page import report
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a written report."""
+    out = tmp_path_factory.mktemp("report")
+    report().write(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Return a headless Chromium, where there is one."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("there is no Chromium")
+    with playwright.sync_playwright() as started:
+        yield started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+
+
+def hovers(view: Any, told: dict[str, Any], width: int) -> None:
+    """Check what a page says of a token and of a node that the pointer or the keyboard is on."""
+    answer = told["answers"][0]
+    spans, said = view.locator("pre.answer").first.locator("span"), view.locator("#piece")
+    for index in (1, 6):
+        spans.nth(index).scroll_into_view_if_needed()
+        spans.nth(index).hover()
+        piece = answer["pieces"][index]
+        first, chances, likeliest = said.inner_text().splitlines()
+        assert (
+            first
+            == f"“{piece['text']}” drafted and accepted, pass {piece['step']}: 4 drafted, {3 - piece['step']} accepted"
+        )
+        assert chances == f"target {piece['p']:.3f}" + (f", head {piece['q']:.3f}" if piece["q"] is not None else "")
+        assert likeliest.startswith(f"likeliest: “{piece['top'][0][0]}” ")
+        place = said.bounding_box()
+        assert place["x"] >= 0
+        assert place["x"] + place["width"] <= width
+    assert likeliest.endswith("<0.001")
+    assert answer["pieces"][1]["q"] is not None
+    view.locator("#answers h2").hover()
+    assert said.inner_text() == ""
+    view.locator("pre.answer").first.focus()
+    for _ in range(2):
+        view.keyboard.press("ArrowRight")
+    assert said.inner_text().startswith(f"“{answer['pieces'][1]['text']}” drafted")
+    node = view.locator("#plot-tree-0 .nodes_marks path").nth(3)
+    node.scroll_into_view_if_needed()
+    node.hover()
+    view.wait_for_selector("#vg-tooltip-element.visible")
+    assert re.search(r"accepted:?\s+0.600\s+where its parent was:?\s+0.750", view.inner_text("#vg-tooltip-element"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_page_works_in_a_browser(browser: Any, folder: Path, width: int, scheme: str) -> None:
+    said: list[str] = []
+    view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    view.on("console", lambda message: said.append(message.text))
+    view.on("pageerror", lambda error: said.append(str(error)))
+    view.on("request", lambda request: said.extend([request.url] * (not request.url.startswith("file:"))))
+    view.goto((folder / "report.html").as_uri())
+    view.wait_for_selector("body[data-drawn]")
+    assert view.locator(".plot svg").count() == view.locator(".plot").count() > 8
+    assert view.evaluate("document.documentElement.scrollWidth") <= width
+    for order in (-1, 1):
+        view.click("#table-results th:has-text('τ') button")
+        taus = view.eval_on_selector_all(
+            "#table-results tbody tr", "rows => rows.map(row => row.cells[5].dataset.values)"
+        )
+        values = [json.loads(each)[0] for each in taus]
+        assert values == sorted(values, reverse=order < 0)
+    with view.expect_download() as started:
+        view.click("button[data-table=results]")
+    text = Path(started.value.path()).read_text(encoding="utf-8")
+    assert len(text.splitlines()) == 13
+    assert "tau,tau low,tau high" in text.replace('"', "")
+    hovers(view, json.loads((folder / "report.json").read_text(encoding="utf-8")), width)
+    assert view.evaluate("document.images.length") == 0
+    assert said == []
+    view.close()
+
+
+def test_a_tap_tells_what_a_pointer_would(browser: Any, folder: Path) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    view = context.new_page()
+    view.goto((folder / "report.html").as_uri())
+    view.wait_for_selector("body[data-drawn]")
+    told = view.locator("#piece")
+    view.locator("pre.answer").first.locator("span").nth(1).tap()
+    assert "drafted and accepted, pass 1" in told.inner_text()
+    view.locator("#answers h2").tap()
+    assert told.inner_text() == ""
+    view.locator("#plot-tree-0 .nodes_marks path").nth(1).tap()
+    view.wait_for_selector("#vg-tooltip-element.visible")
+    assert "0.800" in view.inner_text("#vg-tooltip-element")
+    place = view.locator("#vg-tooltip-element").bounding_box()
+    assert (place["x"], place["width"]) == (0, 390)
+    view.locator("#tree h2").tap()
+    assert view.locator("#vg-tooltip-element.visible").count() == 0
+    context.close()
