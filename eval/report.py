@@ -119,7 +119,7 @@ TIME_HEADER = (
 )
 NOTES = (
     "τ is what a target pass commits on average, its bonus token included: the tokens after the prefill's over the "
-    "passes, pooled over all prompts. Intervals come from resampling the prompts.",
+    "passes, pooled over all prompts. Intervals come from resampling the prompts, all turns of a conversation at once.",
     "Speed is that of decoding alone, without the prefill. Each prompt counts with its median repeat. Plain decoding, "
     "every drafter and HF generate take turns on each prompt in random order.",
     "P(a≥d) is the share of target passes in which d drafted tokens or more were accepted.",
@@ -141,8 +141,8 @@ NOTES = (
     "Memory is the peak of the whole session on an accelerator, else of the whole process, all drafters together.",
 )
 SAMPLED = (
-    "At temperatures above 0 lossless counts the prompts whose tokens are plain decoding's under coupled noise; the "
-    "law of tokens drawn with the rule in use is tested too. That rules keep it, exact enumeration proves in the tests."
+    "At temperatures above 0 lossless counts the prompts whose tokens are plain decoding's under coupled noise, "
+    "at batch size 1 and at every one asked for; the law of tokens drawn with the rule in use is tested too. That rules keep it, exact enumeration proves in the tests."
 )
 
 

@@ -188,6 +188,7 @@ def timed_rows(
                 config.seed,
                 start=start,
                 categories=workload.categories(),
+                conversations=workload.conversations,
                 coupled={each.drafter: each.coupled for each in here},
                 untrusted=frozenset(each.drafter for each in here if not each.passed),
                 agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},

@@ -43,12 +43,16 @@ class Selection:
 
 
 class Workload(NamedTuple):
-    """What reports call it, the prompts to measure on, and those that run before; `fresh` if the latter are its own."""
+    """What reports call it, the prompts to measure on, and those that run before; `fresh` if the latter are its own.
+
+    `conversations` has a number for each prompt: the same one for all turns of one dialogue.
+    """
 
     name: str
     prompts: list[Prompt]
     warmup: list[Prompt]
     fresh: bool
+    conversations: list[int]
 
     def categories(self) -> dict[str, list[int]]:
         """Return the places of each category's prompts; nothing where all are of one."""
@@ -88,15 +92,17 @@ def read_workload(name: str, target: Target, wanted: Selection, answer: Answer |
         return fit(prompt, name, target, wanted.truncate)
 
     prompts: list[Prompt] = []
-    for _, record in measured:
+    conversations: list[int] = []
+    for place, record in measured:
         for prompt in _prompts(record, target, wanted.turns, lambda token: answer(token) if answer else ""):
             prompts.append(fitting(prompt))
+            conversations.append(place)
     spare = [record for _, record in chosen[wanted.prompts : wanted.prompts + wanted.warmup]]
     warmup = [fitting(prompt) for record in spare for prompt in _prompts(record, target, "first", None)]
     fresh = len(warmup) == wanted.warmup
     missing = wanted.warmup - len(warmup)
     warmup += [swapped(prompts[-1 - i % len(prompts)]) for i in range(missing)]
-    return Workload(short_name(name), prompts, warmup, fresh)
+    return Workload(short_name(name), prompts, warmup, fresh, conversations)
 
 
 def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:

@@ -131,7 +131,9 @@ def test_all_turns_follow_the_recorded_answers_else_the_targets(tmp_path: Path) 
         ("b.3", "w4 w21 w5 w22 w6"),
     ]
     assert [target.tokenizer.decode(token) for token in asked] == ["w4", "w4 w21 w5"]
+    assert found.conversations == [0, 0, 1, 1, 1]
     first = read_workload(file, target, FIRST)
+    assert first.conversations == [0, 1]
     assert [words(target, prompt) for prompt in first.prompts] == ["w1", "w4"]
 
 
