@@ -25,6 +25,7 @@ from eval.lossless import Gate, SampledGate
 from eval.machine import device_facts, peak_memory, provenance
 from eval.report import Report, table
 from eval.row import Row
+from eval.side_by_side import folder_of, side_by_side
 from eval.sources import find_heads, model_of, own_prompts
 from eval.tune import tune
 from eval.tuned import TUNED
@@ -102,6 +103,21 @@ def tuned(config: EvalConfig) -> bool:
     found.show(console)
     console.print(f"all numbers: {out / TUNED}", soft_wrap=True)
     return found.passed
+
+
+def beside(config: EvalConfig) -> Report:
+    """Put the reports of `compare` side by side, measuring nothing; print the table and what forbids to compare them.
+
+    Raises:
+        ValueError: a report is missing, damaged, none, or of another schema.
+    """
+    report = side_by_side(config.reports())
+    out = Path(config.out).expanduser() if config.out else folder_of(config.reports())
+    report.write(out)
+    show(report, out)
+    for warning in report.extras["warnings"]:
+        print(f"compare with care: {warning}", file=sys.stderr)
+    return report
 
 
 def workloads_of(config: EvalConfig, model: Mapping[str, Any]) -> list[str]:
@@ -236,7 +252,10 @@ def main(cfg: DictConfig) -> None:
     register_resolvers()
     with user_errors():
         config = typed(EvalConfig, cfg)
-        passed = tuned(config) if config.tune else evaluate(config).passed
+        if config.reports():
+            passed = beside(config).passed
+        else:
+            passed = tuned(config) if config.tune else evaluate(config).passed
     if not passed:
         raise SystemExit(1)
 

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.ladder import NOTE, PLAIN, REMEDIES
+from eval.lossless import labelled
 from eval.page import more_plots, plots, tables
 from eval.page.names import Told, red, row_names, shown, spread
 from eval.page.plots import Plot
@@ -88,12 +89,13 @@ def page(told: Told, title: str, failures: Sequence[str], notes: Sequence[str]) 
 
 def sections(told: Told) -> list[Section]:
     """Return the page's sections in their order; those without content are not shown."""
-    accepted = {row["drafter"]: row["accepted_by_depth"] for row in reversed(told["rows"])}
+    accepted = {who(row): row["accepted_by_depth"] for row in reversed(told["rows"])}
     drawn = [more_plots.tree(name, each, accepted.get(name, [])) for name, each in told.get("trees", {}).items()]
     both = drawing(plots.with_intervals(told, "speedup", "speedup"), plots.with_intervals(told, "tau", "τ"))
     loads = drawing(plots.against(told, "batch_size", "batch size"), plots.against(told, "temperature", "temperature"))
     gated = ["Greedy output against plain decoding's, token for token, in the gate's dtype."]
     return [
+        Section("reports", "The reports", [], [], tables.reports(told), False),
         Section("results", "Results", [], both, tables.results(told), False),
         Section("why", "Why not more?", why(told), drawing(plots.ladder(told)), tables.why(told), False),
         Section("gate", "Is it lossless?", gated, [], tables.gates(told), False),
@@ -130,16 +132,20 @@ def firsts(told: Told) -> dict[str, tuple[str, Told]]:
     """Return each drafter's first row with its name: in the first session asked for, not in the most flattering one."""
     found: dict[str, tuple[str, Told]] = {}
     for name, row in zip(row_names(told["rows"]), told["rows"], strict=True):
-        found.setdefault(row["drafter"], (name, row))
-    if len(found) > 1:
-        found.pop(PLAIN, None)
-    return found
+        found.setdefault(who(row), (name, row))
+    drafting = {key: (name, row) for key, (name, row) in found.items() if row["drafter"] != PLAIN}
+    return drafting or found
+
+
+def who(row: Told) -> str:
+    """Return what tells a row's drafter from the others: its name, and where there are several, its report."""
+    return labelled(row["drafter"], 1, row.get("report", ""))
 
 
 def headlines(told: Told) -> list[Headline]:
     """Return the first numbers of every drafter; red if it failed in any session."""
     gates = told["settings"].get("gate", {})
-    failed = {row["drafter"] for row in told["rows"] if red(row, gates)}
+    failed = {who(row) for row in told["rows"] if red(row, gates)}
     return [
         Headline(
             name,
