@@ -79,8 +79,8 @@ def read_workload(name: str, target: Target, wanted: Selection, answer: Answer |
         answer: what the target writes, for the turns of a dialogue whose answers nobody has recorded.
 
     Raises:
-        ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that leaves no
-            room in the context.
+        ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that is empty,
+            another target's, or leaves no room in the context.
     """
     found = list(_records(locate(name), wanted))
     if not found:
@@ -94,11 +94,11 @@ def read_workload(name: str, target: Target, wanted: Selection, answer: Answer |
     prompts: list[Prompt] = []
     conversations: list[int] = []
     for place, record in measured:
-        for prompt in _prompts(record, target, wanted.turns, lambda token: answer(token) if answer else ""):
+        for prompt in _named(name, record, target, wanted.turns, lambda token: answer(token) if answer else ""):
             prompts.append(fitting(prompt))
             conversations.append(place)
     spare = [record for _, record in chosen[wanted.prompts : wanted.prompts + wanted.warmup]]
-    warmup = [fitting(prompt) for record in spare for prompt in _prompts(record, target, "first", None)]
+    warmup = [fitting(prompt) for record in spare for prompt in _named(name, record, target, "first", None)]
     fresh = len(warmup) == wanted.warmup
     missing = wanted.warmup - len(warmup)
     warmup += [swapped(prompts[-1 - i % len(prompts)]) for i in range(missing)]
@@ -106,11 +106,19 @@ def read_workload(name: str, target: Target, wanted: Selection, answer: Answer |
 
 
 def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:
-    """Return a prompt that leaves room for an answer.
+    """Return a prompt that has tokens of the target's and leaves room for an answer.
 
     Raises:
-        ValueError: it does not, and may not be shortened.
+        ValueError: it does not, or may not be shortened.
     """
+    if not prompt.token:
+        raise ValueError(f"workload {name}, prompt {prompt.id}: is empty: remove it")
+    size = target.spec.vocab_size
+    if not all(isinstance(token, int) and 0 <= token < size for token in prompt.token):
+        raise ValueError(
+            f"workload {name}, prompt {prompt.id}: its tokens are none of the target's {size}: give text, or the "
+            "prompts of a run of this target"
+        )
     room = target.context - ROOM
     if truncate:
         return prompt._replace(token=prompt.token[-room:])
@@ -178,6 +186,18 @@ def _readable(raw: Raw, place: int, path: str) -> Raw:
     if any(isinstance(raw.get(key), str) for key in QUESTIONS):
         return {key: value for key, value in raw.items() if key not in ANSWERS or isinstance(value, str)}
     return raw
+
+
+def _named(name: str, record: Record | Prompt, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:
+    """Yield a record's prompts; what is wrong with them is told with the workload's name."""
+    try:
+        yield from _prompts(record, target, turns, answer)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"workload {name}, prompt {record.id}: holds half a surrogate pair, which is no text; remove it"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"workload {name}, {error}") from error
 
 
 def _prompts(record: Record | Prompt, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:

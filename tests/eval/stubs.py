@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.row import Row
+from heads.store import TargetSpec
 from inference.decode import Generation, Step
 from inference.target import Target
 
@@ -72,4 +73,5 @@ class StubTarget(Target):
     def __init__(self, **facts: Any) -> None:
         self.tokenizer: Any = None
         self.context = 64
+        self.spec = TargetSpec("stub", 64, 4, 2, "f00d")
         self.__dict__.update(facts)

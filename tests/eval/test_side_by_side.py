@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from eval.config import eval_config
 from eval.lossless import Gate, SampledGate
 from eval.report import Report, markdown
-from eval.run import main
 from eval.side_by_side import folder_of, names, shared, side_by_side
-from heads.resolvers import ROOT, register_resolvers
-from heads.typed import bracketed
+from tests.eval.small import run_main
 from tests.eval.stubs import ROW
 from tests.eval.test_page import Reader, lines
 from tests.eval.test_page import report as page_report
@@ -171,18 +168,6 @@ def test_what_all_share_stays_as_it_is() -> None:
         [{"a": 1, "b": {"c": 2, "d": [1]}, "e": None}, {"a": 1, "b": {"c": 3, "d": [1]}, "f": True}, {"a": 1}]
     )
     assert found == {"a": 1, "b": {"c": "2 / 3", "d": [1]}, "e": None, "f": "- / True"}
-
-
-def run_main(*words: str) -> int:
-    """Run the command; return its exit status."""
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("eval", bracketed(words, "run", "compare"))
-    try:
-        main.__wrapped__(config)
-    except SystemExit as ended:
-        return int(str(ended.code))
-    return 0
 
 
 def test_the_command_measures_nothing_and_says_what_differs(
