@@ -113,10 +113,10 @@ def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:
     """
     if not prompt.token:
         raise ValueError(f"workload {name}, prompt {prompt.id}: is empty: remove it")
-    size = target.spec.vocab_size
-    if not all(isinstance(token, int) and 0 <= token < size for token in prompt.token):
+    known = range(target.spec.vocab_size)
+    if not all(token in known for token in prompt.token):
         raise ValueError(
-            f"workload {name}, prompt {prompt.id}: its tokens are none of the target's {size}: give text, or the "
+            f"workload {name}, prompt {prompt.id}: its tokens are none of the target's {len(known)}: give text, or the "
             "prompts of a run of this target"
         )
     room = target.context - ROOM
