@@ -104,7 +104,7 @@ def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
 
 def _parsed(text: str, number: int, path: Path) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())  # an object that breaks off is missing its end there, not on the next line
     except json.JSONDecodeError as error:
         where = number + error.lineno - 1
         raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); mend or remove it") from error

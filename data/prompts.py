@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from glob import has_magic
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,13 +99,16 @@ def locate(name: str) -> str:
     """Return the path or Hub name behind a workload's name.
 
     Raises:
-        ValueError: it is none of the three.
+        ValueError: it is none of these.
     """
     if name in WORKLOADS:
         return str(WORKLOADS[name])
-    if Path(name).expanduser().is_file() or "/" in name:
+    if Path(name).expanduser().exists() or "/" in name or has_magic(name):
         return name
-    raise ValueError(f"workload {name} is neither a file nor one of {', '.join(sorted(WORKLOADS))}: give either")
+    raise ValueError(
+        f"workload {name} is neither a file or folder here nor one of {', '.join(sorted(WORKLOADS))}: give either, or "
+        "a Hub data set as OWNER/NAME"
+    )
 
 
 def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:

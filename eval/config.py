@@ -64,7 +64,7 @@ class EvalConfig:
     Attributes:
         drafter: the draft sources by name, each with its options: head, plain, or a file of conf/drafter/.
         run: a run's folder or a list of them; None for plain decoding alone.
-        compare: further runs of the same target.
+        compare: further runs of the same target; or, without a run, reports to put side by side: what ends in .json.
         out: folder of the report; None for the first run's.
         model: what differs from the first run's `model`; a None differs in nothing.
         tree: what differs from each head's own tree.
@@ -160,10 +160,23 @@ class EvalConfig:
         for temperature in self.temperatures():
             self.sampling(temperature)
         self.batch_sizes()
+        self._check_compare()
         self._check_protocol()
         self._check_tiers()
         if self.tune:
             self._check_tune()
+
+    def _check_compare(self) -> None:
+        found = self.reports()
+        if found and (self.run is not None or found != self.compare):
+            raise ValueError(
+                f"compare names the report {found[0]}, which is read and not measured: give reports alone, without "
+                "run, or runs alone"
+            )
+        if len(found) == 1:
+            raise ValueError(f"compare is {found[0]}: give two reports or more to put side by side")
+        if repeated := sorted({file for file in found if found.count(file) > 1}):
+            raise ValueError(f"compare names {', '.join(repeated)} twice: leave one out")
 
     def _check_protocol(self) -> None:
         if self.turns not in TURNS:
@@ -222,6 +235,10 @@ class EvalConfig:
         """Return the folders of `run`."""
         runs: list[str] = listed(self.run)
         return runs
+
+    def reports(self) -> list[str]:
+        """Return the reports to put side by side: what of `compare` ends in .json."""
+        return [each for each in self.compare if each.endswith(".json")]
 
     def temperatures(self) -> list[float]:
         """Return the temperatures as a list."""

@@ -59,7 +59,7 @@ def check(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> tupl
     tests, sampled = len(hot) * len(drafters), []
     for temperature in hot:
         how = settings_at(temperature, config)
-        sampled += sampled_gates(target, drafters, prompts, how, config.gate_tv, tests)
+        sampled += sampled_gates(target, drafters, prompts, how, config.gate_tv, tests, sizes)
     return gates, sampled
 
 

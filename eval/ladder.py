@@ -22,7 +22,7 @@ REMEDIES = {
 }
 TENTH = 0.1  # the step by which losses are compared: small, for half the rejections gone is another head altogether
 # rows that share these ran beside each other
-SESSION = ("workload", "category", "temperature", "batch_size", "request_rate")
+SESSION = ("report", "workload", "category", "temperature", "batch_size", "request_rate")
 PLAIN = "plain"
 
 

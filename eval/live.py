@@ -35,6 +35,7 @@ class Session:
     Attributes:
         start: the place of its first prompt among those that the gates compared.
         categories: the places of each category's prompts in it.
+        conversations: of each prompt; intervals come from resampling these. Empty: each prompt is one.
         coupled: at a temperature above 0, each drafter's verdict under coupled noise.
         untrusted: drafters that are given no speedup at this temperature.
         agreement: of each drafter's timed tokens with plain decoding's.
@@ -47,6 +48,7 @@ class Session:
     seed: int
     start: int = 0
     categories: Mapping[str, list[int]] = field(default_factory=dict)
+    conversations: Sequence[int] = ()
     coupled: Mapping[str, Gate] = field(default_factory=dict)
     untrusted: frozenset[str] = frozenset()
     agreement: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -163,6 +165,7 @@ def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate],
     for category, places in {"": list(range(len(middle[PLAIN]))), **session.categories}.items():
         plain = [middle[PLAIN][place] for place in places]
         other = None if hf is None else [hf[place] for place in places]
+        groups = [session.conversations[place] for place in places] if session.conversations else None
         for name, each in middle.items():
             mine = [each[place] for place in places]
             gate = gates.get(labelled(name, session.batch_size), UNCHECKED)
@@ -170,15 +173,17 @@ def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate],
             shown = (gate if session.temperature == 0 else session.coupled.get(name, UNCHECKED)).among(
                 [session.start + place for place in places]
             )
-            row = _row(name, sources[name], mine, shown, session)
+            row = _row(name, sources[name], mine, shown, session, groups)
             if category:
                 row = replace(row, category=category, workload=f"{session.workload}/{category}", agreement={})
             trusted = trusted and name not in session.untrusted
-            made.append(replace(row, **_speedups(mine, plain, other, session.seed)) if trusted else row)
+            made.append(replace(row, **_speedups(mine, plain, other, session.seed, groups)) if trusted else row)
     return made
 
 
-def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, session: Session) -> Row:
+def _row(
+    name: str, drafter: Drafter, runs: list[Generation], gate: Gate, session: Session, groups: metrics.Groups
+) -> Row:
     """Return one drafter's row, without a speedup."""
     found = metrics.acceptance(runs)
     return Row(
@@ -191,7 +196,7 @@ def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, sessio
         steps=found.steps,
         tokens=found.tokens,
         tau=found.tau,
-        tau_ci=metrics.tau_interval(runs, session.seed),
+        tau_ci=metrics.tau_interval(runs, session.seed, groups),
         tau_request_mean=found.tau_request_mean,
         accepted_by_depth=found.accepted_by_depth,
         conditional_by_depth=found.conditional_by_depth,
@@ -218,14 +223,18 @@ def _row(name: str, drafter: Drafter, runs: list[Generation], gate: Gate, sessio
 
 
 def _speedups(
-    runs: list[Generation], plain: list[Generation], hf: list[Generation] | None, seed: int
+    runs: list[Generation],
+    plain: list[Generation],
+    hf: list[Generation] | None,
+    seed: int,
+    groups: metrics.Groups,
 ) -> dict[str, Any]:
     """Return the columns of a row that only a lossless drafter has."""
     return {
         "by_request": metrics.by_request(runs, plain),
         "whole_speedup": metrics.whole_speedup(runs, plain),
-        "whole_speedup_ci": metrics.whole_speedup_interval(runs, plain, seed),
+        "whole_speedup_ci": metrics.whole_speedup_interval(runs, plain, seed, groups),
         "speedup": metrics.speedup(runs, plain),
-        "speedup_ci": metrics.speedup_interval(runs, plain, seed),
+        "speedup_ci": metrics.speedup_interval(runs, plain, seed, groups),
         "speedup_hf": None if hf is None else metrics.speedup(runs, hf),
     }

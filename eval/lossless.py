@@ -17,9 +17,10 @@ from inference.decode import Generation
 EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torch.bfloat16: 2 / 8}
 
 
-def labelled(drafter: str, batch_size: int) -> str:
-    """Return what a drafter is called at a batch size."""
-    return drafter if batch_size == 1 else f"{drafter} x{batch_size}"
+def labelled(drafter: str, batch_size: int, report: str = "") -> str:
+    """Return what a drafter is called at a batch size, and where reports stand side by side, in one of them."""
+    own = drafter if batch_size == 1 else f"{drafter} x{batch_size}"
+    return f"{own} of {report}" if report else own
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,10 @@ class SampledGate:
     """The verdict on a drafter at a temperature above 0.
 
     Attributes:
-        coupled: prompts with the same tokens as plain decoding under coupled noise.
-        law: the chi-square test; None where nothing could be drawn, for the reason `why`.
+        coupled: prompts with the same tokens as plain decoding under coupled noise, at all batch sizes.
+        law: the chi-square test, at batch size 1; None where nothing could be drawn, for the reason `why`.
+        batch_sizes: at which the tokens under coupled noise were compared.
+        failed_at: the first of them at which tokens differ, where `coupled.first` was seen; None: at none.
     """
 
     drafter: str
@@ -91,6 +94,8 @@ class SampledGate:
     coupled: Gate
     law: LawTest | None
     why: str
+    batch_sizes: tuple[int, ...] = (1,)
+    failed_at: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -102,13 +107,16 @@ class SampledGate:
         counts = self.coupled.counts() | {"first": self.coupled.first, "ties": self.coupled.ties}
         drawn = None if self.law is None else asdict(self.law) | {"control_caught": self.law.caught}
         named = {"drafter": self.drafter, "temperature": self.temperature, "passed": self.passed}
-        return {**named, "coupled": counts, "law": drawn, "why_no_law": self.why}
+        sizes = {"batch_sizes": self.batch_sizes, "failed_at": self.failed_at}
+        return {**named, "coupled": counts | sizes, "law": drawn, "why_no_law": self.why}
 
     def __str__(self) -> str:
         """Describe it for a message."""
-        same = f"{self.coupled.identical} of {self.coupled.checked} prompts equal under coupled noise"
+        several = f" at batch sizes {', '.join(map(str, self.batch_sizes))}" if self.batch_sizes != (1,) else ""
+        same = f"{self.coupled.identical} of {self.coupled.checked} prompts equal under coupled noise{several}"
         told = f"{self.drafter} at T={self.temperature:g}: {same}; {self.law or self.why}"
-        return told + (f"; {self.coupled.first}" if self.coupled.first else "")
+        at = f"batch size {self.failed_at}, " if several else ""
+        return told + (f"; {at}{self.coupled.first}" if self.coupled.first else "")
 
 
 VERDICTS = ("identical", "near_tie", "failed")
@@ -168,6 +176,13 @@ def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequen
         if found is not None:
             (ties if tied else failures).append(found)
     return verdict_of(verdicts, ties, failures)
+
+
+def worst(gates: Sequence[Gate]) -> Gate:
+    """Return one gate for several of the same prompts: of each prompt the worst verdict, and the first failure."""
+    verdicts = [max(each, key=VERDICTS.index) for each in zip(*(gate.verdicts for gate in gates), strict=True)]
+    failures = [gate.first for gate in gates if gate.first is not None]
+    return verdict_of(verdicts, [tie for gate in gates for tie in gate.ties], failures)
 
 
 def verdict_of(verdicts: Sequence[str], ties: Sequence[Divergence], failures: Sequence[Divergence]) -> Gate:

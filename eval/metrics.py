@@ -31,6 +31,7 @@ DEFINITIONS = {
 }
 
 Interval = tuple[float, float]
+Groups = Sequence[int] | None  # of each request, such as the conversation that it is a turn of
 
 
 @dataclass(frozen=True)
@@ -169,49 +170,70 @@ def whole_speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> flo
     return None if fast is None or slow is None else ratio(fast, slow)
 
 
-def tau_interval(runs: Sequence[Generation], seed: int) -> Interval | None:
-    """Return tau's confidence interval under resampling of the requests."""
+def tau_interval(runs: Sequence[Generation], seed: int, groups: Groups = None) -> Interval | None:
+    """Return tau's confidence interval under resampling of the requests, those of a group together."""
     counts = torch.tensor([[decoded(run), len(run.steps)] for run in runs], dtype=torch.float64)
-    return bootstrap(counts, lambda total: total[:, 0] / total[:, 1], seed)
+    return bootstrap(within(counts, groups), lambda total: total[:, 0] / total[:, 1], seed)
 
 
-def speedup_interval(runs: Sequence[Generation], base: Sequence[Generation], seed: int) -> Interval | None:
+def speedup_interval(
+    runs: Sequence[Generation], base: Sequence[Generation], seed: int, groups: Groups = None
+) -> Interval | None:
     """Return the speedup's confidence interval; `runs` and `base` hold the same requests in the same order.
 
     Paired: a request is drawn with its run and its base, so what makes it slow for both cancels.
     """
     ours, theirs = ([[float(decoded(run)), run.decode_s] for run in each] for each in (runs, base))
-    return _paired(ours, theirs, seed)
+    return _paired(ours, theirs, seed, groups)
 
 
-def whole_speedup_interval(runs: Sequence[Generation], base: Sequence[Generation], seed: int) -> Interval | None:
+def whole_speedup_interval(
+    runs: Sequence[Generation], base: Sequence[Generation], seed: int, groups: Groups = None
+) -> Interval | None:
     """Return the interval of the speedup end to end, likewise."""
     ours, theirs = ([[float(len(run.tokens)), run.prefill_s + run.decode_s] for run in each] for each in (runs, base))
-    return _paired(ours, theirs, seed)
+    return _paired(ours, theirs, seed, groups)
 
 
-def _paired(runs: list[list[float]], base: list[list[float]], seed: int) -> Interval | None:
+def _paired(runs: list[list[float]], base: list[list[float]], seed: int, groups: Groups) -> Interval | None:
     """Return the interval of a ratio of two speeds, of tokens and seconds of the same requests on both sides."""
     assert len(runs) == len(base), "a paired interval needs the same requests on both sides"
     columns = [[*ours, *theirs] for ours, theirs in zip(runs, base, strict=True)]
-    both = torch.tensor(columns, dtype=torch.float64)
+    both = within(torch.tensor(columns, dtype=torch.float64), groups)
     return bootstrap(both, lambda total: (total[:, 0] / total[:, 1]) / (total[:, 2] / total[:, 3]), seed)
+
+
+def within(columns: Float[Tensor, "n k"], groups: Groups) -> Float[Tensor, "g k"]:
+    """Return the sums within each group of requests, in the order in which the groups first come.
+
+    The turns of one conversation depend on each other: whoever resamples them one by one takes them for more than they
+    are, and the interval is too narrow.
+
+    Args:
+        columns: k numbers of each of n requests.
+        groups: the group of each request; None: each its own.
+    """
+    if groups is None:
+        return columns
+    place = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    index = torch.tensor([place[group] for group in groups])
+    return columns.new_zeros(len(place), columns.shape[1]).index_add(0, index, columns)
 
 
 def bootstrap(
     columns: Float[Tensor, "n k"], statistic: Callable[[Float[Tensor, "r k"]], Float[Tensor, "r"]], seed: int
 ) -> Interval | None:
-    """Return a percentile interval of a statistic of sums over requests (cluster bootstrap; Efron, 1979).
+    """Return a percentile interval of a statistic of sums over clusters (cluster bootstrap; Efron, 1979).
 
-    Steps of one request depend on each other, so requests are resampled and not steps.
+    Steps of one request depend on each other, so requests are resampled and not steps; see `within` for conversations.
 
     Args:
-        columns: k numbers of each of n requests.
+        columns: k numbers of each of n requests, or of each of n groups of them.
         statistic: a function of their sums over the requests, for r resamples at once.
         seed: of the resampling; the same seed gives the same interval.
 
     Returns:
-        The lower and upper end, or None where one request or less leaves nothing to resample.
+        The lower and upper end, or None where one cluster or less leaves nothing to resample.
     """
     if len(columns) < 2:
         return None

@@ -14,7 +14,7 @@ from eval.lossless import Gate, SampledGate, labelled
 from eval.metrics import LEVEL
 from eval.page.build import page
 from eval.row import LIVE, Row
-from eval.sections import sections
+from eval.sections import reports, sections
 from eval.tables import grid, number, spread
 from eval.written import finite
 
@@ -41,8 +41,9 @@ class Report:
 
     def red(self, row: Row) -> bool:
         """Whether the row's drafter failed the gate."""
-        gate = self.gates.get(labelled(row.drafter, row.batch_size))
-        drawn = (each for each in self.sampled if (each.drafter, each.temperature) == (row.drafter, row.temperature))
+        gate = self.gates.get(labelled(row.drafter, row.batch_size, row.report))
+        name = labelled(row.drafter, 1, row.report)
+        drawn = (each for each in self.sampled if (each.drafter, each.temperature) == (name, row.temperature))
         wrong = gate is not None and not gate.passed
         return row.lossless["failed"] > 0 or wrong or not all(each.passed for each in drawn)
 
@@ -55,7 +56,7 @@ class Report:
     def name(self, row: Row) -> str:
         """Return what tables call a row: its drafter, and where there are several, its workload."""
         several = len({row.workload for row in self.overall}) > 1
-        return labelled(row.drafter, row.batch_size) + (f" on {row.workload}" if several else "")
+        return labelled(row.drafter, row.batch_size, row.report) + (f" on {row.workload}" if several else "")
 
     @property
     def passed(self) -> bool:
@@ -94,11 +95,15 @@ class Report:
         Raises:
             OSError: the folder cannot be written, or the disk is full.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         told = self.as_dict()
-        write_whole(folder / "report.json", (json.dumps(told, indent=1, allow_nan=False) + "\n").encode())
-        write_whole(folder / "report.md", markdown(self).encode())
-        write_whole(folder / "report.html", page(told, title(self), self.failures(), notes_of(self)).encode())
+        texts = {
+            "report.json": json.dumps(told, indent=1, allow_nan=False) + "\n",
+            "report.md": markdown(self),
+            "report.html": page(told, title(self), self.failures(), notes_of(self)),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            write_whole(folder / name, text.encode())
 
 
 INTERVAL = f"[{LEVEL:.0%}]"
@@ -120,7 +125,7 @@ TIME_HEADER = (
 )
 NOTES = (
     "τ is what a target pass commits on average, its bonus token included: the tokens after the prefill's over the "
-    "passes, pooled over all prompts. Intervals come from resampling the prompts.",
+    "passes, pooled over all prompts. Intervals come from resampling the prompts, all turns of a conversation at once.",
     "Speed is that of decoding alone, without the prefill. Each prompt counts with its median repeat. Plain decoding, "
     "every drafter and HF generate take turns on each prompt in random order.",
     "P(a≥d) is the share of target passes in which d drafted tokens or more were accepted.",
@@ -142,8 +147,9 @@ NOTES = (
     "Memory is the peak of the whole session on an accelerator, else of the whole process, all drafters together.",
 )
 SAMPLED = (
-    "At temperatures above 0 lossless counts the prompts whose tokens are plain decoding's under coupled noise; the "
-    "law of tokens drawn with the rule in use is tested too. That rules keep it, exact enumeration proves in the tests."
+    "At temperatures above 0 lossless counts the prompts whose tokens are plain decoding's under coupled noise, "
+    "at batch size 1 and at every one asked for; the law of tokens drawn with the rule in use is tested too. That "
+    "rules keep it, exact enumeration proves in the tests."
 )
 
 
@@ -173,6 +179,7 @@ def markdown(report: Report) -> str:
     parts = [
         f"# {title(report)}",
         *(f"**Not lossless.** {failure}." for failure in report.failures()),
+        *reports(report.extras),
         grid(HEADER, [_cells(report, row) for row in report.overall]),
         "## Where the time goes",
         grid(TIME_HEADER, [_time_cells(report, row) for row in report.overall]),
@@ -194,7 +201,7 @@ def notes_of(report: Report) -> tuple[str, ...]:
 def _why(report: Report) -> list[str]:
     """Return the ladders, where a row has one."""
     rows = [row for row in report.as_dict()["rows"] if row["ladder"] and not row["category"]]
-    body = [ladder.cells(labelled(row["drafter"], row["batch_size"]), row) for row in rows]
+    body = [ladder.cells(labelled(row["drafter"], row["batch_size"], row["report"]), row) for row in rows]
     return ["## Why not more?", ladder.NOTE, grid(ladder.HEADER, body)] if body else []
 
 

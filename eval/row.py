@@ -55,3 +55,4 @@ class Row:
     agreement: dict[str, Any] = field(default_factory=dict)  # the timed greedy tokens against plain decoding's
     tier: str = LIVE
     request_rate: float | None = None
+    report: str = ""  # where reports stand side by side, the one that it is from

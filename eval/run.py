@@ -27,6 +27,7 @@ from eval.lossless import Gate, SampledGate
 from eval.machine import device_facts, peak_memory, provenance
 from eval.report import Report, table
 from eval.row import LIVE, REPLAY, Row
+from eval.side_by_side import folder_of, side_by_side
 from eval.sources import find_heads, model_of, own_prompts
 from eval.tiers import Material, along_texts, answered, check_sources, recorded, replayed
 from eval.tune import tune
@@ -134,6 +135,21 @@ def tuned(config: EvalConfig) -> bool:
     return found.passed
 
 
+def beside(config: EvalConfig) -> Report:
+    """Put the reports of `compare` side by side, measuring nothing; print the table and what forbids to compare them.
+
+    Raises:
+        ValueError: a report is missing, damaged, none, or of another schema.
+    """
+    report = side_by_side(config.reports())
+    out = Path(config.out).expanduser() if config.out else folder_of(config.reports())
+    report.write(out)
+    show(report, out)
+    for warning in report.extras["warnings"]:
+        print(f"compare with care: {warning}", file=sys.stderr)
+    return report
+
+
 def workloads_of(config: EvalConfig, model: Mapping[str, Any]) -> list[str]:
     """Return what to measure on: what is configured, else the first run's own prompts, else the model's.
 
@@ -221,6 +237,7 @@ def timed_rows(
                 config.seed,
                 start=start,
                 categories=workload.categories(),
+                conversations=workload.conversations,
                 coupled={each.drafter: each.coupled for each in here},
                 untrusted=frozenset(each.drafter for each in here if not each.passed),
                 agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
@@ -270,7 +287,10 @@ def main(cfg: DictConfig) -> None:
     register_resolvers()
     with user_errors():
         config = typed(EvalConfig, cfg)
-        passed = tuned(config) if config.tune else evaluate(config).passed
+        if config.reports():
+            passed = beside(config).passed
+        else:
+            passed = tuned(config) if config.tune else evaluate(config).passed
     if not passed:
         raise SystemExit(1)
 

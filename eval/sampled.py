@@ -17,8 +17,8 @@ from torch import Tensor
 from data.prompts import Prompt
 from eval import law
 from eval.law import Cells, LawTest
-from eval.live import PLAIN, measure
-from eval.lossless import EPSILON, Divergence, Gate, SampledGate, divergence, gate, verdict_of
+from eval.live import PLAIN, Runs, measure
+from eval.lossless import EPSILON, Divergence, Gate, SampledGate, divergence, gate, verdict_of, worst
 from inference import tree as trees
 from inference.decode import Generation, Settings
 from inference.drafters import Commit, Context, Drafter, Proposal
@@ -53,8 +53,12 @@ def sampled_gates(
     settings: Settings,
     tv: float,
     tests: int,
+    sizes: Sequence[int] = (1,),
 ) -> list[SampledGate]:
     """Return the verdict on every drafter at the settings' temperature.
+
+    Coupled tokens are compared with plain decoding of each prompt alone, at every batch size: a token's noise follows
+    from its text and the seed, whoever else is in the batch. Draws are made of one sequence.
 
     Args:
         target: the frozen target.
@@ -63,16 +67,24 @@ def sampled_gates(
         settings: a temperature above 0, and the rule in use.
         tv: the total variation that the draws must reveal.
         tests: how many tests of a report share the error probability.
+        sizes: further batch sizes; 1 is always among them.
     """
     coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
-    runs = measure(target, drafters, prompts, coupled, repeats=1, warmup=(), hf=False)
-    once = {name: [repeats[0] for repeats in each] for name, each in runs.items()}
-    plain, made = once.pop(PLAIN), []
-    for name, each in once.items():
-        equal = coupled_gate(target, plain, each, prompts, coupled)
-        test, why = law_test(target, drafters[name], list(texts(prompts, plain)), settings, tv, law.ALPHA / tests)
-        made.append(SampledGate(name, settings.sampling.temperature, equal, test, why))
+    all_sizes = tuple(sorted({1, *sizes}))
+    runs = {size: _once(measure(target, drafters, prompts, coupled, 1, (), False, size)) for size in all_sizes}
+    plain, made = runs[1][PLAIN], []
+    for name, drafter in drafters.items():
+        equal = {size: coupled_gate(target, plain, each[name], prompts, coupled) for size, each in runs.items()}
+        failed_at = next((size for size, found in equal.items() if found.failed), None)
+        test, why = law_test(target, drafter, list(texts(prompts, plain)), settings, tv, law.ALPHA / tests)
+        merged = worst(list(equal.values()))
+        made.append(SampledGate(name, settings.sampling.temperature, merged, test, why, all_sizes, failed_at))
     return made
+
+
+def _once(runs: Runs) -> dict[str, list[Generation]]:
+    """Return the only repeat of each prompt."""
+    return {name: [repeats[0] for repeats in each] for name, each in runs.items()}
 
 
 def coupled_gate(

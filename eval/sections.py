@@ -41,7 +41,8 @@ def tiers(rows: Sequence[Any]) -> list[str]:
     alone = [row for row in rows if row.drafter != PLAIN and row.batch_size == 1]
     found: dict[tuple[str, str, float], dict[str, Any]] = {}
     for row in alone:
-        found.setdefault((row.drafter, row.workload, row.temperature), {}).setdefault(row.tier, row)
+        named = labelled(row.drafter, 1, row.report)
+        found.setdefault((named, row.workload, row.temperature), {}).setdefault(row.tier, row)
     body = [
         [name, workload, f"{temperature:g}", *(_tau(each.get(tier)) for tier in TIERS), _meet(list(each.values()))]
         for (name, workload, temperature), each in found.items()
@@ -65,6 +66,28 @@ def _meet(rows: Sequence[Any]) -> str:
     return "yes" if max(low for low, _ in known) <= min(high for _, high in known) else "NO"
 
 
+def reports(extras: Mapping[str, Any]) -> list[str]:
+    """Return, of reports side by side, what forbids to compare them, and what each was measured on and under."""
+    if "reports" not in extras:
+        return []
+    warnings = [f"**Compare with care:** {warning}." for warning in extras["warnings"]]
+    body = [
+        [each["name"], *(str(value) for value in told_of(each).values()), f"`{each['file']}`"]
+        for each in extras["reports"]
+    ]
+    return [*warnings, grid(("report", *told_of(extras["reports"][0]), "file"), body)]
+
+
+def told_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what to know first of a report that stands beside others: its target, device, settings and code."""
+    target, device, settings, work = (report[part] for part in ("target", "device", "settings", "work"))
+    code = settings.get("provenance", {})
+    found = {"target": target.get("name"), "device": device.get("name"), "dtype": device.get("dtype")}
+    found |= {key: settings.get(key) for key in ("max_new_tokens", "prompts", "engine")} | dict(work)
+    found |= {"revision": (code.get("revision") or "-")[:12], "date": code.get("date")}
+    return {key: "-" if value is None else value for key, value in found.items()}
+
+
 def categories(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:
     """Return the rows of single categories."""
     header = ("drafter", "workload/category", "T", "prompts", f"τ {INTERVAL}", f"speedup {INTERVAL}")
@@ -82,7 +105,9 @@ def categories(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:
 def definitions(rows: Sequence[Any]) -> list[str]:
     """Return the published definitions side by side, and their legend."""
     body = [
-        [*_named(row), *(number(row.definitions[name], 3) for name in DEFINITIONS)] for row in rows if row.definitions
+        [*_named(row), *(number(row.definitions.get(name), 3) for name in DEFINITIONS)]
+        for row in rows
+        if row.definitions
     ]
     legend = "\n".join(f"- `{name}`: {told}" for name, told in DEFINITIONS.items())
     return [grid((*NAMED, *DEFINITIONS), body), legend] if body else []
@@ -153,7 +178,7 @@ def ties(rows: Sequence[Any], gates: Mapping[str, Gate]) -> list[str]:
     lines = [f"- gate, {name}: {tie}" for name, gate in gates.items() for tie in gate.ties[:SHOWN]]
     for row in rows:
         if row.agreement.get("identical", row.prompts) < row.prompts:
-            told, name = row.agreement, labelled(row.drafter, row.batch_size)
+            told, name = row.agreement, labelled(row.drafter, row.batch_size, row.report)
             gaps = ", ".join(f"{gap:.3g}" for gap in told["gaps"][:SHOWN])
             lines.append(
                 f"- timed in {told['dtype']}, {name} on {row.workload}: {told['identical']} of {told['checked']} "
@@ -167,4 +192,4 @@ def ties(rows: Sequence[Any], gates: Mapping[str, Gate]) -> list[str]:
 
 
 def _named(row: Any) -> list[str]:
-    return [labelled(row.drafter, row.batch_size), row.workload, f"{row.temperature:g}"]
+    return [labelled(row.drafter, row.batch_size, row.report), row.workload, f"{row.temperature:g}"]

@@ -5,7 +5,7 @@ Counts may be expectations: where drafts are drawn, what a text says of a step i
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -47,6 +47,7 @@ class Heading:
     Attributes:
         tier: which one counted.
         categories: the places of each category's texts.
+        conversations: a number for each text, the same one for those that are resampled together.
         seed: of the intervals.
     """
 
@@ -54,6 +55,7 @@ class Heading:
     workload: str
     temperature: float
     categories: Mapping[str, list[int]]
+    conversations: Sequence[int]
     seed: int
 
 
@@ -76,13 +78,18 @@ def rows(name: str, tree: str, rule: str, tallies: Sequence[Tally], heading: Hea
         state: of a source that remembers.
     """
     places = {"": list(range(len(tallies))), **heading.categories}
-    return [_row(name, tree, rule, [tallies[i] for i in each], heading, state, of) for of, each in places.items()]
+    made = []
+    for of, each in places.items():
+        row = _row(name, tree, rule, [tallies[i] for i in each], heading, state, of)
+        groups = [heading.conversations[i] for i in each]
+        made.append(replace(row, tau_ci=tau_interval([tallies[i] for i in each], heading.seed, groups)))
+    return made
 
 
-def tau_interval(tallies: Sequence[Tally], seed: int) -> metrics.Interval | None:
-    """Return τ's interval under resampling of the texts."""
+def tau_interval(tallies: Sequence[Tally], seed: int, groups: metrics.Groups = None) -> metrics.Interval | None:
+    """Return τ's interval under resampling of the texts, those of a group together."""
     columns = torch.tensor([[each.tokens, each.steps] for each in tallies], dtype=torch.float64)
-    return metrics.bootstrap(columns, lambda total: total[:, 0] / total[:, 1], seed)
+    return metrics.bootstrap(metrics.within(columns, groups), lambda total: total[:, 0] / total[:, 1], seed)
 
 
 def _row(name: str, tree: str, rule: str, tallies: Sequence[Tally], heading: Heading, state: str, category: str) -> Row:
@@ -106,7 +113,7 @@ def _row(name: str, tree: str, rule: str, tallies: Sequence[Tally], heading: Hea
         steps=round(steps),
         tokens=round(tokens),
         tau=tau,
-        tau_ci=tau_interval(tallies, heading.seed),
+        tau_ci=None,
         tau_request_mean=mean,
         accepted_by_depth=by_depth,
         conditional_by_depth=[count / above for above, count in pairwise([steps, *reached])],

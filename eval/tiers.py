@@ -47,7 +47,8 @@ class Material:
 
     def heading(self, tier: str, seed: int) -> Heading:
         """Return what its rows share."""
-        return Heading(tier, self.workload.name, self.temperature, self.workload.categories(), seed)
+        of = self.workload
+        return Heading(tier, of.name, self.temperature, of.categories(), of.conversations, seed)
 
 
 def answered(workload: Workload, target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]) -> Material:

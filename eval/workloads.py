@@ -24,6 +24,7 @@ UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # what stands in SPEED-Benc
 
 Answer = Callable[[list[int]], str]  # of the target, to a prompt
 Readable = Record | Prompt | TokenLog
+Placed = tuple[int, Readable]
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,17 @@ class Selection:
 
 
 class Workload(NamedTuple):
-    """What reports call it, where it is, the prompts to measure on, and those before; `fresh` if these are its own."""
+    """What reports call it, where it is, the prompts to measure on, and those before; `fresh` if these are its own.
+
+    `conversations` has a number for each prompt: the same one for all turns of one dialogue.
+    """
 
     name: str
     path: str
     prompts: list[Prompt]
     warmup: list[Prompt]
     fresh: bool
+    conversations: list[int]
 
     def categories(self) -> dict[str, list[int]]:
         """Return the places of each category's prompts; nothing where all are of one."""
@@ -79,8 +84,8 @@ def read_workload(name: str, target: Target, wanted: Selection, answer: Answer |
         answer: what the target writes, for the turns of a dialogue whose answers nobody has recorded.
 
     Raises:
-        ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that leaves no
-            room in the context.
+        ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that is empty,
+            another target's, or leaves no room in the context.
     """
     measured, spare = _chosen(name, wanted)
 
@@ -88,14 +93,16 @@ def read_workload(name: str, target: Target, wanted: Selection, answer: Answer |
         return fit(prompt, name, target, wanted.truncate)
 
     prompts: list[Prompt] = []
-    for record in measured:
-        for prompt in _prompts(record, target, wanted.turns, lambda token: answer(token) if answer else ""):
+    conversations: list[int] = []
+    for place, record in measured:
+        for prompt in _named(name, record, target, wanted.turns, lambda token: answer(token) if answer else ""):
             prompts.append(fitting(prompt))
-    warmup = [fitting(prompt) for record in spare for prompt in _prompts(record, target, "first", None)]
+            conversations.append(place)
+    warmup = [fitting(prompt) for record in spare for prompt in _named(name, record, target, "first", None)]
     fresh = len(warmup) == wanted.warmup
     missing = wanted.warmup - len(warmup)
     warmup += [swapped(prompts[-1 - i % len(prompts)]) for i in range(missing)]
-    return Workload(short_name(name), name, prompts, warmup, fresh)
+    return Workload(short_name(name), name, prompts, warmup, fresh, conversations)
 
 
 def read_log(name: str, reads: Reads, wanted: Selection, most: int) -> tuple[Workload, list[Text]]:
@@ -111,31 +118,40 @@ def read_log(name: str, reads: Reads, wanted: Selection, most: int) -> tuple[Wor
         ValueError: as `read_workload`, or a record without an answer.
     """
     told: list[Told] = []
-    for record in _chosen(name, wanted)[0]:
+    conversations: list[int] = []
+    for place, record in _chosen(name, wanted)[0]:
         if isinstance(record, Prompt):
             raise ValueError(f"workload {name}, prompt {record.id}: {NO_ANSWER}")
         told += recorded(record, name, reads, wanted.turns, most)
+        conversations += [place] * (len(told) - len(conversations))
     prompts = [Prompt(each.id, each.text.token[: each.text.start], each.category) for each in told]
-    return Workload(short_name(name), name, prompts, [], False), [each.text for each in told]
+    return Workload(short_name(name), name, prompts, [], False, conversations), [each.text for each in told]
 
 
-def _chosen(name: str, wanted: Selection) -> tuple[list[Readable], list[Readable]]:
-    """Return the records to measure on, in the workload's own order, and those for a warm-up."""
+def _chosen(name: str, wanted: Selection) -> tuple[list[Placed], list[Readable]]:
+    """Return the records to measure on with their places, in the workload's own order, and those for a warm-up."""
     found = list(_records(locate(name), wanted))
     if not found:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
     chosen = spread(found, wanted.prompts + wanted.warmup) if wanted.balanced else found
     measured = sorted(chosen[: wanted.prompts], key=lambda each: each[0])
-    spare = chosen[wanted.prompts : wanted.prompts + wanted.warmup]
-    return [record for _, record in measured], [record for _, record in spare]
+    return measured, [record for _, record in chosen[wanted.prompts : wanted.prompts + wanted.warmup]]
 
 
 def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:
-    """Return a prompt that leaves room for an answer.
+    """Return a prompt that has tokens of the target's and leaves room for an answer.
 
     Raises:
-        ValueError: it does not, and may not be shortened.
+        ValueError: it does not, or may not be shortened.
     """
+    if not prompt.token:
+        raise ValueError(f"workload {name}, prompt {prompt.id}: is empty: remove it")
+    known = range(target.spec.vocab_size)
+    if not all(token in known for token in prompt.token):
+        raise ValueError(
+            f"workload {name}, prompt {prompt.id}: its tokens are none of the target's {len(known)}: give text, or the "
+            "prompts of a run of this target"
+        )
     room = target.context - ROOM
     if truncate:
         return prompt._replace(token=prompt.token[-room:])
@@ -153,9 +169,9 @@ def swapped(prompt: Prompt) -> Prompt:
     return prompt._replace(id=f"{prompt.id} swapped", token=prompt.token[half:] + prompt.token[:half])
 
 
-def spread(found: Sequence[tuple[int, Readable]], count: int) -> list[tuple[int, Readable]]:
+def spread(found: Sequence[Placed], count: int) -> list[Placed]:
     """Return records of all categories in turn, the first of each, then the second, and so on."""
-    kinds: dict[str, list[tuple[int, Readable]]] = {}
+    kinds: dict[str, list[Placed]] = {}
     for place, record in found:
         kinds.setdefault(record.category, []).append((place, record))
     longest = max(map(len, kinds.values()))
@@ -170,7 +186,7 @@ def short_name(name: str) -> str:
     return known[0] if known else path.name if path.is_file() else name
 
 
-def _records(path: str, wanted: Selection) -> Iterator[tuple[int, Readable]]:
+def _records(path: str, wanted: Selection) -> Iterator[Placed]:
     """Yield the workload's records with their places, as many as must be looked at."""
     source, seen = open_source(path, split=""), set[str]()
     limit = LOOKED if wanted.balanced else wanted.prompts + wanted.warmup
@@ -206,6 +222,18 @@ def _readable(raw: Raw, place: int, path: str) -> Raw:
     if any(isinstance(raw.get(key), str) for key in QUESTIONS):
         return {key: value for key, value in raw.items() if key not in ANSWERS or isinstance(value, str)}
     return raw
+
+
+def _named(name: str, record: Readable, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:
+    """Yield a record's prompts; what is wrong with them is told with the workload's name."""
+    try:
+        yield from _prompts(record, target, turns, answer)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"workload {name}, prompt {record.id}: holds half a surrogate pair, which is no text; remove it"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"workload {name}, {error}") from error
 
 
 def _prompts(record: Readable, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:

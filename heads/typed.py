@@ -68,7 +68,7 @@ def build(schema: Any, values: Any, prefix: str) -> Any:
     assert isinstance(merged, dict)
     arguments = {n: merged[n] for n in names if not holds_dataclass(hints[n])}
     # OmegaConf hands a tuple field back as a list.
-    arguments |= {n: tuple(v) for n, v in arguments.items() if get_origin(hints[n]) is tuple}
+    arguments |= {n: tuple(v) for n, v in arguments.items() if v is not None and holds_tuple(hints[n])}
     return schema(**arguments, **nested)
 
 
@@ -84,6 +84,12 @@ def convert(hint: Any, value: Any, key: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return {k: convert(inner[0], v, join(key, k)) for k, v in value.items()}
     raise ValueError(f"{key} is {value!r}, expected a {origin.__name__}")
+
+
+def holds_tuple(hint: Any) -> bool:
+    """Say whether a type is a tuple, or an optional one."""
+    inner = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return any(get_origin(each) is tuple for each in inner)
 
 
 def holds_dataclass(hint: Any) -> bool:

@@ -22,6 +22,7 @@ import torch
 from huggingface_hub import HfApi, get_token, try_to_load_from_cache
 from omegaconf import DictConfig
 
+from eval.reading import read_report
 from heads import HEADS
 from heads.errors import user_errors
 from heads.hub import REPO, hub_errors, on_hub
@@ -89,7 +90,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
         license=config.license,
         config=content,
         tokenizer_sha256=tokenizer_sha256(name),
-        report=_read_json(run / "report.json"),
+        report=read_report(run / "report.json") if (run / "report.json").is_file() else {},
         provenance=_read_json(run / "provenance.json"),
     )
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": facts.tokenizer_sha256}

@@ -11,6 +11,8 @@ from hydra.types import RunMode
 from rich.console import Console
 from rich.table import Table
 
+from eval.reading import read_report
+
 TABLE, WIDTH = "table.json", 140
 COLUMNS = ("head", "parameters", "tokens", "GFLOP", "seconds", "T", "τ [95%]", "P(a≥1) P(a≥2) …", "speedup", "lossless")
 
@@ -83,7 +85,7 @@ def note(name: str, drafter: str, out: Path) -> None:
 def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
     """Return what a finished run cost and each of its own rows of the report."""
     cost = json.loads((out / "training.json").read_text())
-    report = json.loads((out / "report.json").read_text())
+    report = read_report(out / "report.json")
     mine = [row for row in report["rows"] if row["drafter"] == drafter and not row.get("category")]
     return [{"name": name, "out": str(out), "cost": cost, **row} for row in mine]
 

@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from eval import advice
 from eval.ladder import NOTE, PLAIN, REMEDIES
+from eval.lossless import labelled
 from eval.page import more_plots, plots, simulated, tables, tree_plot
 from eval.page.names import Told, red, row_names, shown, spread
 from eval.page.plots import Plot
@@ -107,6 +108,7 @@ def sections(told: Told) -> list[Section]:
     other, along = simulated.text(told), [advice.FORCED]
     gated = ["Greedy output against plain decoding's, token for token, in the gate's dtype."]
     return [
+        Section("reports", "The reports", [], [], tables.reports(told), False),
         Section("results", "Results", [], both, tables.results(told), False),
         Section("why", "Why not more?", why(told), drawing(plots.ladder(told)), tables.why(told), False),
         Section("gate", "Is it lossless?", gated, [], tables.gates(told), False),
@@ -146,16 +148,20 @@ def firsts(told: Told) -> dict[str, tuple[str, Told]]:
     """Return each drafter's first row with its name: in the first session asked for, not in the most flattering one."""
     found: dict[str, tuple[str, Told]] = {}
     for name, row in zip(row_names(told["rows"]), told["rows"], strict=True):
-        found.setdefault(row["drafter"], (name, row))
-    if len(found) > 1:
-        found.pop(PLAIN, None)
-    return found
+        found.setdefault(who(row), (name, row))
+    drafting = {key: (name, row) for key, (name, row) in found.items() if row["drafter"] != PLAIN}
+    return drafting or found
+
+
+def who(row: Told) -> str:
+    """Return what tells a row's drafter from the others: its name, and where there are several, its report."""
+    return labelled(row["drafter"], 1, row.get("report", ""))
 
 
 def headlines(told: Told) -> list[Headline]:
     """Return the first numbers of every drafter; red if it failed in any session."""
     gates = told["settings"].get("gate", {})
-    failed = {row["drafter"] for row in told["rows"] if red(row, gates)}
+    failed = {who(row) for row in told["rows"] if red(row, gates)}
     return [
         Headline(
             name,

@@ -8,7 +8,7 @@ from eval.row import LIVE
 
 Told = Mapping[str, Any]  # a row, or all of report.json
 
-TELLING = ("workload", "category", "tier")  # in a row's name where rows differ in it; of what there is
+TELLING = ("report", "workload", "category", "tier")  # in a row's name where rows differ in it; of what there is
 
 
 def row_names(rows: Sequence[Told]) -> list[str]:
@@ -31,7 +31,7 @@ def clocked(told: Told) -> list[Told]:
 
 def red(row: Told, gates: Told) -> bool:
     """Whether the row's drafter failed the gate."""
-    gate = gates.get(labelled(row["drafter"], row["batch_size"]), {})
+    gate = gates.get(labelled(row["drafter"], row["batch_size"], row.get("report", "")), {})
     return bool(row["lossless"]["failed"]) or not gate.get("passed", True)
 
 

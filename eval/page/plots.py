@@ -127,7 +127,7 @@ def against(told: Told, key: str, title: str) -> Plot | None:
     """Return the speedup against the batch size or the temperature, where there are several."""
     if len({row[key] for row in told["rows"]}) < 2:
         return None
-    others = [other for other in ("workload", "category", "temperature", "batch_size") if other != key]
+    others = [other for other in ("report", "workload", "category", "temperature", "batch_size") if other != key]
     varying = [other for other in others if len({str(row.get(other)) for row in told["rows"]}) > 1]
     data: Records = []
     for _, row in named(told):

@@ -8,6 +8,7 @@ from typing import Any
 from eval.ladder import COSTS, PLAIN, REMEDIES, RUNGS, advice
 from eval.page.names import Told, clocked, red, row_names, shown, spread
 from eval.row import LIVE
+from eval.sections import told_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,18 @@ def of_rows(name: str, told: Told, columns: Sequence[Column], kept: Callable[[To
             lines.append([Cell(called, (called,)), *(make(row) for _, make in columns)])
             failed.append(red(row, gates))
     return Table(name, [Head("drafter", ("name",)), *(head for head, _ in columns)], lines, failed)
+
+
+def reports(told: Told) -> Table:
+    """Return, of reports side by side, what each was measured on and under."""
+    found = {each["name"]: told_of(each) | {"file": each["file"]} for each in told.get("reports", [])}
+    keys = list(dict.fromkeys(key for each in found.values() for key in each))
+    lines = [
+        [Cell(name, (name,)), *(Cell(str(each[key]), (each[key],)) for key in keys)] for name, each in found.items()
+    ]
+    return Table(
+        "reports", [Head("report", ("name",)), *(Head(key, (key,)) for key in keys)], lines, [False] * len(lines)
+    )
 
 
 def results(told: Told) -> Table:

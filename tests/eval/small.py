@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from eval.config import EvalConfig, eval_config
+from eval.run import main
+from heads.resolvers import ROOT, register_resolvers
 from heads.store import save_head
+from heads.typed import bracketed
 from tests import toys
 
 TUNER = {
@@ -22,6 +26,18 @@ def small(runs: Path, out: Path, **values: Any) -> EvalConfig:
     """Return an evaluation of the EAGLE run that takes a moment."""
     given = {"run": str(runs / "eagle"), "out": str(out), "dtype": "float32"}
     return eval_config(**(given | SIZE | values))
+
+
+def run_main(*words: str) -> int:
+    """Run `python eval/run.py` with these words; return its exit status."""
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("eval", bracketed(words, "run", "compare"))
+    try:
+        main.__wrapped__(config)
+    except SystemExit as ended:
+        return int(str(ended.code))
+    return 0
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,39 @@
-"""Generations with known answers, and a target that only says what it is."""
+"""Generations with known answers, a row of a report, and a target that only says what it is."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from eval.row import Row
+from heads.store import TargetSpec
 from inference.decode import Generation, Step
 from inference.target import Target
+
+ROW = Row(
+    drafter="eagle",
+    rule="point mass",
+    tree="chain-2",
+    workload="tiny",
+    temperature=0.0,
+    batch_size=1,
+    steps=12,
+    tokens=24,
+    tau=2.03,
+    tau_ci=(1.81, 2.24),
+    tau_request_mean=2.1,
+    accepted_by_depth=[0.75, 0.28],
+    conditional_by_depth=[0.75, 0.37],
+    draft_tokens=24,
+    accepted_per_draft_token=0.5,
+    tokens_per_second=123.4,
+    speedup=1.77,
+    speedup_ci=(1.61, 1.93),
+    speedup_hf=2.46,
+    overlap_headroom=1.2,
+    seconds={"draft": 0.12, "verify": 0.24, "other": 0.012},
+    latency_s=0.5,
+    memory_bytes=2**20,
+    lossless={"checked": 8, "identical": 7, "near_tie": 1, "failed": 0},
+)
 
 
 def generation(
@@ -45,4 +74,5 @@ class StubTarget(Target):
     def __init__(self, **facts: Any) -> None:
         self.tokenizer: Any = None
         self.context = 64
+        self.spec = TargetSpec("stub", 64, 4, 2, "f00d")
         self.__dict__.update(facts)

@@ -1,7 +1,7 @@
 """Who is measured when, and what the rows make of it."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -179,3 +179,22 @@ def test_sampled_rows_were_not_compared_token_by_token() -> None:
 
 def test_what_was_not_measured_is_none() -> None:
     assert session_rows(GREEN, hf=False)["eagle"]["speedup_hf"] is None
+
+
+def test_turns_of_a_dialogue_are_resampled_together() -> None:
+    drafters: dict[str, Any] = {"ranked": Ranked(torch.device("cpu"))}
+    tokens = (6, 9, 12, 7)
+    runs = {
+        name: [[generation(n, [(0, 0)] * (n // 2), n * s)] for n in tokens]
+        for name, s in (("plain", 2.0), ("ranked", 1.5))
+    }
+    session = Session("tiny", 0.0, 1, 123, 0, categories={"a": [0, 1], "b": [2, 3]})
+    found = {
+        groups: rows(runs, drafters, {"ranked": GREEN}, replace(session, conversations=groups))
+        for groups in ((), (0, 1, 2, 3), (0, 0, 2, 2))
+    }
+    assert found[()] == found[0, 1, 2, 3]
+    assert all(row.tau_ci for row in found[()])
+    for row in found[0, 0, 2, 2]:
+        several = not row.category  # each category is one dialogue
+        assert [each is not None for each in (row.tau_ci, row.speedup_ci, row.whole_speedup_ci)] == [several] * 3

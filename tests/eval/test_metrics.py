@@ -1,9 +1,12 @@
 """Formulas on runs whose answers were worked out by hand, and intervals that cover what they should."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from eval import metrics
+from inference.decode import Generation
 from tests.eval.stubs import generation
 
 # 1 + (3 + 1) + (0 + 1) + (1 + 1) = 8 tokens in 3 steps, and 1 + (2 + 1) = 4 tokens in 1 step.
@@ -89,6 +92,40 @@ def test_pairing_cancels_what_slows_a_request_for_both() -> None:
     fast = [generation(11, seconds=time / 2) for time in times]
     slow = [generation(11, seconds=time) for time in times]
     assert metrics.speedup_interval(fast, slow, 0) == pytest.approx((2.0, 2.0))
+
+
+TURNS = [generation(1 + tokens, [(4, 0)] * 5, seconds=tokens / 7) for tokens in (5, 11, 13, 17, 19, 6)]
+OF = [3, 3, 8, 8, 8, 5]  # their conversations
+
+
+def intervals(runs: Sequence[Generation], base: Sequence[Generation], groups: metrics.Groups) -> list[object]:
+    speeds = (metrics.speedup_interval, metrics.whole_speedup_interval)
+    return [metrics.tau_interval(runs, 1, groups), *(each(runs, base, 1, groups) for each in speeds)]
+
+
+def test_turns_of_one_conversation_are_drawn_together() -> None:
+    plain = [generation(len(run.tokens), [(0, 0)] * 4, seconds=3.0) for run in TURNS]
+    assert intervals(TURNS, plain, [0] * len(TURNS)) == [None] * 3
+    assert None not in intervals(TURNS, plain, OF)
+    sums = torch.tensor([[16, 10], [49, 15], [6, 5]], dtype=torch.float64)
+    assert metrics.tau_interval(TURNS, 1, OF) == metrics.bootstrap(sums, lambda s: s[:, 0] / s[:, 1], 1)
+    mixed = [TURNS[i] for i in (2, 0, 3, 1, 4, 5)]  # the groups in another order, and apart
+    sums = sums[[1, 0, 2]]
+    assert metrics.tau_interval(mixed, 1, [8, 3, 8, 3, 8, 5]) == metrics.bootstrap(sums, lambda s: s[:, 0] / s[:, 1], 1)
+
+
+def test_single_turns_have_the_intervals_of_requests() -> None:
+    plain = [generation(len(run.tokens), [(0, 0)] * 4, seconds=3.0) for run in TURNS]
+    assert intervals(TURNS, plain, [7, 2, 9, 0, 4, 1]) == intervals(TURNS, plain, None)
+
+
+def test_alike_turns_say_no_more_than_their_conversation() -> None:
+    runs = [generation(1 + tokens, [(4, 0)] * 10) for tokens in (11, 17, 23, 31, 41, 47) for _ in range(4)]
+    alone, together = (metrics.tau_interval(runs, 0, groups) for groups in (None, [i // 4 for i in range(24)]))
+    assert alone is not None
+    assert together is not None
+    assert together == metrics.tau_interval(runs[::4], 0)
+    assert together[1] - together[0] > 1.5 * (alone[1] - alone[0])
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eval import sampled
+from eval import live, sampled
 from eval.run import evaluate
+from inference.verify import COUPLED
+from tests import toys
 from tests.eval.small import small
 
 
@@ -42,6 +45,37 @@ def test_workloads_and_categories_have_rows_of_their_own(runs: Path, tmp_path: P
     assert "| eagle on kinds.jsonl |" in text
     assert "`accepted_per_pass`: " in text
     assert "broken control caught" in text
+
+
+def test_the_turns_of_one_dialogue_leave_nothing_to_resample(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "two.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["w1 w2", "w4"]}), encoding="utf-8")
+    values = {"workload": str(tmp_path / "two.jsonl"), "hf": False}
+    made = evaluate(small(runs, tmp_path, turns="all", **values))
+    assert [(row.prompts, row.tau_ci, row.speedup_ci) for row in made.rows] == [(2, None, None)] * 2
+
+
+def test_batches_are_gated_above_temperature_0_too(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speculate = live.speculate
+
+    def broken_in_batches(*args: Any, **how: Any) -> Any:
+        made = speculate(*args, **how)
+        if isinstance(made, list) and args[3].rule == COUPLED and args[1].tree != "root":
+            made[-1].tokens[2] = (made[-1].tokens[2] + 1) % toys.VOCAB
+        return made
+
+    monkeypatch.setattr(live, "speculate", broken_in_batches)
+    made = evaluate(small(runs, tmp_path, hf=False, temperature=[0, 1.0], batch_size=[1, 2]))
+    assert not made.passed
+    (failure,) = made.failures()
+    assert "eagle at T=1: 1 of 2 prompts equal under coupled noise at batch sizes 1, 2; " in failure
+    assert "; batch size 2, prompt p1, position 2: " in failure
+    hot = [
+        (row.batch_size, row.speedup, row.lossless["failed"])
+        for row in made.rows
+        if row.temperature and row.rule != "none"
+    ]
+    assert hot == [(1, None, 1), (2, None, 1)]
+    assert all(row.speedup for row in made.rows if not row.temperature)
 
 
 def test_a_red_draw_withholds_the_speedup_of_its_temperature_alone(

@@ -14,33 +14,8 @@ from data.store_files import write_whole
 from eval.lossless import UNCHECKED, Divergence, Gate
 from eval.report import Report, markdown, table
 from eval.row import Row
+from tests.eval.stubs import ROW
 
-ROW = Row(
-    drafter="eagle",
-    rule="point mass",
-    tree="chain-2",
-    workload="tiny",
-    temperature=0.0,
-    batch_size=1,
-    steps=12,
-    tokens=24,
-    tau=2.03,
-    tau_ci=(1.81, 2.24),
-    tau_request_mean=2.1,
-    accepted_by_depth=[0.75, 0.28],
-    conditional_by_depth=[0.75, 0.37],
-    draft_tokens=24,
-    accepted_per_draft_token=0.5,
-    tokens_per_second=123.4,
-    speedup=1.77,
-    speedup_ci=(1.61, 1.93),
-    speedup_hf=2.46,
-    overlap_headroom=1.2,
-    seconds={"draft": 0.12, "verify": 0.24, "other": 0.012},
-    latency_s=0.5,
-    memory_bytes=2**20,
-    lossless={"checked": 8, "identical": 7, "near_tie": 1, "failed": 0},
-)
 GREEN = Gate(8, 7, 1, 0)
 RED = Gate(8, 7, 0, 1, Divergence("p2", 5, 11, 12, 3.5))
 SILENT = replace(ROW, speedup=None, speedup_ci=None, speedup_hf=None, lossless=RED.counts())
@@ -48,7 +23,8 @@ CONTRACT = (
     "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
     "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
     "overlap_headroom seconds latency_s memory_bytes lossless category prompts state definitions tau_within_depth "
-    "by_request prefill_s whole_tokens_per_second whole_speedup whole_speedup_ci agreement tier request_rate ladder"
+    "by_request prefill_s whole_tokens_per_second whole_speedup whole_speedup_ci agreement tier request_rate report "
+    "ladder"
 )
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from data.prompts import Prompt
-from eval import sampled
+from eval import live, sampled
 from eval.law import LawTest
-from eval.lossless import Gate, SampledGate
+from eval.lossless import Divergence, Gate, SampledGate, verdict_of, worst
 from eval.sampled import coupled_gate, race_gap, sampled_gates
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters import Drafter
@@ -71,6 +71,53 @@ def test_tokens_that_differ_under_coupled_noise_are_a_failure_with_their_gap() -
     assert (found.first.prompt, found.first.position) == ("p0", 4)
     assert found.first.gap == pytest.approx(race_gap(target, PROMPTS[0].token, plain[0].tokens[:4], how))
     assert found.verdicts == ("failed", "identical", "identical")
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_coupled_tokens_are_the_same_in_every_batch(tree: str) -> None:
+    (found,) = sampled_gates(toys.target(), heads(tree), PROMPTS, HOT, TV, 1, [4, 2])
+    assert found.passed
+    assert (found.batch_sizes, found.failed_at) == ((1, 2, 4), None)
+    assert (found.coupled.checked, found.coupled.identical) == (3, 3)
+    assert "3 of 3 prompts equal under coupled noise at batch sizes 1, 2, 4; " in str(found)
+
+
+def test_what_is_broken_only_in_batches_is_red_and_the_first_batch_size_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculate = live.speculate
+
+    def mixed_up(*args: Any, batch_size: int = 1, **how: Any) -> Any:
+        made = speculate(*args, batch_size=batch_size, **how)
+        if batch_size > 1:  # nothing at 2, the second sequence at 3, and the third too at 4
+            for run in made[1 : batch_size - 1]:
+                run.tokens[batch_size] = (run.tokens[batch_size] + 1) % toys.VOCAB
+        return made
+
+    monkeypatch.setattr(live, "speculate", mixed_up)
+    target = toys.target()
+    (found,) = sampled_gates(target, heads("dynamic"), PROMPTS, HOT, TV, 1, [1, 2, 3, 4])
+    assert not found.passed
+    assert found.law is not None
+    assert found.law.passed
+    assert found.failed_at == 3
+    assert found.coupled.counts() == {"checked": 3, "identical": 1, "near_tie": 0, "failed": 2}
+    assert found.coupled.verdicts == ("identical", "failed", "failed")
+    assert "; batch size 3, prompt p1, position 3: token" in str(found)
+    assert found.as_dict()["coupled"]["failed_at"] == 3
+    (alone,) = sampled_gates(target, heads("dynamic"), PROMPTS, HOT, TV, 1)
+    assert alone.passed
+
+
+def test_merged_verdicts_are_the_worst_of_each_prompt() -> None:
+    near, wrong, later = (Divergence(name, 2, 1, 2, 0.0) for name in ("near", "wrong", "later"))
+    gates = [
+        verdict_of(["identical", "near_tie", "identical"], [near], []),
+        verdict_of(["failed", "identical", "identical"], [], [wrong]),
+        verdict_of(["failed", "failed", "identical"], [], [later, wrong]),
+    ]
+    assert worst(gates) == verdict_of(["failed", "failed", "identical"], [near], [wrong, later])
+    assert worst(gates).ties == (near,)
+    assert worst(gates).first == wrong
+    assert worst(gates[:1]) == gates[0]
 
 
 def test_the_race_has_the_winner_that_decoding_chose(monkeypatch: pytest.MonkeyPatch) -> None:

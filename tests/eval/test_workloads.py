@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from data.prompts import Prompt, save_prompts
@@ -12,6 +13,7 @@ from eval import workloads
 from eval.workloads import Selection, load_workload, read_workload, short_name
 from inference.target import Target
 from tests import toys
+from tests.eval.small import run_main
 from tests.eval.stubs import StubTarget
 
 FIRST = Selection(8, 0, False, "first", True)
@@ -81,8 +83,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "GSM8K": {"question": "w1 w2", "answer": "w9"},
     "Alpaca": {"instruction": "w1 w2", "input": "", "output": "w9"},
     "QA": {"question": "w1 w2", "answer": ["w9", "w8"]},
-    "SPEED-Bench": {"question_id": "c", "category": "coding", "turns": ["w1 w2"], "src_id": "s", "multiturn": False},
-}
+    "SPEED-Bench": {
+        "question_id": "c", "category": "coding", "sub_category": "", "turns": ["w1 w2"], "source": "hle",
+        "src_id": "s", "difficulty": "", "multiturn": False,
+    },
+    "SPEED-Bench throughput": {
+        "question_id": "d0", "category": "low_entropy", "sub_category": "sort", "turns": ["w1 w2"], "source": "x",
+        "src_id": "7", "difficulty": None, "multiturn": False,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -131,7 +140,9 @@ def test_all_turns_follow_the_recorded_answers_else_the_targets(tmp_path: Path) 
         ("b.3", "w4 w21 w5 w22 w6"),
     ]
     assert [target.tokenizer.decode(token) for token in asked] == ["w4", "w4 w21 w5"]
+    assert found.conversations == [0, 0, 1, 1, 1]
     first = read_workload(file, target, FIRST)
+    assert first.conversations == [0, 1]
     assert [words(target, prompt) for prompt in first.prompts] == ["w1", "w4"]
 
 
@@ -165,3 +176,103 @@ def test_warm_up_prompts_are_none_of_the_measured(tmp_path: Path) -> None:
 def test_records_of_one_name_are_told_apart(tmp_path: Path) -> None:
     found = read_workload(written(tmp_path, *[{"id": "x", "prompt": "w1"}] * 2), toys.target(), FIRST)
     assert [prompt.id for prompt in found.prompts] == ["x", "x@1"]
+
+
+@pytest.fixture
+def mess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of workloads that cannot be measured, and a machine without a network."""
+    monkeypatch.chdir(tmp_path)
+    saved = {"id": "a", "category": "", "text": "", "system": ""}
+    texts = {
+        "shape.jsonl": '{"prompt": "w1"}\n{"foo": 1}\n',
+        "empty.jsonl": "",
+        "blank.jsonl": "\n \n\n",
+        "line.jsonl": '{"prompt": "w1"}\n{"prompt": \n{"prompt": "w2"}\n',
+        "number.jsonl": '{"prompt": "w1"}\n3\n',
+        "log.jsonl.gz": '{"prompt": "w1"}',
+        "table.csv": "prompt\nw1",
+        "silent.jsonl": '{"prompt": ""}',
+        "unasked.jsonl": '{"messages": [{"role": "assistant", "content": "w1"}]}',
+        "half.jsonl": '{"turns": ["w1 \\ud800", "w2"]}',
+        "other.jsonl": json.dumps({**saved, "token": [3, 50_000]}),
+        "spoilt.jsonl": json.dumps({**saved, "token": "w1 w2"}),
+        "folder/readme.md": "w1",
+    }
+    (tmp_path / "folder").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "w1"}' * 50)[:-20])
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach 'me/prompts' on the Hub\n(no route to host)")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    return tmp_path
+
+
+BAD = {
+    "shape.jsonl": 'shape.jsonl: record 1 is of no known shape: {"foo": 1} The shapes read are {"messages"',
+    "empty.jsonl": "empty.jsonl: holds no records",
+    "blank.jsonl": "blank.jsonl: holds no records",
+    "line.jsonl": "line.jsonl: line 2 is no JSON",
+    "number.jsonl": "number.jsonl: line 2: every record must be a JSON object",
+    "log.jsonl.gz": "log.jsonl.gz: cannot be read (Not a gzipped file",
+    "cut.jsonl.gz": "cut.jsonl.gz: cannot be read (Compressed file ended",
+    "table.csv": "table.csv: the formats read are .json, .jsonl",
+    "silent.jsonl": "workload silent.jsonl, prompt 0: is empty: remove it",
+    "unasked.jsonl": "workload unasked.jsonl, prompt 0: has no user message",
+    "half.jsonl": "workload half.jsonl, prompt 0: holds half a surrogate pair",
+    "other.jsonl": "workload other.jsonl, prompt a: its tokens are none of the target's 40",
+    "spoilt.jsonl": "workload spoilt.jsonl, prompt a: its tokens are none of the target's 40",
+    "folder": "folder: holds no file in the formats read",
+    "*.parquet": "*.parquet: no file matches",
+    "nonesuch": "workload nonesuch is neither a file or folder here nor one of tiny",
+    "me/prompts": "me/prompts: neither a file here nor a Hub dataset, name or name:config, that loads: Couldn't reach",
+}
+
+
+@pytest.mark.parametrize("turns", ["first", "all"])
+def test_a_bad_workload_is_one_line_and_nothing_is_written(
+    runs: Path, mess: Path, turns: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(mess.rglob("*"))
+    for name, told in BAD.items():
+        assert run_main(f"run={runs / 'eagle'}", f"workload='{name}'", "out=there", f"turns={turns}") == 2, name
+        printed = capsys.readouterr()
+        (line,) = (line for line in printed.err.splitlines() if "rror" in line)  # beside transformers' progress bars
+        assert line.startswith(f"error: {told}"), line
+        assert "Traceback" not in printed.err
+        assert printed.out == ""
+    assert sorted(mess.rglob("*")) == before
+
+
+def test_folders_and_patterns_need_no_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    for name, text in (("a", "w1 w2"), ("b", "w3")):
+        (tmp_path / "logs" / f"{name}.jsonl").write_text(json.dumps({"prompt": text}), encoding="utf-8")
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    for name in ("logs", "logs/*.jsonl", "?.txt"):
+        assert len(read_workload(name, toys.target(), FIRST).prompts) == 2
+
+
+def test_a_throughput_split_of_speed_bench_is_named_as_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(repository: str, config: str | None, **how: Any) -> datasets.DatasetDict:
+        asked.append((repository, config))
+        kinds = ("low_entropy", "mixed", "high_entropy")
+        records = [
+            {**SHAPES["SPEED-Bench throughput"], "question_id": f"d{i}", "category": kinds[i % 3]} for i in range(6)
+        ]
+        return datasets.DatasetDict(test=datasets.Dataset.from_list(records))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = read_workload("nvidia/SPEED-Bench:throughput_1k", toys.target(), Selection(4, 0, False, "first", True))
+    assert asked == [("nvidia/SPEED-Bench", "throughput_1k")]
+    assert found.name == "nvidia/SPEED-Bench:throughput_1k"
+    assert {name: len(places) for name, places in found.categories().items()} == {
+        "low_entropy": 2,
+        "mixed": 1,
+        "high_entropy": 1,
+    }

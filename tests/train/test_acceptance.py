@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.sample import GREEDY
 from tests import toys
+from tests.eval.stubs import ROW
 from train import sweep
 from train.acceptance import Judge
 from train.config import RunConfig, run_config
@@ -87,17 +89,21 @@ def test_operations_are_counted_with_the_backward_pass() -> None:
 def test_a_multiruns_table_has_a_row_a_temperature(tmp_path: Path) -> None:
     cost = {"parameters": 1234, "steps": 2, "tokens": 64, "flops": 5e12, "seconds": 3.2}
     gate = {"checked": 4, "identical": 4, "near_tie": 0, "failed": 0}
-    row = {"temperature": 0.0, "tau": 2.5, "tau_ci": [2.1, 2.9], "accepted_by_depth": [0.9, 0.6], "speedup": 1.4}
-    rows = [{"drafter": "plain", **row, "lossless": gate}, {"drafter": "eagle", **row, "lossless": gate}]
+    row = asdict(replace(ROW, tau=2.5, tau_ci=(2.1, 2.9), accepted_by_depth=[0.9, 0.6], speedup=1.4, lossless=gate))
+    rows: list[dict[str, Any]] = [{**row, "drafter": "plain"}, row]
     rows.append({**rows[1], "temperature": 1.0, "tau_ci": None, "speedup": None, "lossless": {**gate, "failed": 1}})
     (tmp_path / "training.json").write_text(json.dumps(cost))
-    (tmp_path / "report.json").write_text(json.dumps({"rows": rows}))
+    report = {"schema": 1, "target": {}, "device": {}, "settings": {}, "rows": rows}
+    (tmp_path / "report.json").write_text(json.dumps(report))
     found = sweep.rows_of("mine", "eagle", tmp_path)
     assert [(each["name"], each["temperature"]) for each in found] == [("mine", 0.0), ("mine", 1.0)]
     cells = [list(column.cells) for column in sweep.table(found).columns]
     assert cells[1] == ["1,234"] * 2
     assert cells[6] == ["2.50 [2.10, 2.90]", "2.50"]
     assert cells[9] == ["4/4", "failed"]
+    (tmp_path / "report.json").write_text(json.dumps(report | {"schema": 2}))
+    with pytest.raises(ValueError, match=r"report\.json has schema 2, this version reads 1"):
+        sweep.rows_of("mine", "eagle", tmp_path)
 
 
 def step(head: Any, compiled: bool = False, recompute: bool = False) -> dict[str, torch.Tensor]:

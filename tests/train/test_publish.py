@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from heads import HEADS
 from heads.hub import resolve_head
 from heads.store import TargetSpec, load_head, save_head
+from tests.eval.stubs import ROW
 from tests.heads.stub import TinyEnds, same
 from tests.train.hub_server import TOKEN, Hub, become
 from train.publish import PublishConfig, misleading, publish
@@ -58,13 +60,16 @@ def run(tmp_path: Path, spec: TargetSpec) -> Path:
     run = tmp_path / "outputs" / "tiny-medusa"
     save_head(run / "head", medusa(0), spec, {"kind": "chain", "depth": 2})
     (run / "config.yaml").write_text(f"name: tiny-medusa\nout: {ROOT}/outputs/tiny-medusa\n")
-    row = {
-        "drafter": "medusa", "workload": "tiny", "temperature": 0.0, "batch_size": 1, "tau": 2.345,
-        "tau_ci": [2.2, 2.5],
-        "accepted_by_depth": [0.8, 0.55], "tokens_per_second": 123.4, "speedup": 1.678, "speedup_ci": [1.5, 1.8],
-        "lossless": {"checked": 16, "identical": 16, "near_tie": 0, "failed": 0},
-    }  # fmt: skip
-    report = {"schema": 1, "device": {"name": "a CPU"}, "rows": [row, {**row, "lossless": {"checked": 1, "failed": 1}}]}
+    gate = {"checked": 16, "identical": 16, "near_tie": 0, "failed": 0}
+    row = asdict(
+        replace(
+            ROW, drafter="medusa", tau=2.345, tau_ci=(2.2, 2.5), accepted_by_depth=[0.8, 0.55], speedup=1.678,
+            speedup_ci=(1.5, 1.8), lossless=gate,
+        )
+    )  # fmt: skip
+    red = {"checked": 1, "identical": 0, "near_tie": 0, "failed": 1}
+    rows = [row, {**row, "lossless": red}]
+    report = {"schema": 1, "target": {}, "device": {"name": "a CPU"}, "settings": {}, "rows": rows}
     (run / "report.json").write_text(json.dumps(report))
     (run / "report.md").write_text("# Report\n")
     (run / "report.html").write_text("<p>Report</p>")
@@ -249,6 +254,23 @@ def test_bad_runs_are_one_line(run: Path, hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="truncated, damaged"):
         publish(config(run), HfApi())
     assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"schema": 1, "rows', r"report\.json is damaged \(.*evaluate again"),
+        ('{"accuracy": 0.5}', r"report\.json is no report"),
+        ('{"schema": 2, "rows": []}', r"report\.json has schema 2, this version reads 1"),
+    ],
+)
+def test_a_report_that_cannot_be_read_is_not_published(run: Path, hub: Hub, text: str, told: str) -> None:
+    (run / "report.json").write_text(text)
+    with pytest.raises(ValueError, match=told) as caught:
+        publish(config(run), HfApi())
+    assert "\n" not in str(caught.value)
+    assert hub.requests == []
+    assert not (run / "publish").exists()
 
 
 def test_a_name_that_misleads_engines_is_remarked() -> None:

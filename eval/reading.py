@@ -1,0 +1,110 @@
+"""Reports read back: a report.json of this schema as it was written, or one line that says why not."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eval import metrics
+from eval.law import LawTest
+from eval.lossless import Divergence, Gate, SampledGate
+from eval.report import SCHEMA, Report
+from eval.row import Row
+from heads.typed import typed
+
+OWN = ("schema", "target", "device", "settings", "rows")  # what else stands in a report are its extras
+GATES = ("gate", "sampled_gate")  # of its settings
+COUNTS = ("checked", "identical", "near_tie", "failed")
+SPEEDUPS = ("speedup", "speedup_ci", "speedup_hf", "whole_speedup", "whole_speedup_ci")
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    """Return what a report.json holds, every row of it as `Row` has it.
+
+    Raises:
+        ValueError: there is no such file, it is damaged, no report, or one of another schema; the file is named.
+    """
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"report {file} cannot be read ({error.strerror}): give a report.json") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"report {file} is damaged ({error}): evaluate again to write it anew") from None
+    if not isinstance(told, dict) or "schema" not in told or not isinstance(told.get("rows"), list):
+        raise ValueError(f"{file} is no report: give a report.json, as eval/run.py writes it")
+    if told["schema"] != SCHEMA:
+        raise ValueError(
+            f"report {file} has schema {told['schema']}, this version reads {SCHEMA}: evaluate again with this "
+            "version, or read it with the one that wrote it"
+        )
+    for key in ("target", "device", "settings"):
+        if not isinstance(told.get(key), dict):
+            raise ValueError(f"report {file} has no {key}: evaluate again to write it anew")
+    for number, row in enumerate(told["rows"]):
+        try:
+            row_of(row)
+        except ValueError as error:
+            raise ValueError(f"report {file}, row {number}: {error}; evaluate again to write it anew") from None
+    return told
+
+
+def report_of(told: Mapping[str, Any], file: str) -> Report:
+    """Return the report that `read_report` has read.
+
+    Raises:
+        ValueError: its gates are damaged, or a row has a speedup though its gate is red.
+    """
+    try:
+        gates = {name: _gate(each) for name, each in told["settings"].get("gate", {}).items()}
+        sampled = [_sampled(each) for each in told["settings"].get("sampled_gate", [])]
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"report {file} has damaged gates ({error}): evaluate again to write it anew") from None
+    settings = {key: value for key, value in told["settings"].items() if key not in GATES}
+    extras = {key: value for key, value in told.items() if key not in OWN}
+    report = Report(told["target"], told["device"], settings, gates, [], sampled, extras)
+    rows = [row_of(row) for row in told["rows"]]
+    for row in rows:
+        if report.red(row) and any(getattr(row, key) is not None for key in SPEEDUPS):
+            raise ValueError(f"report {file}: {row.drafter} has a speedup and a red gate: evaluate again")
+    return replace(report, rows=rows)
+
+
+def row_of(told: Any) -> Row:
+    """Return a row of report.json.
+
+    Raises:
+        ValueError: a key is unknown or missing, or its value of another type.
+    """
+    if not isinstance(told, dict):
+        raise ValueError(f"{told!r} is no row")
+    row = typed(Row, {key: value for key, value in told.items() if key != "ladder"})
+    typed(Gate, {**row.lossless})
+    if missing := [part for part in metrics.seconds([]) if part not in row.seconds]:
+        raise ValueError(f"seconds.{missing[0]} is missing")
+    gaps = row.agreement.get("gaps", [])  # null stands for a gap that is not finite
+    known = {"gaps": [math.inf if gap is None else gap for gap in gaps]} if gaps else {}
+    return replace(row, agreement=row.agreement | known)
+
+
+def _gate(told: Any) -> Gate:
+    """Return a gate; that it was red without a failure is what a lossy rule leaves."""
+    gate = typed(Gate, {key: told[key] for key in (*COUNTS, "first")})
+    ties = tuple(typed(Divergence, each) for each in told.get("ties", []))
+    return replace(gate, ties=ties, lossy=gate.passed and not told["passed"])
+
+
+def _sampled(told: Any) -> SampledGate:
+    """Return a gate above temperature 0."""
+    equal, drawn = told["coupled"], told["law"]
+    law = None if drawn is None else {key: value for key, value in drawn.items() if key != "control_caught"}
+    return SampledGate(
+        drafter=str(told["drafter"]),
+        temperature=float(told["temperature"]),
+        coupled=_gate({**equal, "passed": equal["checked"] > 0 and not equal["failed"]}),
+        law=None if law is None else typed(LawTest, law),
+        why=str(told["why_no_law"]),
+        batch_sizes=tuple(equal.get("batch_sizes", (1,))),
+        failed_at=equal.get("failed_at"),
+    )
