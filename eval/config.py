@@ -1,5 +1,6 @@
 """The types of conf/eval.yaml, and what a value may be."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,8 @@ class EvalConfig:
         rule: a key of `inference.verify.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether a rule may change the target's law; its rows then have no speedup.
         batch_size: sequences in one target pass: a number or a list of them.
-        seed: of sampling, of the order of measurement and of the intervals.
+        request_rate: requests a second, which come at random; None: each as another ends. Or a list of such.
+        seed: of sampling, of arrivals, of the order of measurement and of the intervals.
         cold: whether sources that remember past requests have a second row, where they may not.
         budget: the depth below which no source drafts; None: each its own.
         dtype: in which speed is measured.
@@ -108,6 +110,7 @@ class EvalConfig:
     rule: str
     lossy: bool
     batch_size: Any
+    request_rate: Any
     seed: int
     cold: bool
     budget: int | None
@@ -147,6 +150,7 @@ class EvalConfig:
         for temperature in self.temperatures():
             self.sampling(temperature)
         self.batch_sizes()
+        self.request_rates()
         self._check_protocol()
         if self.tune:
             self._check_tune()
@@ -172,6 +176,8 @@ class EvalConfig:
             raise ValueError(
                 "tune=true replays greedy text: leave temperature=0, repetition_penalty=1 and a rule that is not lossy"
             )
+        if self.request_rate is not None:
+            raise ValueError(f"request_rate is {self.request_rate!r}: tune=true times full batches, leave it null")
         if self.min_new_tokens:
             raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end by themselves")
 
@@ -191,6 +197,15 @@ class EvalConfig:
             raise ValueError(f"batch_size is {self.batch_size!r}: give 1 or more, whole numbers")
         return [int(size) for size in sizes]
 
+    def request_rates(self) -> list[float | None]:
+        """Return the request rates as a list; None where nobody waits for an arrival."""
+        rates = [None] if self.request_rate is None else listed(self.request_rate)
+        if not rates or not all(rate is None or _is_rate(rate) for rate in rates):
+            raise ValueError(
+                f"request_rate is {self.request_rate!r}: give requests a second, a number above 0, or null, or a list"
+            )
+        return [None if rate is None else float(rate) for rate in rates]
+
     def sampling(self, temperature: float) -> Sampling:
         """Return how tokens are drawn at a temperature."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
@@ -204,6 +219,10 @@ def eval_config(**values: Any) -> EvalConfig:
     return typed(
         EvalConfig, {str(key): value for key, value in own.items() if key not in ("defaults", "hydra")} | values
     )
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def listed(value: Any) -> list[Any]:

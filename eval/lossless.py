@@ -17,9 +17,10 @@ from inference.decode import Generation
 EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torch.bfloat16: 2 / 8}
 
 
-def labelled(drafter: str, batch_size: int) -> str:
-    """Return what a drafter is called at a batch size."""
-    return drafter if batch_size == 1 else f"{drafter} x{batch_size}"
+def labelled(drafter: str, batch_size: int, request_rate: float | None = None) -> str:
+    """Return what a drafter is called at a batch size, and under a rate of requests; gates know no rate."""
+    name = drafter if batch_size == 1 else f"{drafter} x{batch_size}"
+    return name if request_rate is None else f"{name} at {request_rate:g} req/s"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
+from eval import load
 from eval.config import EngineConfig, EvalConfig, listed
 from eval.extras import answers, training, trees
 from eval.gates import agreement, check, settings_at, sources
@@ -162,7 +163,7 @@ def timed_rows(
     sampled: Sequence[SampledGate],
     extras: dict[str, Any],
 ) -> list[Row]:
-    """Return the rows of all workloads, temperatures and batch sizes, each an interleaved session of its own.
+    """Return the rows of all workloads, temperatures, batch sizes and rates, each an interleaved session of its own.
 
     `extras` takes what the report shows besides: training curves, trees, and answers of the first session.
     """
@@ -175,10 +176,14 @@ def timed_rows(
     made: list[Row] = []
     start = 0
     for workload in workloads:
-        for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
+        for temperature, size, rate in itertools.product(
+            config.temperatures(), config.batch_sizes(), config.request_rates()
+        ):
             settings = settings_at(temperature, config)
             hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
-            runs = measure(target, drafters, workload.prompts, settings, config.repeats, workload.warmup, hf, size)
+            how = target, drafters, workload.prompts, settings, config.repeats, workload.warmup
+            rounds = None if rate is None else load.measure(*how, size, rate)
+            runs = measure(*how, hf, size) if rounds is None else load.generations(rounds)
             here = [each for each in sampled if each.temperature == temperature]
             session = Session(
                 workload.name,
@@ -191,8 +196,10 @@ def timed_rows(
                 coupled={each.drafter: each.coupled for each in here},
                 untrusted=frozenset(each.drafter for each in here if not each.passed),
                 agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
+                request_rate=rate,
             )
-            made += rows(runs, drafters, gates, session)
+            timed = rows(runs, drafters, gates, session)
+            made += timed if rounds is None else load.waited(timed, rounds, session)
             extras.setdefault("answers", answers(runs, drafters, workload.prompts, target.tokenizer))
         start += len(workload.prompts)
     return made

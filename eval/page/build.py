@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.ladder import NOTE, PLAIN, REMEDIES
-from eval.page import more_plots, plots, tables
+from eval.page import load, more_plots, plots, tables
 from eval.page.names import Told, red, row_names, shown, spread
 from eval.page.plots import Plot
 from eval.page.tables import Table
@@ -91,14 +91,15 @@ def sections(told: Told) -> list[Section]:
     accepted = {row["drafter"]: row["accepted_by_depth"] for row in reversed(told["rows"])}
     drawn = [more_plots.tree(name, each, accepted.get(name, [])) for name, each in told.get("trees", {}).items()]
     both = drawing(plots.with_intervals(told, "speedup", "speedup"), plots.with_intervals(told, "tau", "τ"))
-    loads = drawing(plots.against(told, "batch_size", "batch size"), plots.against(told, "temperature", "temperature"))
+    against = {"batch_size": "batch size", "temperature": "temperature", "request_rate": "requests a second"}
+    loads = drawing(*(plots.against(told, key, name) for key, name in against.items()), load.latencies(told))
     gated = ["Greedy output against plain decoding's, token for token, in the gate's dtype."]
     return [
         Section("results", "Results", [], both, tables.results(told), False),
         Section("why", "Why not more?", why(told), drawing(plots.ladder(told)), tables.why(told), False),
         Section("gate", "Is it lossless?", gated, [], tables.gates(told), False),
         Section("depths", "Acceptance by depth", [], drawing(plots.acceptance(told)), tables.depths(told), False),
-        Section("load", "Under load and temperature", [], loads, None, False),
+        Section("load", "Under load and temperature", [], loads, load.table(told), False),
         Section("times", "Where the time goes", [], drawing(plots.time_split(told)), tables.times(told), False),
         Section("tree", "The tree", [], drawn, None, False),
         Section("training", "Training of the head", [], more_plots.training(told), None, False),
