@@ -34,7 +34,7 @@ def latencies(told: Told) -> Plot | None:
         ),
         "y": axis("latency", "latency, s", scale={"type": "log"}),
         "color": colour(),
-        "strokeDash": {"field": "mark", "type": "nominal", "title": None, "sort": None},
+        "strokeDash": {"field": "mark", "type": "nominal", "title": None, "legend": {"symbolType": "stroke"}},
         "tooltip": [
             {"field": "name", "type": "nominal"},
             {"field": "mark", "type": "nominal"},

@@ -135,7 +135,7 @@ def against(told: Told, key: str, title: str) -> Plot | None:
     if not data:
         return None
     x = axis("x", title, axis={"values": sorted({each["x"] for each in data}), "format": "~g"})
-    x["scale"] = {"nice": False, "padding": 12, **({"type": "log", "base": 2} if key == "batch_size" else {})}
+    x["scale"] = {"nice": False, "padding": 12, **({"type": "log", "base": 2} if key != "temperature" else {})}
     tip = [{"field": "name", "type": "nominal"}, {"field": "x", "type": "quantitative", "title": title}]
     tip += [{"field": each, "type": "quantitative", "format": ".3f"} for each in ("speedup", "low", "high")]
     y = axis("speedup", "speedup", scale={"zero": True})
@@ -148,7 +148,8 @@ def against(told: Told, key: str, title: str) -> Plot | None:
             "encoding": {"x": x, "y": y, "color": colour(), "tooltip": tip},
         },
     ]
-    told_as = f"Speedup against the {title}, with 95% intervals; the dashed line is plain decoding"
+    what = "Speedup, one of mean latencies," if key == "request_rate" else "Speedup"
+    told_as = f"{what} against the {title}, with 95% intervals; the dashed line is plain decoding"
     return plot(told_as, data, layers)
 
 
