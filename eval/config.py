@@ -1,11 +1,13 @@
 """The types of conf/eval.yaml, and what a value may be."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from eval.row import LIVE, REPLAY, TEACHER_FORCED, TIERS
+from eval.tuner_config import TunerConfig, listed
 from eval.workloads import TURNS
 from heads.resolvers import ROOT
 from heads.typed import typed
@@ -14,35 +16,6 @@ from inference.target import DTYPES
 from inference.verify import check_rule, is_lossy
 
 AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
-
-
-@dataclass(frozen=True)
-class TunerConfig:
-    """What the tuner tries: depths, children and budgets of trees, contexts, and samples of every cost.
-
-    `prompts` and `batch_sizes` are the report's: the texts along which it simulates them, and where it prices them.
-    """
-
-    depths: list[int]
-    top_k: list[int]
-    nodes: list[int]
-    contexts: list[int]
-    samples: int
-    prompts: int
-    batch_sizes: list[int]
-
-    def __post_init__(self) -> None:
-        """Check that there is something to try, and nothing below 1.
-
-        Raises:
-            ValueError: naming the key.
-        """
-        for key in ("depths", "top_k", "nodes", "batch_sizes"):
-            if not getattr(self, key):
-                raise ValueError(f"tuner.{key} is empty: give at least one number")
-        for key in ("depths", "top_k", "nodes", "contexts", "samples", "prompts", "batch_sizes"):
-            if any(value < 1 for value in listed(getattr(self, key))):
-                raise ValueError(f"tuner.{key} is {getattr(self, key)}: give numbers of 1 or more")
 
 
 @dataclass(frozen=True)
@@ -81,7 +54,8 @@ class EvalConfig:
         rule: a key of `inference.verify.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether a rule may change the target's law; its rows then have no speedup.
         batch_size: sequences in one target pass: a number or a list of them.
-        seed: of sampling, of the order of measurement and of the intervals.
+        request_rate: requests a second, which come at random; None: each as another ends. Or a list of such.
+        seed: of sampling, of arrivals, of the order of measurement and of the intervals.
         cold: whether sources that remember past requests have a second row, where they may not.
         budget: the depth below which no source drafts; None: each its own.
         dtype: in which speed is measured.
@@ -119,6 +93,7 @@ class EvalConfig:
     rule: str
     lossy: bool
     batch_size: Any
+    request_rate: Any
     seed: int
     cold: bool
     budget: int | None
@@ -161,6 +136,7 @@ class EvalConfig:
             self.sampling(temperature)
         self.batch_sizes()
         self._check_compare()
+        self.request_rates()
         self._check_protocol()
         self._check_tiers()
         if self.tune:
@@ -214,6 +190,8 @@ class EvalConfig:
             raise ValueError(
                 "tune=true replays greedy text: leave temperature=0, repetition_penalty=1 and a rule that is not lossy"
             )
+        if self.request_rate is not None:
+            raise ValueError(f"request_rate is {self.request_rate!r}: tune=true times full batches, leave it null")
         if self.min_new_tokens:
             raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end by themselves")
 
@@ -251,6 +229,15 @@ class EvalConfig:
             raise ValueError(f"batch_size is {self.batch_size!r}: give 1 or more, whole numbers")
         return [int(size) for size in sizes]
 
+    def request_rates(self) -> list[float | None]:
+        """Return the request rates as a list; None where nobody waits for an arrival."""
+        rates = [None] if self.request_rate is None else listed(self.request_rate)
+        if not rates or not all(rate is None or _is_rate(rate) for rate in rates):
+            raise ValueError(
+                f"request_rate is {self.request_rate!r}: give requests a second, a number above 0, or null, or a list"
+            )
+        return [None if rate is None else float(rate) for rate in rates]
+
     def sampling(self, temperature: float) -> Sampling:
         """Return how tokens are drawn at a temperature."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
@@ -266,9 +253,8 @@ def eval_config(**values: Any) -> EvalConfig:
     )
 
 
-def listed(value: Any) -> list[Any]:
-    """Return a list as it is, a single value as a list of one, and None as an empty one."""
-    return value if isinstance(value, list) else [] if value is None else [value]
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def numbers(key: str, value: Any) -> list[float]:

@@ -6,6 +6,7 @@ So every part is timed between the others, as in decoding: a loop over one part 
 processor's cache, and reports less than the part costs.
 """
 
+import itertools
 import random
 import time
 from collections import defaultdict, deque
@@ -27,7 +28,7 @@ from inference.speed import Costs, cycled, draft_key, rising
 from inference.target import Target
 from inference.tree import DraftTree
 
-ROUNDS = 20  # over the texts, at most: what is rare in them is then left as it is
+ROUNDS = 20  # over the texts: what is rare in them is then left as it is
 TURNS = 3  # of plain decoding and playback, at least: a machine that slows down for a while must not slow one alone
 SPARE = 8  # texts that follow those of a batch
 WARM = 8  # tokens of a text that are decoded before anything counts
@@ -167,7 +168,9 @@ def measure(
     decode(target, players, cycled(texts, batch)[:batch], replace(settings, max_new_tokens=WARM), script.begin)
     script.draft.clear()  # what the first calls of everything cost is not what later ones do
     script.commit.clear()
+    decoded = 0
     for turn, group in enumerate(groups(texts, batch)):
+        decoded += len(group)
         alone = decode(target, [Plain(target.device) for _ in players], group, settings, lambda: None)
         made = decode(target, players, group, settings, script.begin)
         plain += [sum(step.draft_s + step.verify_s + step.other_s for step in row) for row in alone]
@@ -175,8 +178,10 @@ def measure(
             verify[max(step.drafted for step in row)].append(sum(step.verify_s for step in row))
             for step in row:
                 settle[step.accepted > 1][step.drafted].append(step.other_s)
-        scarce = [script.draft[key] for key in wanted] + [verify[size] for size in sizes]
-        if turn + 1 >= TURNS and min(map(len, scarce)) >= samples:
+        drafts = [script.draft[key] for key in wanted]
+        scarce = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
+        # What is rare is left as it is, but a tree whose draft was never timed has no price.
+        if turn + 1 >= TURNS and (scarce >= samples or (decoded >= ROUNDS * len(texts) and all(drafts))):
             break
     straight, gaps = ({size: typical(each) for size, each in one.items()} for one in settle)
     return Costs(
@@ -190,14 +195,13 @@ def measure(
 
 
 def groups(texts: Sequence[Text], batch: int) -> Iterator[list[Text]]:
-    """Yield texts to decode in turns, together `ROUNDS` times all of them at most.
+    """Yield texts to decode in turns, together, from the first on again without an end.
 
     Beside one another some end early: a few more than fit follow those.
     """
-    size = batch + (SPARE if batch > 1 else 0)
-    every = cycled(texts, size * -(-ROUNDS * len(texts) // size))
-    for first in range(0, len(every), size):
-        yield every[first : first + size]
+    size, every = batch + (SPARE if batch > 1 else 0), itertools.cycle(texts)
+    while True:
+        yield list(itertools.islice(every, size))
 
 
 @torch.inference_mode()

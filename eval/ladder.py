@@ -50,6 +50,8 @@ def ladder(row: Told, plain: Told | None) -> dict[str, Any] | None:
         if each cost beyond plain decoding's, or the share rejected at every depth, were a tenth smaller. `most`: the
         key of the greatest of these.
     """
+    if row.get("request_rate") is not None:  # there a speedup is one of latencies, which steps do not add up to
+        return None
     if plain is None or row["drafter"] == PLAIN or row["speedup"] is None or not row["tau"]:
         return None
     tau, base = row["tau"], plain["tau"] / plain["tokens_per_second"]

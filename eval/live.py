@@ -52,6 +52,7 @@ class Session:
     coupled: Mapping[str, Gate] = field(default_factory=dict)
     untrusted: frozenset[str] = frozenset()
     agreement: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    request_rate: float | None = None
 
 
 def measure(
@@ -219,6 +220,7 @@ def _row(
         prefill_s=sum(run.prefill_s for run in runs),
         whole_tokens_per_second=metrics.whole_tokens_per_second(runs),
         agreement=session.agreement.get(name, {}),
+        request_rate=session.request_rate,
     )
 
 

@@ -17,10 +17,14 @@ from inference.decode import Generation
 EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torch.bfloat16: 2 / 8}
 
 
-def labelled(drafter: str, batch_size: int, report: str = "") -> str:
-    """Return what a drafter is called at a batch size, and where reports stand side by side, in one of them."""
-    own = drafter if batch_size == 1 else f"{drafter} x{batch_size}"
-    return f"{own} of {report}" if report else own
+def labelled(drafter: str, batch_size: int, report: str = "", request_rate: float | None = None) -> str:
+    """Return what a drafter is called: at a batch size, under a rate of requests, in one of several reports.
+
+    Gates know no rate.
+    """
+    name = drafter if batch_size == 1 else f"{drafter} x{batch_size}"
+    name = name if request_rate is None else f"{name} at {request_rate:g} req/s"
+    return f"{name} of {report}" if report else name
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ class Row:
 
     `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
     `latency_s` is the median over the requests of what each waited, from its prefill on.
-    `request_rate` is in requests a second; None where each request came when the one before it had ended.
+    `request_rate` is in requests a second; None where each request came when one before it had ended. Under a rate
+    `latency_s` counts from the arrival, `batch_size` is the most sequences in one pass, `tokens_per_second` is over the
+    time from the first arrival to the last end, and `speedup` is plain decoding's mean latency over the drafter's.
     `overlap_headroom` is how many times faster the steps would be if drafting hid behind verification entirely.
     """
 

@@ -7,7 +7,6 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,21 +16,19 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from eval.answers import answers
-from eval.config import EngineConfig, EvalConfig, listed
-from eval.drafters import Drafters
-from eval.extras import training, trees
-from eval.gates import agreement, check, settings_at, sources
-from eval.live import PLAIN, Session, measure, rows
+from eval.config import EngineConfig, EvalConfig
+from eval.gates import check, settings_at, sources
 from eval.lossless import Gate, SampledGate
-from eval.machine import device_facts, peak_memory, provenance
+from eval.machine import device_facts, provenance
 from eval.report import Report, table
-from eval.row import LIVE, REPLAY, Row
+from eval.row import LIVE, REPLAY
+from eval.sessions import timed_rows
 from eval.side_by_side import folder_of, side_by_side
-from eval.sources import find_heads, model_of, own_prompts
-from eval.tiers import Material, along_texts, answered, check_sources, recorded, replayed
+from eval.sources import model_of, own_prompts
+from eval.tiers import Material, along_texts, check_sources, recorded, replayed
 from eval.tune import tune
 from eval.tuned import TUNED
+from eval.tuner_config import listed
 from eval.workloads import Selection, Workload, load_workload, read_workload
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
@@ -198,56 +195,6 @@ def read(config: EvalConfig, model: Mapping[str, Any], target: Target) -> list[W
         return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
 
     return [read_workload(name, target, wanted, answer) for name in workloads_of(config, model)]
-
-
-def timed_rows(
-    config: EvalConfig,
-    target: Target,
-    workloads: Sequence[Workload],
-    drafters: Drafters,
-    gates: dict[str, Gate],
-    sampled: Sequence[SampledGate],
-    extras: dict[str, Any],
-    materials: list[Material],
-) -> list[Row]:
-    """Return the rows of all workloads, temperatures and batch sizes, each an interleaved session of its own.
-
-    `extras` takes what the report shows besides: training curves, and trees and answers of the first session.
-    `materials` takes what plain decoding wrote.
-    """
-    if "head" in config.drafter:
-        extras["training"] = training(find_heads([*config.runs(), *config.compare]))
-    if target.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(target.device)
-    made: list[Row] = []
-    start = 0
-    for workload in workloads:
-        for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
-            settings = settings_at(temperature, config)
-            hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
-            runs = measure(target, drafters, workload.prompts, settings, config.repeats, workload.warmup, hf, size)
-            if size == config.batch_sizes()[0]:
-                materials.append(answered(workload, target, settings, runs[PLAIN]))
-            here = [each for each in sampled if each.temperature == temperature]
-            session = Session(
-                workload.name,
-                temperature,
-                size,
-                peak_memory(target.device),
-                config.seed,
-                start=start,
-                categories=workload.categories(),
-                conversations=workload.conversations,
-                coupled={each.drafter: each.coupled for each in here},
-                untrusted=frozenset(each.drafter for each in here if not each.passed),
-                agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
-            )
-            if not made:
-                extras["trees"] = trees(runs, drafters)
-                extras["answers"] = answers(runs, drafters, workload.prompts, target, temperature)
-            made += rows(runs, drafters, gates, session)
-        start += len(workload.prompts)
-    return made
 
 
 def described(target: Target) -> dict[str, Any]:

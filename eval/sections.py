@@ -1,4 +1,4 @@
-"""The later parts of the Markdown report: categories, definitions, requests, end to end, equal depth, the gates."""
+"""The later parts of the Markdown report: categories, definitions, requests, end to end, load, depths, gates."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +25,7 @@ def sections(
         "By category": categories(rows, red),
         "What others call acceptance": definitions(overall),
         "End to end": whole(overall, red),
+        "Under load": load(overall, red),
         "Over the requests": requests(overall),
         "At an equal depth of draft": depths(overall),
         "Sampled tokens": drawn(sampled),
@@ -132,6 +133,29 @@ def whole(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:
     return [grid(header, body), legend] if body else []
 
 
+def load(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:
+    """Return what requests waited for, where they came at a rate."""
+    parts = {"queue s": "queue_s", "TTFT s": "ttft_s", "latency s": "latency_s"}
+    marks = [f"{title} {mark}" for title in parts for mark in ("p50", "p95")]
+    body = [
+        [
+            *(row.drafter, row.workload, f"{row.temperature:g}", f"{row.request_rate:g}", str(row.batch_size)),
+            *(number(row.by_request[key][mark], 3) for key in parts.values() for mark in ("p50", "p95")),
+            number(row.tokens_per_second, 1),
+            "withheld" if red(row) else spread(row.speedup, row.speedup_ci),
+        ]
+        for row in rows
+        if row.request_rate is not None
+    ]
+    legend = (
+        "Requests come at random, so many a second on average, and wait in a queue while as many are being answered as "
+        "the capacity says. TTFT and latency count from the arrival to the first and to the last token. The latency "
+        "ratio is plain decoding's mean over the drafter's: above 1 the drafter's requests end sooner."
+    )
+    header = (*NAMED, "req/s", "capacity", *marks, "tok/s", f"latency ratio {INTERVAL}")
+    return [grid(header, body), legend] if body else []
+
+
 def requests(rows: Sequence[Any]) -> list[str]:
     """Return the quantiles over the requests."""
     marks = [f"p{share * 100:g}" for share in QUANTILES]
@@ -178,7 +202,7 @@ def ties(rows: Sequence[Any], gates: Mapping[str, Gate]) -> list[str]:
     lines = [f"- gate, {name}: {tie}" for name, gate in gates.items() for tie in gate.ties[:SHOWN]]
     for row in rows:
         if row.agreement.get("identical", row.prompts) < row.prompts:
-            told, name = row.agreement, labelled(row.drafter, row.batch_size, row.report)
+            told, name = row.agreement, labelled(row.drafter, row.batch_size, row.report, row.request_rate)
             gaps = ", ".join(f"{gap:.3g}" for gap in told["gaps"][:SHOWN])
             lines.append(
                 f"- timed in {told['dtype']}, {name} on {row.workload}: {told['identical']} of {told['checked']} "
@@ -192,4 +216,5 @@ def ties(rows: Sequence[Any], gates: Mapping[str, Gate]) -> list[str]:
 
 
 def _named(row: Any) -> list[str]:
-    return [labelled(row.drafter, row.batch_size, row.report), row.workload, f"{row.temperature:g}"]
+    name = labelled(row.drafter, row.batch_size, row.report, row.request_rate)
+    return [name, row.workload, f"{row.temperature:g}"]

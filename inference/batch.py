@@ -73,6 +73,12 @@ class Batch:
             session.settle(proposal, out, share)
 
 
+def batch_of(target: Target, drafter: Drafter, prompt: list[int], size: int) -> Batch:
+    """Return a batch for so many sequences, each with a twin of the drafter; the prompt is the first that will come."""
+    drafter.reset(prompt)  # ends what the last request may have left at work
+    return Batch(target, [drafter, *(twin(drafter) for _ in range(size - 1))])
+
+
 def score(target: Target, proposals: Sequence[Proposal], cache: BatchCache) -> list[Pass]:
     """Run the target over the active sequences' proposals in one pass; the caller compacts each cache afterwards.
 

@@ -6,7 +6,7 @@ from typing import Any, overload
 
 import torch
 
-from inference.batch import Batch, twin
+from inference.batch import batch_of
 from inference.drafters import Drafter
 from inference.drafters.plain import Plain
 from inference.limits import check_prompt
@@ -101,9 +101,7 @@ def _several(
     """Decode requests in a continuous batch."""
     for prompt, _ in requests:
         check_prompt(target, prompt)
-    drafter.reset(requests[0][0])  # ends what the last request may have left at work
-    twins = [twin(drafter) for _ in range(min(batch_size, len(requests)) - 1)]
-    batch = Batch(target, [drafter, *twins])
+    batch = batch_of(target, drafter, requests[0][0], min(batch_size, len(requests)))
     waiting = deque(enumerate(requests))
     made: dict[int, Generation] = {}
     reported = [0] * len(requests)

@@ -85,14 +85,15 @@ def _measured(report: dict[str, Any]) -> str:
     where = ", ".join(str(device[key]) for key in ("name", "dtype", "threads") if device.get(key) is not None)
     return (
         f"{table}\n\nτ: tokens committed per target pass, the bonus token included. speedup: against plain decoding in "
-        "the same engine. lossless: prompts with the same greedy output as plain decoding. Device, dtype, threads: "
+        "the same engine; at a rate of requests, of mean latencies. lossless: prompts with the same greedy output as "
+        "plain decoding. Device, dtype, threads: "
         f"{where}."
     )
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     gate = row.get("lossless") or {}
-    failed = gate.get("failed", 0)
+    failed, rate = gate.get("failed", 0), row.get("request_rate")
     verdict = f"{gate.get('identical', 0)}/{gate['checked']} identical" if gate.get("checked") else "-"
     if gate.get("near_tie"):
         verdict += f", {gate['near_tie']} near tie"
@@ -100,7 +101,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         str(row["drafter"]),
         Path(str(row["workload"])).stem,
         f"{row['temperature']:g}",
-        str(row["batch_size"]),
+        str(row["batch_size"]) + (f" at {rate:g} req/s" if rate is not None else ""),
         _spread(row.get("tau"), row.get("tau_ci")),
         " ".join(f"{share:.2f}" for share in row.get("accepted_by_depth") or []) or "-",
         "-" if row.get("tokens_per_second") is None else f"{row['tokens_per_second']:.1f}",

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from eval import advice
 from eval.ladder import NOTE, PLAIN, REMEDIES
 from eval.lossless import labelled
-from eval.page import more_plots, plots, simulated, tables, tree_plot
+from eval.page import load, more_plots, plots, simulated, tables, tree_plot
 from eval.page.names import Told, red, row_names, shown, spread
 from eval.page.plots import Plot
 from eval.page.tables import Table
@@ -104,7 +104,8 @@ def sections(told: Told) -> list[Section]:
     """Return the page's sections in their order; those without content are not shown."""
     drawn = [tree_plot.tree(name, each) for name, each in told.get("trees", {}).items() if each["paths"]]
     both = drawing(plots.with_intervals(told, "speedup", "speedup"), plots.with_intervals(told, "tau", "τ"))
-    loads = drawing(plots.against(told, "batch_size", "batch size"), plots.against(told, "temperature", "temperature"))
+    against = {"batch_size": "batch size", "temperature": "temperature", "request_rate": "requests a second"}
+    loads = drawing(*(plots.against(told, key, name) for key, name in against.items()), load.latencies(told))
     other, along = simulated.text(told), [advice.FORCED]
     gated = ["Greedy output against plain decoding's, token for token, in the gate's dtype."]
     return [
@@ -113,7 +114,7 @@ def sections(told: Told) -> list[Section]:
         Section("why", "Why not more?", why(told), drawing(plots.ladder(told)), tables.why(told), False),
         Section("gate", "Is it lossless?", gated, [], tables.gates(told), False),
         Section("depths", "Acceptance by depth", [], drawing(plots.acceptance(told)), tables.depths(told), False),
-        Section("load", "Under load and temperature", [], loads, None, False),
+        Section("load", "Under load and temperature", [], loads, load.table(told), False),
         Section("other", "Other trees and loads", other, simulated.loads(told) + simulated.trees(told), None, False),
         Section("times", "Where the time goes", [], drawing(plots.time_split(told)), tables.times(told), False),
         Section("tree", "The tree", [NODES] if drawn else [], drawn, tables.nodes(told), True),

@@ -12,12 +12,12 @@ TELLING = ("report", "workload", "category", "tier")  # in a row's name where ro
 
 
 def row_names(rows: Sequence[Told]) -> list[str]:
-    """Return a name for each row: the drafter, its batch size, and what else tells it from others."""
+    """Return a name for each row: the drafter, its batch size and rate, and what else tells it from others."""
     keys = [key for key in TELLING if len({str(row.get(key)) for row in rows}) > 1]
     warm = len({row["temperature"] for row in rows}) > 1
     names = []
     for row in rows:
-        parts = [labelled(row["drafter"], row["batch_size"])]
+        parts = [labelled(row["drafter"], row["batch_size"], request_rate=row.get("request_rate"))]
         parts += [f"T={row['temperature']:g}"] if warm else []
         names.append(", ".join([*parts, *(str(row[key]) for key in keys if row.get(key) is not None)]))
     return names

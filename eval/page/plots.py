@@ -11,6 +11,7 @@ from eval.row import LIVE
 Spec = dict[str, Any]
 Records = list[dict[str, Any]]
 
+VARYING = ("report", "workload", "category", "temperature", "batch_size", "request_rate")  # what tells sessions apart
 BAR = 26  # pixels of a horizontal bar, with its gap
 TALL = 260
 
@@ -124,23 +125,18 @@ def acceptance(told: Told) -> Plot | None:
 
 
 def against(told: Told, key: str, title: str) -> Plot | None:
-    """Return the speedup against the batch size or the temperature, where there are several."""
-    if len({row[key] for row in told["rows"]}) < 2:
+    """Return the speedup against the batch size, the temperature or the request rate, where there are several."""
+    if len({row[key] for row in told["rows"] if row.get(key) is not None}) < 2:
         return None
-    others = [other for other in ("report", "workload", "category", "temperature", "batch_size") if other != key]
-    varying = [other for other in others if len({str(row.get(other)) for row in told["rows"]}) > 1]
     data: Records = []
-    for _, row in named(told):
+    for line, row in lines(told, key):
         if row["speedup"] is not None and row["drafter"] != PLAIN:
             low, high = row["speedup_ci"] or (row["speedup"], row["speedup"])
-            line = ", ".join(
-                [row["drafter"], *(f"{other.replace('_', ' ')} {_plainly(row.get(other))}" for other in varying)]
-            )
             data.append({"name": line, "x": row[key], "speedup": row["speedup"], "low": low, "high": high})
     if not data:
         return None
     x = axis("x", title, axis={"values": sorted({each["x"] for each in data}), "format": "~g"})
-    x["scale"] = {"nice": False, "padding": 12, **({"type": "log", "base": 2} if key == "batch_size" else {})}
+    x["scale"] = {"nice": False, "padding": 12, **({"type": "log", "base": 2} if key != "temperature" else {})}
     tip = [{"field": "name", "type": "nominal"}, {"field": "x", "type": "quantitative", "title": title}]
     tip += [{"field": each, "type": "quantitative", "format": ".3f"} for each in ("speedup", "low", "high")]
     y = axis("speedup", "speedup", scale={"zero": True})
@@ -153,8 +149,26 @@ def against(told: Told, key: str, title: str) -> Plot | None:
             "encoding": {"x": x, "y": y, "color": colour(), "tooltip": tip},
         },
     ]
-    told_as = f"Speedup against the {title}, with 95% intervals; the dashed line is plain decoding"
+    what = "Speedup, one of mean latencies," if key == "request_rate" else "Speedup"
+    told_as = f"{what} against the {title}, with 95% intervals; the dashed line is plain decoding"
     return plot(told_as, data, layers)
+
+
+def lines(told: Told, key: str) -> Iterator[tuple[str, Told]]:
+    """Yield the rows that have a value of the key, each with the name of its line: what tells it from others but that.
+
+    Those behind a red gate are left out.
+    """
+    others = [other for other in VARYING if other != key and len({str(row.get(other)) for row in told["rows"]}) > 1]
+    for _, row in named(told):
+        if row.get(key) is not None:
+            told_by = [f"{other.replace('_', ' ')} {_plainly(row[other])}" for other in others if known(row, other)]
+            yield ", ".join([row["drafter"], *told_by]), row
+
+
+def known(row: Told, key: str) -> bool:
+    """Whether a row has a value of a key."""
+    return row.get(key) not in (None, "")
 
 
 def _plainly(value: Any) -> str:

@@ -57,3 +57,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_head(folder / name / "head", toys.head(name, target), target.spec, asdict(toys.TREES["dynamic"]))
         (folder / name / "config.yaml").write_text(json.dumps({"model": model}), encoding="utf-8")
     return folder
+
+
+def words(values: dict[str, Any], of: str = "") -> list[str]:
+    """Return values as Hydra's overrides."""
+    nested = [
+        words(value, f"{of}{key}.") if isinstance(value, dict) else [f"{of}{key}={value}"]
+        for key, value in values.items()
+    ]
+    return [word for each in nested for word in each]

@@ -1,5 +1,6 @@
 """What the costs are measured on: trees of the wanted size and acceptance, in the engine, every part of it."""
 
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -118,12 +119,23 @@ def test_a_draft_that_costs_nothing_needs_no_head() -> None:
 
 def test_texts_come_in_turns_of_more_than_fit() -> None:
     texts = [Text([i, 1], 1, 1) for i in range(3)]
-    alone = list(groups(texts, 1))
-    assert [each[0].token[0] for each in alone[:4]] == [0, 1, 2, 0]
-    assert len(alone) == costing.ROUNDS * 3
-    beside = list(groups(texts, 2))
+    alone = islice(groups(texts, 1), 4)
+    assert [each[0].token[0] for each in alone] == [0, 1, 2, 0]
+    beside = list(islice(groups(texts, 2), 3))
     assert {len(each) for each in beside} == {2 + costing.SPARE}
     assert [text.token[0] for text in beside[1][:2]] == [1, 2]
+
+
+def test_no_draft_is_left_without_a_price_however_few_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costing, "ROUNDS", 1)
+    target = toys.target()
+    texts = write(target, [toys.prompt(0)], Settings(3, GREEDY))
+    trees = [TreeConfig("chain", depth, 0, 0, [], []) for depth in range(1, 5)] + [
+        TreeConfig("best_first", depth, 0, 4, [], []) for depth in range(1, 9)
+    ]
+    head = HeadDrafter(toys.head("eagle", target), trees[0], "eagle")
+    found = measure(target, head, texts, trees, (1, 4), 50, Settings(3, GREEDY))
+    assert set(found.draft) == {draft_key(tree) for tree in trees}
 
 
 def test_verification_by_context_and_size_leaves_out_what_does_not_fit() -> None:

@@ -37,7 +37,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(folder: Path, **values: Any) -> EvalConfig:
     model = {"path": str(folder / "target"), "device": "cpu"}
-    small = {"prompts": 2, "max_new_tokens": 8, "repeats": 1, "warmup": 0, "hf": False, "dtype": "float32"}
+    small = {
+        "prompts": 2,
+        "max_new_tokens": 8,
+        "repeats": 1,
+        "warmup": 0,
+        "hf": False,
+        "dtype": "float32",
+        "tier": "live",
+    }
     given = {"run": str(folder / "theirs"), "model": model, "workload": str(folder / "prompts.jsonl"), "tree": TREE}
     return eval_config(**(given | small | {"out": str(folder / "report")} | values))
 

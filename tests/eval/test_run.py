@@ -19,7 +19,7 @@ from heads.typed import typed
 from inference.decode import Generation, Settings
 from inference.drafters.registry import SOURCES
 from tests import toys
-from tests.eval.small import SIZE, small
+from tests.eval.small import SIZE, small, words
 
 
 def test_two_heads_and_plain_decoding_stand_in_one_report(
@@ -86,7 +86,7 @@ def test_a_red_gate_prints_no_speedup_and_exits_with_one(
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         overrides = [f"run={runs / 'eagle'}", f"out={tmp_path}", "dtype=float32"]
-        overrides += [f"{key}={value}" for key, value in SIZE.items()]
+        overrides += words(SIZE)
         config = compose("eval", overrides)
     with pytest.raises(SystemExit) as exit_:
         main.__wrapped__(config)
@@ -103,7 +103,7 @@ def test_a_lossy_rule_is_red_whatever_it_emits(runs: Path, tmp_path: Path, capsy
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         overrides = [f"run={runs / 'eagle'}", f"out={tmp_path}", "dtype=float32", "rule=typical", "lossy=true"]
-        config = compose("eval", overrides + [f"{key}={value}" for key, value in SIZE.items()] + ["temperature=[0,1]"])
+        config = compose("eval", overrides + words(SIZE) + ["temperature=[0,1]"])
     with pytest.raises(SystemExit) as exit_:
         main.__wrapped__(config)
     assert exit_.value.code == 1

@@ -35,6 +35,9 @@ def plain_and(*rows: Any, gates: dict[str, Gate], **changes: Any) -> Report:
     return Report(**given, gates=gates, rows=[replace(plain, conditional_by_depth=[]), *rows])
 
 
+TREE = {"label": "chain", "note": "", "paths": [[0], [0, 0]], "accepted": [0.6, 0.3], "steps": 10}
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> list[str]:
     """Return two reports, of which the second has a red gate and was measured elsewhere."""
@@ -48,7 +51,11 @@ def two(tmp_path: Path) -> list[str]:
         sampled=[hot],
         device={**DEVICE, "name": "a GPU", "dtype": "bfloat16", "load": [9.0, 9.0]},
         settings={**SETTINGS, "max_new_tokens": 64, "gate_tv": 0.1, "turns": "all"},
-        extras={"trees": {"medusa": {"label": "chain", "note": "", "paths": [[0], [0, 0]]}}},
+        extras={
+            "trees": {
+                "medusa": {"label": "chain", "note": "", "paths": [[0], [0, 0]], "accepted": [0.6, 0.3], "steps": 10}
+            }
+        },
     )
     return [make(tmp_path, "one", first), make(tmp_path, "two", second)]
 
@@ -152,7 +159,7 @@ def test_the_page_tells_the_reports_apart(tmp_path: Path, two: list[str]) -> Non
         for key, spec in specs.items()
         if key.startswith("tree-") and len(spec["data"]["values"]) == 3
     )
-    assert [node["share"] for node in nodes] == [1.0, *ROW.accepted_by_depth]
+    assert [node["share"] for node in nodes] == [1.0, *TREE["accepted"]]
 
 
 def test_names_are_short_where_they_tell_reports_apart(tmp_path: Path) -> None:

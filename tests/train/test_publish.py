@@ -68,7 +68,7 @@ def run(tmp_path: Path, spec: TargetSpec) -> Path:
         )
     )  # fmt: skip
     red = {"checked": 1, "identical": 0, "near_tie": 0, "failed": 1}
-    rows = [row, {**row, "lossless": red}]
+    rows = [row, {**row, "lossless": red}, {**row, "batch_size": 4, "request_rate": 2.0}]
     report = {"schema": 1, "target": {}, "device": {"name": "a CPU"}, "settings": {}, "rows": rows}
     (run / "report.json").write_text(json.dumps(report))
     (run / "report.md").write_text("# Report\n")
@@ -165,6 +165,7 @@ def test_the_card_says_what_was_measured(run: Path, hub: Hub) -> None:
         "tags": ["speculative-decoding", "draft-head", "medusa"],
     }
     assert "| medusa | tiny | 0 | 1 | 2.35 [2.20, 2.50] | 0.80 0.55 | 123.4 | 1.68 [1.50, 1.80] | 16/16 id" in text
+    assert "| medusa | tiny | 0 | 4 at 2 req/s | 2.35" in text
     assert "| withheld | 0/1 identical, 1 FAILED |" in text
     assert "`c0ffee`" in text
     assert f"python eval/run.py run={REPO}" in text

@@ -1,0 +1,289 @@
+"""Requests that come at a rate: who enters when, what each waits, and what the report makes of it."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.prompts import Prompt
+from eval import live, load
+from eval.config import eval_config
+from eval.ladder import ladder
+from eval.live import Session
+from eval.load import Served, arrivals, latency_interval, latency_ratio, measure, serve, throughput, waited
+from eval.lossless import Divergence, Gate
+from eval.page import load as load_plots
+from eval.report import Report
+from eval.row import Row
+from eval.run import evaluate
+from inference.batch import Batch
+from inference.batch import Row as Place
+from inference.decode import Generation, Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.sample import GREEDY
+from tests import toys
+from tests.eval.small import small
+from tests.eval.stubs import generation
+
+GREEN, RED = Gate(2, 2, 0, 0), Gate(2, 1, 0, 1, Divergence("p1", 3, 4, 5, 2.5))
+SETTINGS = Settings(12, GREEDY, seed=3)
+
+
+class Clock:
+    """A clock that others move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let seconds pass."""
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+class Paced(Batch):
+    """A batch in which a prefill takes a second, a pass another, and each gives a token; an answer has three."""
+
+    def __init__(self, size: int, clock: Clock) -> None:
+        self.free = [Plain(torch.device("cpu")) for _ in range(size)]
+        self.rows: list[Place] = []
+        self.clock, self.made = clock, dict[int, Generation]()
+
+    def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
+        """Begin an answer."""
+        self.clock.now += 1
+        self.free.pop()
+        session: Any = None
+        self.rows.append(Place(number, session, self.clock.now))
+        self.made[number] = Generation([7])
+        return self.made[number]
+
+    def step(self) -> None:
+        """Give each answer a token."""
+        self.clock.now += 1
+        for row in self.rows:
+            made = self.made[row.number]
+            made.tokens.append(7)
+            made.finish = "length" if len(made.tokens) == 3 else ""
+
+    def release(self) -> None:
+        """Let finished answers go."""
+        for row in [row for row in self.rows if self.made[row.number].finish]:
+            self.rows.remove(row)
+            self.free.append(Plain(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("size", "when", "waits", "slept"),
+    [
+        (1, [0.0, 1.0, 10.0], [(0, 1, 3), (2, 3, 5), (0, 1, 3)], [4]),
+        (2, [0.0, 1.0, 10.0], [(0, 1, 4), (0, 1, 3), (0, 1, 3)], [6]),
+        (2, [0.0, 0.5, 0.75], [(0, 1, 4), (0.5, 1.5, 3.5), (3.25, 4.25, 6.25)], []),  # both places are taken
+        (3, [0.0, 1.5, 2.0], [(0, 1, 5), (0.5, 1.5, 4.5), (1, 2, 4)], []),  # a pass ends first, two prefills follow
+    ],
+)
+def test_a_request_enters_when_it_has_come_and_a_place_is_free(
+    size: int, when: list[float], waits: list[tuple[float, ...]], slept: list[float]
+) -> None:
+    clock = Clock()
+    served = serve(Paced(size, clock), [[1], [2], [3]], when, SETTINGS, clock, clock.sleep)
+    assert [(each.queue_s, each.ttft_s, each.made.latency_s) for each in served] == waits
+    assert [each.arrived for each in served] == when
+    assert [each.ended for each in served] == [at + wait[2] for at, wait in zip(when, waits, strict=True)]
+    assert clock.slept == slept
+
+
+def test_arrivals_have_the_rate_on_average_and_stretch_with_it() -> None:
+    slow, fast = arrivals(2001, 2.0, random.Random(5)), arrivals(2001, 8.0, random.Random(5))
+    assert slow[0] == 0
+    assert slow == sorted(slow)
+    assert abs(slow[-1] / 1000 - 1) < 4 / 2000**0.5  # four standard deviations of a mean of exponentials
+    assert fast == pytest.approx([at / 4 for at in slow])
+
+
+class Noted(Plain):
+    """A drafter that says when it forgets."""
+
+    forgot = 0
+
+    def forget(self) -> None:
+        """Count."""
+        self.forgot += 1
+
+
+def test_all_drafters_meet_the_same_arrivals_and_each_round_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen = toys.target(), list[list[float]]()
+
+    def noted(batch: Batch, prompts: list[list[int]], when: list[float], settings: Settings) -> list[Served]:
+        seen.append(when)
+        return serve(batch, prompts, [0.0] * len(prompts), settings)
+
+    monkeypatch.setattr(load, "serve", noted)
+    prompts = [Prompt(f"p{i}", toys.prompt(i, 6), "") for i in range(3)]
+    drafters = {name: Noted(target.device) for name in ("one", "two")}
+    rounds = measure(target, drafters, prompts, replace(SETTINGS, max_new_tokens=2), 2, prompts[:1], 1, 5.0)
+    assert len(seen) == 6
+    assert seen[0] == seen[1] == seen[2] != seen[3] == seen[4] == seen[5]
+    assert {drafter.forgot for drafter in drafters.values()} == {2}
+    assert list(rounds) == ["plain", "one", "two"]
+    assert all([len(each) for each in found] == [2, 2, 2] for found in rounds.values())
+    measure(target, {"one": drafters["one"]}, prompts, replace(SETTINGS, max_new_tokens=2), 2, [], 1, 5.0)
+    assert (seen[6], seen[9]) == (seen[0], seen[3])  # whoever else is measured
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_tokens_are_those_of_a_full_batch(size: int) -> None:
+    target = toys.target()
+    drafter = HeadDrafter(toys.head("eagle", target), toys.TREES["dynamic"], "eagle")
+    prompts = [Prompt(f"p{i}", toys.prompt(i, 8), "") for i in range(4)]
+    rounds = measure(target, {"eagle": drafter}, prompts, SETTINGS, 1, [], size, 300.0)
+    plain = speculate(target, Plain(target.device), [prompt.token for prompt in prompts], SETTINGS, batch_size=size)
+    assert any(toys.lively(run.tokens) for run in plain)
+    for name in ("plain", "eagle"):
+        assert [served.made.tokens for (served,) in rounds[name]] == [run.tokens for run in plain]
+    assert all(served.made.steps[0].drafted for (served,) in rounds["eagle"])
+    assert all(0 <= each.queue_s < each.ttft_s <= each.made.latency_s for (each,) in rounds["eagle"])
+
+
+def served(latency: float, arrived: float = 0.0, tokens: int = 5) -> Served:
+    """Return a request that waited so long."""
+    made = generation(tokens, [(0, 0)] * (tokens - 1), latency / 2)
+    made.latency_s = latency
+    return Served(made, arrived, latency / 4, latency / 3)
+
+
+PLAIN = [[served(4.0), served(6.0)], [served(2.0, 3.0), served(8.0, 1.0, 9)]]
+FAST = [[served(1.0), served(2.0)], [served(2.0, 3.0), served(3.0, 1.0, 9)]]
+
+
+def test_the_ratio_is_one_of_mean_latencies() -> None:
+    assert latency_ratio(FAST, PLAIN) == 20 / 8
+    assert latency_ratio(PLAIN, PLAIN) == 1
+    assert latency_interval(FAST, PLAIN, 0) == (2.0, pytest.approx(10 / 3))  # only the second prompt, only the first
+    halved = [[served(each.made.latency_s / 2) for each in repeats] for repeats in PLAIN]
+    assert latency_interval(halved, PLAIN, 0) == (2.0, 2.0)
+    assert latency_interval(FAST[:1], PLAIN[:1], 0) is None
+
+
+def test_throughput_runs_from_the_first_arrival_to_the_last_end() -> None:
+    assert throughput(PLAIN) == (4 + 4 + 4 + 8) / (5 + 9)
+
+
+def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]] | None = None) -> list[Row]:
+    """Return the rows of a session under load."""
+    rounds = {"plain": PLAIN, "eagle": FAST}
+    session = Session("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)
+    drafters = {"eagle": Plain(torch.device("cpu"))}
+    return waited(live.rows(load.generations(rounds), drafters, {"eagle": gate}, session), rounds, session)
+
+
+def test_a_row_has_what_its_requests_waited() -> None:
+    plain, eagle = loaded(GREEN)
+    assert (plain.request_rate, plain.speedup, plain.latency_s) == (2.0, 1.0, 5.0)
+    assert (eagle.speedup, eagle.latency_s, eagle.tokens_per_second) == (2.5, 2.0, throughput(FAST))
+    assert {eagle.speedup_hf, eagle.whole_speedup, eagle.whole_speedup_ci, eagle.whole_tokens_per_second} == {None}
+    assert list(eagle.by_request) == ["tau", "latency_s", "ttft_s", "queue_s"]
+    assert [eagle.by_request[key]["p50"] for key in ("latency_s", "ttft_s", "queue_s")] == [2.0, 2 / 3, 0.5]
+    assert (eagle.prompts, eagle.tokens) == (2, 8)  # acceptance is of each prompt's median round
+
+
+def test_categories_have_the_latencies_of_their_own_requests() -> None:
+    rows = {(row.drafter, row.category): row for row in loaded(GREEN, categories={"a": [0], "b": [1]})}
+    assert rows["eagle", "a"].speedup == 10 / 3
+    assert rows["eagle", "b"].speedup == 2
+
+
+def test_without_a_green_gate_there_is_no_ratio() -> None:
+    _, eagle = loaded(RED)
+    assert {eagle.speedup, eagle.speedup_ci, eagle.whole_speedup} == {None}
+    assert eagle.latency_s == 2
+
+
+def test_a_red_gate_withholds_the_ratio_in_tables_and_plots(tmp_path: Path) -> None:
+    rows = [row for rate in (2.0, 4.0) for row in loaded(RED, rate)]
+    rows = [replace(row, lossless=GREEN.counts()) for row in rows]  # the verdict stands with the gates
+    made = Report({"name": "toy"}, {"name": "a CPU", "dtype": "float32"}, {}, {"plain": GREEN, "eagle": RED}, rows)
+    made.write(tmp_path)
+    part = (tmp_path / "report.md").read_text(encoding="utf-8").split("## Under load")[1]
+    line = next(each for each in part.splitlines() if each.startswith("| eagle"))
+    assert line.endswith("| withheld |")
+    specs = load_plots.latencies(made.as_dict() | {"settings": {"gate": {"eagle": {"passed": False}}}})
+    assert specs is not None
+    assert {each["name"] for each in specs.spec["data"]["values"]} == {"plain"}
+    assert load_plots.table(made.as_dict()).red == [False, True, False, True]
+
+
+def test_the_plot_has_both_quantiles_at_every_rate() -> None:
+    rows = [row for rate in (None, 2.0, 4.0) for row in loaded(GREEN, rate)]
+    made = Report({}, {}, {}, {"plain": GREEN, "eagle": GREEN}, rows).as_dict()
+    drawn = load_plots.latencies(made)
+    assert drawn is not None
+    found = {(each["name"], each["rate"], each["mark"]) for each in drawn.spec["data"]["values"]}
+    assert found == {
+        (name, rate, mark) for name in ("plain", "eagle") for rate in (2.0, 4.0) for mark in ("p50", "p95")
+    }
+    assert load_plots.latencies({**made, "rows": made["rows"][:4]}) is None  # a single rate
+
+
+def test_there_is_no_ladder_of_latencies() -> None:
+    plain, eagle = ({**vars(row)} for row in loaded(GREEN))
+    assert ladder(eagle, plain) is None
+    assert ladder({**eagle, "request_rate": None}, plain) is not None
+
+
+@pytest.mark.parametrize("rate", [0, -1, "fast", True, [], [1, 0], [None, "fast"], float("inf"), float("nan")])
+def test_a_rate_is_a_number_above_zero(rate: Any) -> None:
+    with pytest.raises(ValueError, match=r"request_rate is .*above 0") as error:
+        eval_config(request_rate=rate)
+    assert "\n" not in str(error.value)
+
+
+def test_rates_are_a_number_or_null_or_a_list() -> None:
+    assert eval_config().request_rates() == [None]
+    assert eval_config(request_rate=2).request_rates() == [2.0]
+    assert eval_config(request_rate=[None, 0.5]).request_rates() == [None, 0.5]
+
+
+def test_trees_are_tuned_without_a_rate() -> None:
+    with pytest.raises(ValueError, match="request_rate is 2: tune=true"):
+        eval_config(request_rate=2, tune=True, run="a")
+
+
+def test_a_report_names_the_rates(runs: Path, tmp_path: Path) -> None:
+    report = evaluate(small(runs, tmp_path, request_rate=[None, 40, 80], batch_size=2, hf=False))
+    assert report.passed
+    told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert [(row["drafter"], row["request_rate"]) for row in told["rows"]] == [
+        (name, rate) for rate in (None, 40, 80) for name in ("plain", "eagle")
+    ]
+    closed, slow = told["rows"][1], told["rows"][3]
+    assert slow["speedup"] > 0
+    assert (slow["ladder"], slow["whole_speedup"], closed["ladder"] is None) == (None, None, False)
+    assert slow["tokens"] == closed["tokens"]
+    assert set(told["settings"]["gate"]) == {"plain x2", "eagle x2"}  # gates know no rate
+    written = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "## Under load" in written
+    assert "| eagle x2 at 40 req/s | 0 |" in written
+    assert "came at random (Poisson)" in written
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert 'id="table-load"' in page
+    assert "eagle x2 at 80 req/s" in page
+    assert "Latency from the arrival to the last token against the rate" in page
+    assert "Speedup, one of mean latencies, against the requests a second" in page
+
+
+def test_without_a_rate_nothing_speaks_of_load(runs: Path, tmp_path: Path) -> None:
+    evaluate(small(runs, tmp_path, hf=False, prompts=1))
+    written = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "Under load" not in written
+    assert "req/s" not in written
+    assert 'id="table-load"' not in (tmp_path / "report.html").read_text(encoding="utf-8")
