@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ HEADER = (
     "vs HF",
     "lossless",
 )
+DEPTHS = 8  # of P(a >= d), in a table
 TIMES = ("draft", "verify", "other")
 TIME_HEADER = (
     *("drafter", "T", "tree", "steps", *(f"{part} ms" for part in TIMES)),
@@ -220,7 +222,7 @@ def _cells(report: Report, row: Row) -> list[str]:
         f"{row.temperature:g}",
         row.rule,
         spread(row.tau, row.tau_ci),
-        " ".join(f"{share:.2f}" for share in row.accepted_by_depth) or "-",
+        _by_depth(row.accepted_by_depth),
         number(row.tokens_per_second, 1),
         "withheld" if red else spread(row.speedup, row.speedup_ci) + _slower(row),
         "withheld" if red else number(row.speedup_hf, 2),
@@ -236,6 +238,12 @@ def _time_cells(report: Report, row: Row) -> list[str]:
     headroom = number(row.overlap_headroom, 2)
     name, wait = report.name(row), number(row.latency_s, 2)
     return [name, f"{row.temperature:g}", row.tree, str(row.steps), *times, drafted, kept, headroom, wait]
+
+
+def _by_depth(shares: Sequence[float]) -> str:
+    """Return P(a >= d) by depth, so many as fit a table; report.json has them all."""
+    told = " ".join(f"{share:.2f}" for share in shares[:DEPTHS]) or "-"
+    return told + (" …" if len(shares) > DEPTHS else "")
 
 
 def _slower(row: Row) -> str:

@@ -107,7 +107,7 @@ def sections(told: Told) -> list[Section]:
     against = {"batch_size": "batch size", "temperature": "temperature", "request_rate": "requests a second"}
     loads = drawing(*(plots.against(told, key, name) for key, name in against.items()), load.latencies(told))
     other, along = simulated.text(told), [advice.FORCED]
-    gated = ["Greedy output against plain decoding's, token for token, in the gate's dtype."]
+    gated = ["Greedy output against plain decoding's, token for token, in the gate's dtype.", *sampled(told)]
     return [
         Section("reports", "The reports", [], [], tables.reports(told), False),
         Section("results", "Results", [], both, tables.results(told), False),
@@ -145,6 +145,25 @@ def why(told: Told) -> list[str]:
     return [*lines, *simulated.text(told)[:-1], NOTE]
 
 
+def sampled(told: Told) -> list[str]:
+    """Return a line for each drafter and temperature above 0: its tokens under coupled noise, and its law."""
+    lines = []
+    for each in told["settings"].get("sampled_gate", []):
+        coupled, law = each["coupled"], each["law"]
+        line = (
+            f"{'' if each['passed'] else 'RED: '}{each['drafter']} at T={each['temperature']:g}: "
+            f"{coupled['identical']} of {coupled['checked']} prompts equal under coupled noise; "
+        )
+        if law is None:
+            line += each["why_no_law"]
+        else:
+            caught = "caught" if law["control_caught"] else "NOT caught"
+            line += f"chi-square p {law['p_value']:.2g} of {law['draws']} draws, "
+            line += f"of power {law['power']:g} at TV {law['tv']:g}; the broken control was {caught}"
+        lines.append(f"{line}.")
+    return lines
+
+
 def firsts(told: Told) -> dict[str, tuple[str, Told]]:
     """Return each drafter's first row with its name: in the first session asked for, not in the most flattering one."""
     found: dict[str, tuple[str, Told]] = {}
@@ -161,8 +180,7 @@ def who(row: Told) -> str:
 
 def headlines(told: Told) -> list[Headline]:
     """Return the first numbers of every drafter; red if it failed in any session."""
-    gates = told["settings"].get("gate", {})
-    failed = {who(row) for row in told["rows"] if red(row, gates)}
+    failed = {who(row) for row in told["rows"] if red(row, told["settings"])}
     return [
         Headline(
             name,

@@ -29,10 +29,13 @@ def clocked(told: Told) -> list[Told]:
     return [row for row in rows if row.get("tier", LIVE) == LIVE] or list(rows)
 
 
-def red(row: Told, gates: Told) -> bool:
-    """Whether the row's drafter failed the gate."""
-    gate = gates.get(labelled(row["drafter"], row["batch_size"], row.get("report", "")), {})
-    return bool(row["lossless"]["failed"]) or not gate.get("passed", True)
+def red(row: Told, settings: Told) -> bool:
+    """Whether the row's drafter failed a gate: the greedy one at its batch size, or that of its temperature."""
+    report = row.get("report", "")
+    gate = settings.get("gate", {}).get(labelled(row["drafter"], row["batch_size"], report), {})
+    drawn = (labelled(row["drafter"], 1, report), row["temperature"])
+    failed = {(each["drafter"], each["temperature"]) for each in settings.get("sampled_gate", []) if not each["passed"]}
+    return bool(row["lossless"]["failed"]) or not gate.get("passed", True) or drawn in failed
 
 
 def shown(value: Any, digits: int = 2) -> str:

@@ -54,9 +54,8 @@ def colour(field: str = "name", **more: Any) -> Spec:
 
 def named(told: Told) -> Iterator[tuple[str, Told]]:
     """Yield each row with its name, those behind a red gate left out: a plot cannot grey out a claim."""
-    gates = told["settings"].get("gate", {})
     for name, row in zip(row_names(told["rows"]), told["rows"], strict=True):
-        if not red(row, gates):
+        if not red(row, told["settings"]):
             yield name, row
 
 

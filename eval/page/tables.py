@@ -83,12 +83,12 @@ def at(row: Told, key: str) -> Any:
 
 def of_rows(name: str, told: Told, columns: Sequence[Column], kept: Callable[[Told], bool] = bool) -> Table:
     """Return a table with a line for each row of the report that is kept, its name first."""
-    rows, gates = told["rows"], told["settings"].get("gate", {})
+    rows = told["rows"]
     lines, failed = [], []
     for called, row in zip(row_names(rows), rows, strict=True):
         if kept(row):
             lines.append([Cell(called, (called,)), *(make(row) for _, make in columns)])
-            failed.append(red(row, gates))
+            failed.append(red(row, told["settings"]))
     return Table(name, [Head("drafter", ("name",)), *(head for head, _ in columns)], lines, failed)
 
 
@@ -127,7 +127,7 @@ def speedup_column(title: str, told: Told) -> Column:
 
 def _speedup(row: Told, told: Told) -> Cell:
     """Return the speedup, or that it is withheld."""
-    if red(row, told["settings"].get("gate", {})):
+    if red(row, told["settings"]):
         return Cell("withheld", (None, None, None))
     cell = with_interval("", "speedup")[1](row)
     return Cell(f"{cell.text} slower", cell.values) if (row["speedup"] or 1) < 1 else cell
@@ -204,7 +204,7 @@ def tiers(told: Told) -> Table:
 def nodes(told: Told) -> Table:
     """Return the trees' nodes with the shares of the target passes that accepted them."""
     columns = [Head(name, (name,)) for name in ("drafter", "ranks from the root", "depth", "accepted", "passes")]
-    failed = {row["drafter"] for row in told["rows"] if red(row, told["settings"].get("gate", {}))}
+    failed = {row["drafter"] for row in told["rows"] if red(row, told["settings"])}
     lines, faded = [], []
     for name, tree in told.get("trees", {}).items():
         for path, share in zip(tree["paths"], tree["accepted"], strict=True):

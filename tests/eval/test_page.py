@@ -13,9 +13,10 @@ from data.prompts import Prompt
 from eval import extras
 from eval.answers import answers
 from eval.ladder import RUNGS
+from eval.law import LawTest
 from eval.live import Runs, Session, rows
-from eval.lossless import Divergence, Gate
-from eval.page import build, tree_plot
+from eval.lossless import Divergence, Gate, SampledGate
+from eval.page import build, names, tree_plot
 from eval.page.tables import flattened
 from eval.report import Report, markdown
 from inference.drafters.head import HeadDrafter
@@ -181,6 +182,24 @@ def test_a_red_gate_greys_and_withholds(tmp_path: Path) -> None:
     assert '<tr class="red">' in text
     assert "prompt p1, position 3: token 5 instead of token 4" in text
     assert "eagle" not in {line["name"] for line in lines(Reader(text), "why")}
+
+
+def test_a_law_that_was_rejected_greys_its_temperature_alone(tmp_path: Path) -> None:
+    wrong = LawTest(1000, 2, 7, 60.0, 1e-9, 0.02, 0.9, 1e-3, 0.0)
+    made = report(sizes=(1,))
+    hot = {"speedup": None, "speedup_ci": None, "speedup_hf": None, "whole_speedup": None, "whole_speedup_ci": None}
+    red = [replace(row, **hot) if (row.drafter, row.temperature) == ("eagle", 1.0) else row for row in made.rows]
+    replace(made, rows=red, sampled=[SampledGate("eagle", 1.0, GREEN, wrong, "")]).write(tmp_path)
+    read = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
+    told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert {(row["drafter"], row["temperature"]) for row in told["rows"] if names.red(row, told["settings"])} == {
+        ("eagle", 1.0)
+    }
+    found = {line["name"]: line["speedup"] for line in lines(read, "results")}
+    assert found["eagle, T=1"] is None
+    assert found["eagle, T=0"] is not None
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "RED: eagle at T=1: 2 of 2 prompts equal under coupled noise; chi-square p 1e-09 of 1000 draws" in text
 
 
 def test_a_report_of_plain_decoding_alone_has_a_page(tmp_path: Path) -> None:
