@@ -19,7 +19,7 @@ def row_names(rows: Sequence[Told]) -> list[str]:
     for row in rows:
         parts = [labelled(row["drafter"], row["batch_size"], request_rate=row.get("request_rate"))]
         parts += [f"T={row['temperature']:g}"] if warm else []
-        names.append(", ".join([*parts, *(str(row[key]) for key in keys if row.get(key) is not None)]))
+        names.append(", ".join([*parts, *(str(row[key]) for key in keys if row.get(key) not in (None, "", LIVE))]))
     return names
 
 

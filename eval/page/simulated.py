@@ -36,7 +36,7 @@ def loads(told: Told) -> list[Plot]:
     data: Records = []
     for name, found in told.get("other_trees", {}).items():
         for each in found.get("loads", []):
-            for who, called in (("own", "its own tree"), ("best", "the best tree for the size")):
+            for who, called in (("own", "its own tree"), ("best", "best tree")):
                 if each[who] is not None:
                     label = "" if who == "own" else each["tree"]
                     line = {"name": f"{name}, {called}", "batch": each["batch_size"], "tree": label}
@@ -97,21 +97,12 @@ def _heat(name: str, cells: Records) -> Plot:
     tip: list[dict[str, Any]] = [{"field": field, "type": "ordinal"} for field in ("depth", "rank")]
     tip.append({"field": "share", "type": "quantitative", "format": ".3f"})
     x, y = ({"field": field, "type": "ordinal", "axis": {"labelAngle": 0}} for field in ("rank", "depth"))
-    shade = {"field": "share", "type": "quantitative", "scale": {"domain": [0, 1]}, "title": "share"}
-    square = {"mark": {"type": "rect"}, "encoding": {"x": x, "y": y, "color": shade, "tooltip": tip}}
-    number = {
-        "mark": {"type": "text", "fontSize": 10},
-        "encoding": {
-            "x": x,
-            "y": y,
-            "text": {"field": "share", "type": "quantitative", "format": ".2f"},
-            "color": {"condition": {"test": "datum.share > 0.5", "value": "white"}, "value": "black"},
-        },
-    }
-    height = 30 * len({each["depth"] for each in cells})
-    return plot(
-        f"{name}: the share of the text's tokens by depth and rank of the guess", cells, [square, number], height
-    )
+    shade = {"field": "share", "type": "quantitative", "scale": {"domain": [0, 1], "range": [0, 0.8]}, "legend": None}
+    square = {"mark": {"type": "rect"}, "encoding": {"x": x, "y": y, "opacity": shade, "tooltip": tip}}
+    written = {"field": "share", "type": "quantitative", "format": ".2f"}
+    number = {"mark": {"type": "text", "fontSize": 10}, "encoding": {"x": x, "y": y, "text": written}}
+    caption = f"{name}: the share of the text's tokens by depth and rank of the guess"
+    return plot(caption, cells, [square, number], 30 * len({each["depth"] for each in cells}))
 
 
 def text(told: Told) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from eval.ladder import COSTS, PLAIN, REMEDIES, RUNGS, advice
 from eval.page.names import Told, clocked, red, row_names, shown, spread
-from eval.row import LIVE
+from eval.row import LIVE, TEACHER_FORCED
 from eval.sections import told_of
 
 
@@ -188,6 +188,7 @@ def depths(told: Told) -> Table:
 
 def tiers(told: Told) -> Table:
     """Return what each tier found, where there are several."""
+    ms = column("ms to draft", "seconds.draft", 3, 1000.0, "steps")
     columns = [
         column("tier", "tier"),
         column("workload", "workload"),
@@ -195,7 +196,7 @@ def tiers(told: Told) -> Table:
         column("passes", "steps"),
         with_interval("τ [95%]", "tau"),
         column("drafted a pass", "draft_tokens", 1, per="steps"),
-        column("ms to draft", "seconds.draft", 3, 1000.0, "steps"),
+        (ms[0], lambda row: Cell("-", (None,)) if row["tier"] == TEACHER_FORCED else ms[1](row)),
     ]
     several = len({row["tier"] for row in told["rows"]}) > 1
     return of_rows("tiers", told, columns, lambda row: several and row["drafter"] != PLAIN and row["batch_size"] == 1)
