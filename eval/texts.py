@@ -119,7 +119,9 @@ def _rendered(record: Record, name: str, tokenizer: PreTrainedTokenizerBase) -> 
     samples = samples_of(record, tokenizer, name, _masking(), dropped)
     if not samples:
         cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
-        raise ValueError(f"workload {name}, record {record.id}: {cause}: mend or remove the record")
+        raise ValueError(
+            f"workload {name}, record {record.id}: no answer can be told from its prompt ({cause}): mend it"
+        )
     for sample in samples:
         place = 0
         for answer, run in groupby(sample.mask):
