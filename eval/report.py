@@ -165,7 +165,8 @@ def title(report: Report) -> str:
     """Return one line: what, on what, in which arithmetic."""
     how = f", weights quantised ({quantized})" if (quantized := report.target.get("quantized")) else ""
     carried = f" with adapter {adapter}" if (adapter := report.target.get("adapter")) else ""
-    return f"{report.target.get('name')}{carried} on {report.device.get('name')}, {report.device.get('dtype')}{how}"
+    dtype = f", {report.device['dtype']}" if report.device.get("dtype") else ""  # none: no model computed
+    return f"{report.target.get('name')}{carried} on {report.device.get('name')}{dtype}{how}"
 
 
 def table(report: Report) -> Table:

@@ -115,6 +115,7 @@ def test_a_log_of_the_targets_answers_is_replayed_without_the_target(
         assert tiers[REPLAY]["steps"] == live[name][LIVE]["steps"]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "nothing was decoded" in page
+    assert "None" not in re.search(r"<h1>.*</h1>", page)[0]
 
 
 @pytest.mark.parametrize("kind", ["chain", "static", "dynamic"])
