@@ -140,7 +140,8 @@ def why(told: Told) -> list[str]:
                 f"{name} commits {rungs['ideal']:.2f} tokens a pass. Passes at their own price leave "
                 f"{rungs['verification']:.2f} of that; drafting leaves {rungs['draft']:.2f}; the rest of the step "
                 f"leaves the measured {rungs['overhead']:.2f}. What would help most is {REMEDIES[found['most']]}: "
-                f"a tenth of that loss gone would give {gain:.2f}."
+                f"a tenth of that loss gone would give {gain:.2f}. An oracle that drafts exactly what is accepted, for "
+                f"nothing, would reach {found['oracle']:.2f}."
             )
     return [*lines, *simulated.text(told)[:-1], NOTE]
 
