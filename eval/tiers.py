@@ -193,6 +193,7 @@ def other_trees(
     config: EvalConfig, target: Target, drafters: Mapping[str, Drafter], materials: Sequence[Material]
 ) -> dict[str, Any]:
     """Return by head what other trees would give along the first greedy texts; their price where there is a clock."""
+    config = replace(config, tuner=config.tuner.within(target.context))
     texts = next((each.texts for each in materials if each.own and each.temperature == 0), [])
     texts = [text for text in texts if text.made > 1]
     apart = -(-len(texts) // config.tuner.prompts) or 1

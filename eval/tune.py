@@ -67,6 +67,7 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
         ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot
             verify.
     """
+    config = replace(config, tuner=config.tuner.within(target.context))
     run, grid, asked = config.runs()[0], config.tuner, sorted(set(config.batch_sizes()))
     Batch(target, [Plain(target.device)] * asked[-1])  # says now, and not after minutes, that the target takes none
     folder = resolve_head(run)

@@ -1,6 +1,6 @@
 """The types of conf/eval.yaml's `tuner`: which trees are tried, and how closely they are priced."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -31,6 +31,10 @@ class TunerConfig:
         for key in ("depths", "top_k", "nodes", "contexts", "samples", "prompts", "batch_sizes"):
             if any(value < 1 for value in listed(getattr(self, key))):
                 raise ValueError(f"tuner.{key} is {getattr(self, key)}: give numbers of 1 or more")
+
+    def within(self, context: int) -> "TunerConfig":
+        """Return what a target can verify: trees that its context holds with their root."""
+        return replace(self, nodes=[nodes for nodes in self.nodes if nodes < context] or [1])
 
 
 def listed(value: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig
 from inference.sample import GREEDY, Sampling, distribution
 from tests import toys
-from tests.eval.small import SIZE, small
+from tests.eval.small import SIZE, TUNER, small
 
 LOOKUP = {"ngram_min": 1, "ngram_max": 3, "tokens": 4, "match": "first"}
 SUFFIX = {
@@ -260,6 +260,13 @@ def test_a_budget_cuts_the_trees_of_every_tier(runs: Path, tmp_path: Path) -> No
     wide = TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0]], [])
     assert within(wide, 1).paths == [[0], [1]]
     assert within(toys.TREES["sampled"], 2).shape() == replace(toys.TREES["sampled"], widths=[3, 2]).shape()
+
+
+def test_trees_that_the_context_cannot_hold_are_not_tried(runs: Path, tmp_path: Path) -> None:
+    given = {**ALL, "tier": [LIVE, TEACHER_FORCED], "drafter": {"head": {}}, "tuner": TUNER | {"nodes": [2, 160, 400]}}
+    assert evaluate(small(runs, tmp_path, **given)).passed  # of 160 tokens
+    tried = [each["nodes"] for each in told(tmp_path)["other_trees"]["eagle"]["trees"] if each["family"] != "as it is"]
+    assert max(tried) <= 3  # the deepest chain
 
 
 @pytest.mark.parametrize(
