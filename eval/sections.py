@@ -61,10 +61,14 @@ def _tau(row: Any) -> str:
 
 
 def _meet(rows: Sequence[Any]) -> str:
+    """Return whether the intervals meet; if not, whether the sources' texts are other ones, which near ties make."""
     known = [row.tau_ci for row in rows if row.tau_ci is not None]
     if len(known) < 2:
         return "-"
-    return "yes" if max(low for low, _ in known) <= min(high for _, high in known) else "NO"
+    if max(low for low, _ in known) <= min(high for _, high in known):
+        return "yes"
+    other = any(row.agreement.get("identical", row.prompts) < row.prompts for row in rows)
+    return "NO, but the texts differ" if other else "NO"
 
 
 def reports(extras: Mapping[str, Any]) -> list[str]:
