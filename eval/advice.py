@@ -13,7 +13,7 @@ NOTE = (
     "of plain decoding, passes of every size, the head's drafts. The tree is chosen on half of the answers; what is "
     "said of it is predicted for the others. Nothing was decoded with it: tune=true does, and writes the best one."
 )
-LEAST = 8  # trees shown in Markdown, those first that promise most
+MOST = 8  # trees shown in Markdown
 
 
 def lines(name: str, found: Told) -> list[str]:
@@ -73,8 +73,8 @@ FORCED = (
 
 
 def _trees(trees: Sequence[Told]) -> str:
-    """Return the trees of each number of nodes that promise most, or accept most where nothing was priced."""
-    ranked = sorted(trees, key=lambda each: each["speedup"] or each["tau"], reverse=True)[:LEAST]
+    """Return the trees that promise most, or accept most where nothing was priced."""
+    ranked = sorted(trees, key=lambda each: each["speedup"] or each["tau"], reverse=True)[:MOST]
     body = [
         [each["family"], each["tree"], number(each["nodes"], 1), number(each["tau"], 2), number(each["speedup"], 2)]
         for each in ranked

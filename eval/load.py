@@ -142,11 +142,12 @@ def waited(rows: Sequence[Row], rounds: Rounds, session: Session) -> list[Row]:
     Latencies are those of all rounds: each had other arrivals, so none is more typical than another.
     """
     everywhere = range(len(rounds[PLAIN]))
-    return [_waited(row, rounds, session.categories.get(row.category, everywhere), session.seed) for row in rows]
+    return [_waited(row, rounds, session.categories.get(row.category, everywhere), session) for row in rows]
 
 
-def _waited(row: Row, rounds: Rounds, places: Sequence[int], seed: int) -> Row:
+def _waited(row: Row, rounds: Rounds, places: Sequence[int], session: Session) -> Row:
     """Return a row with what its requests waited, and a speedup of latencies if it had one."""
+    groups = [session.conversations[place] for place in places] if session.conversations else None
     mine, plain = ([rounds[name][place] for place in places] for name in (row.drafter, PLAIN))
     served = list(chain.from_iterable(mine))
     spreads = {
@@ -161,7 +162,7 @@ def _waited(row: Row, rounds: Rounds, places: Sequence[int], seed: int) -> Row:
         tokens_per_second=throughput(mine),
         latency_s=statistics.median(each.made.latency_s for each in served),
         speedup=latency_ratio(mine, plain) if trusted else None,
-        speedup_ci=latency_interval(mine, plain, seed) if trusted else None,
+        speedup_ci=latency_interval(mine, plain, session.seed, groups) if trusted else None,
         speedup_hf=None,
         whole_tokens_per_second=None,
         whole_speedup=None,
@@ -183,11 +184,11 @@ def latency_ratio(rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[S
 
 
 def latency_interval(
-    rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[Served]], seed: int
+    rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[Served]], seed: int, groups: metrics.Groups = None
 ) -> metrics.Interval | None:
-    """Return its interval: prompts are drawn again, each with its rounds and plain decoding's."""
+    """Return its interval: prompts are drawn again, those of a group together, each with its rounds on both sides."""
     both = [[_latency(slow), _latency(fast)] for slow, fast in zip(plain, rounds, strict=True)]
-    columns = torch.tensor(both, dtype=torch.float64)
+    columns = metrics.within(torch.tensor(both, dtype=torch.float64), groups)
     return metrics.bootstrap(columns, lambda total: total[:, 0] / total[:, 1], seed)
 
 

@@ -184,22 +184,28 @@ def markdown(report: Report) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in report.settings.items() if not isinstance(value, dict))
     device = ", ".join(f"{key} {value}" for key, value in report.device.items())
     source = ", ".join(f"{key} {value}" for key, value in report.settings.get("provenance", {}).items())
-    memory = max((row.memory_bytes for row in report.rows), default=0) / 2**20
+    peak = max((row.memory_bytes for row in report.rows), default=0)
+    memory = f" Peak memory: {peak / 2**20:.0f} MiB." if peak else ""
     parts = [
         f"# {title(report)}",
         *(f"**Not lossless.** {failure}." for failure in report.failures()),
         *reports(report.extras),
         grid(HEADER, [_cells(report, row) for row in report.overall]),
-        "## Where the time goes",
-        grid(TIME_HEADER, [_time_cells(report, row) for row in report.overall]),
+        *_times(report),
         *_why(report),
         *advice.sections(report.extras),
         *sections(report.rows, report.sampled, report.gates, report.red),
         "## How it was measured",
-        f"Settings: {settings}. Device: {device}. Peak memory: {memory:.0f} MiB. Provenance: {source}.",
+        f"Settings: {settings}. Device: {device}.{memory} Provenance: {source}.",
         "\n".join(f"- {note}" for note in notes_of(report)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _times(report: Report) -> list[str]:
+    """Return where the time goes, where a clock ran."""
+    body = [_time_cells(report, row) for row in report.overall if row.tier == LIVE]
+    return ["## Where the time goes", grid(TIME_HEADER, body)] if body else []
 
 
 def notes_of(report: Report) -> tuple[str, ...]:

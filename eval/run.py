@@ -16,12 +16,12 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from eval.config import EngineConfig, EvalConfig
-from eval.gates import check, settings_at, sources
+from eval.config import OWN, RECORDED, EngineConfig, EvalConfig
+from eval.gates import check, failed, settings_at, sources
 from eval.lossless import Gate, SampledGate
 from eval.machine import device_facts, provenance
 from eval.report import Report, table
-from eval.row import LIVE, REPLAY
+from eval.row import LIVE, REPLAY, TEACHER_FORCED
 from eval.sessions import timed_rows
 from eval.side_by_side import folder_of, side_by_side
 from eval.sources import model_of, own_prompts
@@ -71,6 +71,8 @@ def measured(config: EvalConfig, model: Mapping[str, Any]) -> Report:
     dtype = speed_dtype(config, model, torch.device(model["device"] or default_device()))
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads = read(config, model, target)
+    # A log without answers is told before anything is measured.
+    logs = recorded(config, target, [each.path for each in workloads]) if config.from_log else []
     if live:
         prompts = [prompt for workload in workloads for prompt in workload.prompts]
         gates, sampled = check(config, target, prompts)
@@ -79,9 +81,10 @@ def measured(config: EvalConfig, model: Mapping[str, Any]) -> Report:
             gc.collect()  # two copies of a large target may not fit
             target = load_target(model, dtype, config.engine)
     extras: dict[str, Any] = {}
-    drafters, materials = sources(config, target), list[Material]()
-    rows = timed_rows(config, target, workloads, drafters, gates, sampled, extras, materials) if live else []
-    rows += along_texts(config, target, workloads, drafters, materials, extras)
+    drafters, made = sources(config, target), list[Material]()
+    rows = timed_rows(config, target, workloads, drafters, gates, sampled, extras, made) if live else []
+    untrusted = {name for name in drafters if failed(name, config.batch_sizes(), gates, sampled)}
+    rows += along_texts(config, target, workloads, drafters, logs or made, untrusted, extras)
     return Report(
         target={"name": model["name"], "path": model["path"], **described(target)},
         device=device_facts(target.device, target.dtype),
@@ -209,6 +212,8 @@ def settings_of(config: EvalConfig, workloads: Sequence[Workload]) -> dict[str, 
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     keys = ("max_new_tokens", "min_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
     chosen = {key: getattr(config, key) for key in (*keys, "turns", "balanced", "budget", "gate_tv")}
+    if {REPLAY, TEACHER_FORCED} & set(config.tiers()):
+        chosen["text"] = RECORDED if config.from_log else OWN
     return {
         "prompts": sum(len(workload.prompts) for workload in workloads),
         "warmup_prompts": "further ones" if all(each.fresh for each in workloads) else "measured ones, halves swapped",

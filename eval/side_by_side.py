@@ -19,6 +19,13 @@ HARMLESS = ("path", "load", "clock_mhz", "python", "gate_dtype", "gate_tv", "rep
 NEVER_BESIDE = (
     "these reports were measured in sessions of their own: speedups are each over plain decoding of their own session"
 )
+EXTRAS = {  # what a page shows of each part beside the rows: by name a record, or a list of records
+    "training": {"steps", "tau"},
+    "trees": {"label", "note", "steps", "paths", "accepted"},
+    "teacher_forced": {"rank", "n_alpha", "at_every_token"},
+    "other_trees": {"trees"},
+    "answers": {"drafter", "prompt", "question", "temperature", "pieces", "steps"},
+}
 KEPT = 12  # characters of a hash that tell it from others
 HASHES = ("revision", "fingerprint")
 
@@ -49,7 +56,7 @@ def side_by_side(files: Sequence[str]) -> Report:
         ],
         extras={
             "reports": [_told(name, file, found[name]) for name, file in zip(found, files, strict=True)],
-            "warnings": [NEVER_BESIDE, *differences(found)],
+            "warnings": [NEVER_BESIDE, *differences(found), *left_out(found)],
             **_extras(found),
         },
     )
@@ -144,11 +151,27 @@ def _told(name: str, file: str, report: Report) -> dict[str, Any]:
     return {"name": name, "file": file, "work": work, **own}
 
 
+def left_out(found: Mapping[str, Report]) -> Iterator[str]:
+    """Yield a line for each report of which parts beside the rows are in the form of another version."""
+    for name, report in found.items():
+        if wrong := [key for key, each in report.extras.items() if not _readable(key, each)]:
+            yield f"{', '.join(wrong)} of {name} are in the form of another version, and left out here"
+
+
+def _readable(key: str, each: Any) -> bool:
+    """Whether a part of a report beside its rows has what the page shows of it."""
+    records = list(each.values()) if isinstance(each, Mapping) else each
+    known = key in EXTRAS and isinstance(records, list)
+    return known and all(isinstance(one, Mapping) and set(one) >= EXTRAS[key] for one in records)
+
+
 def _extras(found: Mapping[str, Report]) -> dict[str, Any]:
     """Return the reports' extras, each with its drafters called by their report too."""
     made: dict[str, Any] = {}
     for name, report in found.items():
         for key, each in report.extras.items():
+            if not _readable(key, each):
+                continue
             if isinstance(each, Mapping):
                 made.setdefault(key, {}).update({labelled(of, 1, name): value for of, value in each.items()})
             else:

@@ -19,5 +19,10 @@ def spread(value: float | None, interval: Interval | None) -> str:
 
 
 def grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body))
+    """Return a Markdown table; a name may hold what would end its cell or its line."""
+    lines = ([_cell(text) for text in line] for line in (header, ["---"] * len(header), *body))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split("\n")).replace("|", "\\|")

@@ -96,7 +96,8 @@ def _row(name: str, tree: str, rule: str, tallies: Sequence[Tally], heading: Hea
     steps, tokens = (math.fsum(getattr(each, key) for each in tallies) for key in ("steps", "tokens"))
     drafted, accepted = (math.fsum(getattr(each, key) for each in tallies) for key in ("drafted", "accepted"))
     deepest = max((len(each.reached) for each in tallies), default=0)
-    reached = [math.fsum(dict(enumerate(each.reached)).get(d, 0.0) for each in tallies) for d in range(deepest)]
+    sums = [math.fsum(dict(enumerate(each.reached)).get(d, 0.0) for each in tallies) for d in range(deepest)]
+    reached = [count for count in sums if count > 0]  # they fall, and no pass came deeper
     by_depth = [count / steps for count in reached]
     mine = [ratio(each.tokens, each.steps) for each in tallies]
     known = [value for value in mine if value is not None]
@@ -139,7 +140,7 @@ def _row(name: str, tree: str, rule: str, tallies: Sequence[Tally], heading: Hea
             "draft_acceptance_rate": ratio(accepted, drafted),
             "committed_per_verified": ratio(accepted + steps, drafted + steps),
         },
-        tau_within_depth=[1 + math.fsum(by_depth[:depth]) for depth in range(1, deepest + 1)],
+        tau_within_depth=[1 + math.fsum(by_depth[:depth]) for depth in range(1, len(by_depth) + 1)],
         by_request={"tau": found} if (found := metrics.quantiles(mine)) else {},
         tier=heading.tier,
     )

@@ -181,7 +181,7 @@ class Overlap:
     Attributes:
         text: the text.
         share: min(1, q(x) / p(x)) of the text's token x, for each token that a step may begin after and each depth; 0
-            where the text has ended.
+            where the text has ended, or has a token of another's that the target never draws.
         common: the sum of min(p, q), with NaN where the text has ended: what is accepted of any draft drawn from q.
     """
 
@@ -213,7 +213,8 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
         q = distribution(spread(head.vocab, head.score(draft.state[0, begin : begin + known], d)), sampling)
         p = law[d : d + known]
         wanted = token[begin + d + 1 : begin + d + 1 + known, None]
-        share[:known, d - 1] = (q.gather(1, wanted) / p.gather(1, wanted).clamp_min(TINY)).clamp_max(1)[:, 0]
+        mine, theirs = (law.gather(1, wanted)[:, 0] for law in (q, p))
+        share[:known, d - 1] = torch.where(theirs > 0, mine / theirs.clamp_min(TINY), 0.0).clamp_max(1)
         common[:known, d - 1] = torch.minimum(p, q).sum(1)
     return Overlap(text, share, common)
 
@@ -241,4 +242,4 @@ def expected(of: Overlap, depth: int) -> Tally:
             survive *= more
             if d < deepest:
                 reached[d] += here * survive
-    return Tally(float(text.made - 1), sum(begins[1 : text.made]), drafted, reached, 0.0)
+    return Tally(float(text.made - 1), sum(begins[1 : text.made], 0.0), drafted, reached, 0.0)

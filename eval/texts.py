@@ -45,9 +45,16 @@ class TokenLog(NamedTuple):
     answer: list[int]
 
     @classmethod
-    def read(cls, raw: Raw, place: int) -> "TokenLog":
-        """Return the record with TOKENS at a place of its file."""
+    def read(cls, raw: Raw, place: int, path: str) -> "TokenLog":
+        """Return the record with TOKENS at a place of its file.
+
+        Raises:
+            ValueError: one of these is no list of tokens.
+        """
         name = str(raw.get("id", raw.get("request_id", place)))
+        for key in TOKENS:
+            if not isinstance(raw[key], list) or not all(type(token) is int for token in raw[key]):
+                raise ValueError(f"{path}: record {name}: {key} is no list of token numbers: mend or remove the record")
         return cls(name, str(raw.get("category") or ""), *(list(raw[key]) for key in TOKENS))
 
 
@@ -88,6 +95,10 @@ def recorded(record: Record | TokenLog, name: str, reads: Reads, turns: str, mos
     """
     found = list(_answers(record, name, reads))
     for number, (token, start) in enumerate(found if turns == "all" else found[:1], 1):
+        if len(token) == start:
+            raise ValueError(f"workload {name}, record {record.id}: {NO_ANSWER}")
+        if not start:
+            raise ValueError(f"workload {name}, record {record.id}: its answer follows nothing: give its prompt too")
         here = f"{record.id}.{number}" if turns == "all" and len(found) > 1 else record.id
         yield Told(here, record.category, Text(token[: start + most], start, most))
 

@@ -4,7 +4,7 @@ All three tiers measure the same τ. What a lossless rule emits is the target's 
 serves for all sources: the one that plain decoding has just written, or one from a log.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from eval.tally import Heading
 from eval.teacher_forced import Overlap, Record, expected, overlap, record
 from eval.teacher_forced import replay as steps_of
 from eval.texts import Text, of_answer
-from eval.workloads import Selection, Workload, read_log
+from eval.workloads import Selection, Workload, check_known, read_log
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
@@ -91,20 +91,20 @@ def recorded(config: EvalConfig, reads: Reads | Target, names: Sequence[str]) ->
 
 
 def within_context(text: Text, id_: str, name: str, target: Target, truncate: bool) -> Text:
-    """Return a text that the target's context holds.
+    """Return a text that the target's context holds, with no more tokens allowed than decoding would have had there.
 
     Raises:
-        ValueError: it does not, and may not be shortened.
+        ValueError: it does not, and may not be shortened; or it has tokens that the target does not know.
     """
-    over = len(text.token) - target.context
-    if over <= 0:
-        return text
-    if not truncate or over >= text.start:
+    check_known(text.token, f"workload {name}, record {id_}", target)
+    over = max(len(text.token) - target.context, 0)
+    if over and (not truncate or over >= text.start):
         raise ValueError(
             f"workload {name}, record {id_}: {len(text.token)} tokens with its answer, but the target's context is "
             f"{target.context}: give a smaller max_new_tokens, or truncate=true to keep each text's end"
         )
-    return Text(text.token[over:], text.start - over, text.limit)
+    start = text.start - over
+    return Text(text.token[over:], start, min(text.limit, target.context - start))
 
 
 def along_texts(
@@ -113,21 +113,30 @@ def along_texts(
     workloads: Sequence[Workload],
     drafters: Mapping[str, Drafter],
     materials: list[Material],
+    untrusted: Collection[str],
     extras: dict[str, Any],
 ) -> list[Row]:
-    """Return the rows of the tiers without a clock; `extras` takes what they say besides."""
+    """Return the rows of the tiers without a clock.
+
+    Args:
+        config: the evaluation.
+        target: the target.
+        workloads: what it answers where no texts are given.
+        drafters: the sources.
+        materials: recorded texts, or what plain decoding has just written; empty where nothing was decoded.
+        untrusted: sources with a red gate, for which no speedup is predicted.
+        extras: takes what they say besides.
+    """
     tiers = config.tiers()
     if not {REPLAY, TEACHER_FORCED} & set(tiers):
         return []
-    if config.from_log:
-        materials = recorded(config, target, [each.path for each in workloads])
-    elif not materials:
+    if not materials:
         materials = written(config, target, workloads)
     rows = replayed(config, target, materials) if REPLAY in tiers else []
     if TEACHER_FORCED in tiers:
         more, extras["teacher_forced"] = forced(config, target, drafters, materials)
         rows += more
-        extras["other_trees"] = other_trees(config, target, drafters, materials)
+        extras["other_trees"] = other_trees(config, target, drafters, materials, untrusted)
     return rows
 
 
@@ -190,9 +199,16 @@ def forced(
 
 
 def other_trees(
-    config: EvalConfig, target: Target, drafters: Mapping[str, Drafter], materials: Sequence[Material]
+    config: EvalConfig,
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    materials: Sequence[Material],
+    untrusted: Collection[str],
 ) -> dict[str, Any]:
-    """Return by head what other trees would give along the first greedy texts; their price where there is a clock."""
+    """Return by head what other trees would give along the first greedy texts.
+
+    They have a price where there is a clock, and the head is not `untrusted`.
+    """
     config = replace(config, tuner=config.tuner.within(target.context))
     texts = next((each.texts for each in materials if each.own and each.temperature == 0), [])
     texts = [text for text in texts if text.made > 1]
@@ -200,7 +216,8 @@ def other_trees(
     found = {}
     for name, drafter in heads_of(drafters).items() if texts else ():
         trees = simulate(config, target, drafter, texts[::apart])
-        costs = price(config, target, drafter, trees, texts[::apart]) if LIVE in config.tiers() else {}
+        priced = LIVE in config.tiers() and name not in untrusted
+        costs = price(config, target, drafter, trees, texts[::apart]) if priced else {}
         found[name] = explained(trees, costs)
     return found
 
@@ -225,12 +242,13 @@ def _chosen(
     grown = [tree] if tree.kind in CONFIDENT else []
     records = [record(target, head, text, grown, depth) for text in material.texts]
     tallies = [tally.tally(steps_of(each, tree), each.text.made - 1) for each in records]
-    return table(records), tallies
+    return table(records, depth), tallies
 
 
-def table(records: Sequence[Record]) -> dict[str, Any]:
-    """Return acceptance by depth and rank, its first column by itself, and that of whole chains."""
-    rank = torch.tensor([row for each in records for row in each.rank])
+def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
+    """Return acceptance by depth and rank down to a depth, its first column by itself, and that of whole chains."""
+    rank = torch.tensor([row for each in records for row in each.rank], dtype=torch.long)
+    rank = rank.view(-1, depth)  # of no tokens too
     found = acceptance(rank, RANKS)
     right = (rank == 0).long().cumprod(1).double()
     known = (rank >= 0).double()
@@ -248,7 +266,7 @@ def _drawn(
     """Return what is known of a head whose chains are drawn."""
     depth = min(head.max_depth, tree.deepest)
     each = [overlap(target, head, text, sampling, depth) for text in material.texts]
-    ranked = table([record(target, head, text, [], depth) for text in material.texts])
+    ranked = table([record(target, head, text, [], depth) for text in material.texts], depth)
     return ranked | drawn_table(each), [expected(one, depth) for one in each]
 
 

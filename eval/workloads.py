@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data.files import Raw
 from data.prompts import WORKLOADS, Prompt, locate, prompt_of
@@ -146,12 +146,7 @@ def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:
     """
     if not prompt.token:
         raise ValueError(f"workload {name}, prompt {prompt.id}: is empty: remove it")
-    known = range(target.spec.vocab_size)
-    if not all(token in known for token in prompt.token):
-        raise ValueError(
-            f"workload {name}, prompt {prompt.id}: its tokens are none of the target's {len(known)}: give text, or the "
-            "prompts of a run of this target"
-        )
+    check_known(prompt.token, f"workload {name}, prompt {prompt.id}", target)
     room = target.context - ROOM
     if truncate:
         return prompt._replace(token=prompt.token[-room:])
@@ -161,6 +156,20 @@ def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:
             f"{target.context} leaves room for {room}: shorten it, or set truncate=true to keep each prompt's end"
         )
     return prompt
+
+
+def check_known(tokens: Sequence[Any], where: str, target: Target) -> None:
+    """Check that a target knows all tokens.
+
+    Raises:
+        ValueError: it does not; the text they are from is named by `where`.
+    """
+    known = range(target.spec.vocab_size)
+    if not all(token in known for token in tokens):
+        raise ValueError(
+            f"{where}: its tokens are none of the target's {len(known)}: give text, or the prompts of a run of this "
+            "target"
+        )
 
 
 def swapped(prompt: Prompt) -> Prompt:
@@ -195,7 +204,7 @@ def _records(path: str, wanted: Selection) -> Iterator[Placed]:
             yield place, Prompt(**raw)
             continue
         if set(TOKENS) <= set(raw):
-            yield place, TokenLog.read(raw, place)
+            yield place, TokenLog.read(raw, place, path)
             continue
         read = parse(_readable(raw, place, path), place, path)
         name = f"{read.id}@{place}" if read.id in seen else read.id

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from inference import loading
 
@@ -38,11 +38,21 @@ class Reader:
             ValueError: none loads from there, and why.
         """
         tokenizer = loading.load_tokenizer(path, trust_remote_code)
-        try:
-            configured = GenerationConfig.from_pretrained(path)
-        except OSError:  # a folder may have none
-            configured = None
+        configured = _configured(path, trust_remote_code)
         return cls(path, tokenizer, end_tokens(configured, tokenizer), torch.device("cpu"), True)
+
+
+def _configured(path: str, trust_remote_code: bool) -> GenerationConfig | None:
+    """Return a model's generation config, as loading the model would make it; None where only a tokenizer is there."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        pass
+    try:
+        own = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+    return GenerationConfig.from_model_config(own)
 
 
 def end_tokens(configured: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from eval.row import LIVE
+from eval.tables import grid
 from heads.hub import on_hub
 
 LIMITS = """\
@@ -76,11 +78,11 @@ HEADER = ("drafter", "workload", "T", "batch", "τ [95 %]", "P(a≥1), P(a≥2) 
 
 
 def _measured(report: dict[str, Any]) -> str:
-    """Return the table of the report's rows; a row whose gate failed has no speedup."""
-    if not report.get("rows"):
+    """Return the table of the report's rows by decoding; a row whose gate failed has no speedup."""
+    rows = [row for row in report.get("rows", []) if row.get("tier", LIVE) == LIVE]
+    if not rows:
         return "Not measured: the run has no report."
-    lines = [HEADER, ("---",) * len(HEADER), *(_cells(row) for row in report["rows"])]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = grid(HEADER, [_cells(row) for row in rows])
     device = report.get("device", {})
     where = ", ".join(str(device[key]) for key in ("name", "dtype", "threads") if device.get(key) is not None)
     return (

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.reading import read_report
+from eval.row import LIVE
 
 TABLE, WIDTH = "table.json", 140
 COLUMNS = ("head", "parameters", "tokens", "GFLOP", "seconds", "T", "τ [95%]", "P(a≥1) P(a≥2) …", "speedup", "lossless")
@@ -83,10 +84,11 @@ def note(name: str, drafter: str, out: Path) -> None:
 
 
 def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
-    """Return what a finished run cost and each of its own rows of the report."""
+    """Return what a finished run cost and each of its own rows of the report that a clock measured."""
     cost = json.loads((out / "training.json").read_text())
     report = read_report(out / "report.json")
-    mine = [row for row in report["rows"] if row["drafter"] == drafter and not row.get("category")]
+    live = [row for row in report["rows"] if row.get("tier", LIVE) == LIVE]
+    mine = [row for row in live if row["drafter"] == drafter and not row.get("category")]
     return [{"name": name, "out": str(out), "cost": cost, **row} for row in mine]
 
 

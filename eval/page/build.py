@@ -24,6 +24,7 @@ from eval.page.names import Told, red, row_names, shown, spread
 from eval.page.plots import Plot
 from eval.page.tables import Table
 from eval.row import LIVE
+from eval.sections import DRAWN_CHAINS
 
 HERE = Path(__file__).parent
 NODES = (
@@ -35,7 +36,7 @@ SOURCES = {"draft": "drafted and accepted", "bonus": "the target's own", "prefil
 
 TIERS = (
     "One τ, measured up to three times: live by decoding; teacher_forced by one pass of target and head over the text; "
-    "replay by drafting along the text, without the target. The intervals resample the prompts."
+    "replay by drafting along the text, without the target. The intervals resample the prompts. " + DRAWN_CHAINS
 )
 
 
@@ -57,6 +58,7 @@ class Headline:
 
     name: str
     speedup: str
+    unit: str  # of the speedup
     tau: str
     detail: str
     red: bool
@@ -186,12 +188,23 @@ def headlines(told: Told) -> list[Headline]:
         Headline(
             name,
             "withheld" if drafter in failed else spread(row["speedup"], row["speedup_ci"]),
+            "" if drafter in failed or row["speedup"] is None else unit(row),
             spread(row["tau"], row["tau_ci"]),
-            f"{row['tree']}, {shown(row['tokens_per_second'], 1)} tok/s on {row['workload']}",
+            f"{row['tree']}, {speed(row)}on {row['workload']}",
             drafter in failed,
         )
         for drafter, (name, row) in firsts(told).items()
     ]
+
+
+def unit(row: Told) -> str:
+    """Return what a row's speedup counts: under a rate of requests it is no ratio of speeds."""
+    return "times plain decoding" if row.get("request_rate") is None else "plain decoding's mean latency over its own"
+
+
+def speed(row: Told) -> str:
+    """Return a row's tokens per second for a sentence, nothing where no clock ran."""
+    return "" if row["tokens_per_second"] is None else f"{shown(row['tokens_per_second'], 1)} tok/s "
 
 
 def gated(told: Told) -> str:

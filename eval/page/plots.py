@@ -125,10 +125,11 @@ def acceptance(told: Told) -> Plot | None:
 
 def against(told: Told, key: str, title: str) -> Plot | None:
     """Return the speedup against the batch size, the temperature or the request rate, where there are several."""
-    if len({row[key] for row in told["rows"] if row.get(key) is not None}) < 2:
+    rows = clocked(told)
+    if len({row[key] for row in rows if row.get(key) is not None}) < 2:
         return None
     data: Records = []
-    for line, row in lines(told, key):
+    for line, row in lines({**told, "rows": rows}, key):
         if row["speedup"] is not None and row["drafter"] != PLAIN:
             low, high = row["speedup_ci"] or (row["speedup"], row["speedup"])
             data.append({"name": line, "x": row[key], "speedup": row["speedup"], "low": low, "high": high})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.ladder import COSTS, PLAIN, REMEDIES, RUNGS, advice
+from eval.lossless import labelled
 from eval.page.names import Told, clocked, red, row_names, shown, spread
 from eval.row import LIVE, TEACHER_FORCED
 from eval.sections import told_of
@@ -205,7 +206,8 @@ def tiers(told: Told) -> Table:
 def nodes(told: Told) -> Table:
     """Return the trees' nodes with the shares of the target passes that accepted them."""
     columns = [Head(name, (name,)) for name in ("drafter", "ranks from the root", "depth", "accepted", "passes")]
-    failed = {row["drafter"] for row in told["rows"] if red(row, told["settings"])}
+    rows = (row for row in told["rows"] if red(row, told["settings"]))
+    failed = {labelled(row["drafter"], 1, row.get("report", "")) for row in rows}
     lines, faded = [], []
     for name, tree in told.get("trees", {}).items():
         for path, share in zip(tree["paths"], tree["accepted"], strict=True):

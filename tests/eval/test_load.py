@@ -17,7 +17,8 @@ from eval.live import Session
 from eval.load import Served, arrivals, latency_interval, latency_ratio, measure, serve, throughput, waited
 from eval.lossless import Divergence, Gate
 from eval.page import load as load_plots
-from eval.report import Report
+from eval.page.build import headlines
+from eval.report import Report, markdown
 from eval.row import Row
 from eval.run import evaluate
 from inference.batch import Batch
@@ -172,6 +173,7 @@ def test_the_ratio_is_one_of_mean_latencies() -> None:
     halved = [[served(each.made.latency_s / 2) for each in repeats] for repeats in PLAIN]
     assert latency_interval(halved, PLAIN, 0) == (2.0, 2.0)
     assert latency_interval(FAST[:1], PLAIN[:1], 0) is None
+    assert latency_interval(FAST, PLAIN, 0, [5, 5]) is None  # two turns of one conversation
 
 
 def test_throughput_runs_from_the_first_arrival_to_the_last_end() -> None:
@@ -200,6 +202,36 @@ def test_categories_have_the_latencies_of_their_own_requests() -> None:
     rows = {(row.drafter, row.category): row for row in loaded(GREEN, categories={"a": [0], "b": [1]})}
     assert rows["eagle", "a"].speedup == 10 / 3
     assert rows["eagle", "b"].speedup == 2
+
+
+def test_turns_of_one_conversation_are_drawn_together() -> None:
+    rounds = {"plain": PLAIN, "eagle": FAST}
+    session = Session("tiny", 0.0, 1, 0, 0, conversations=[3, 3], request_rate=2.0)
+    made = live.rows(load.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session)
+    assert [row.speedup_ci for row in waited(made, rounds, session)] == [None, None]
+
+
+def test_a_tile_says_that_its_ratio_is_one_of_latencies() -> None:
+    gates = {"plain": GREEN, "eagle": GREEN}
+    (slow,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict())
+    assert slow.unit == "plain decoding's mean latency over its own"
+    (closed,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict() | {"rows": rated(None)})
+    assert closed.unit == "times plain decoding"
+    (red,) = headlines(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, loaded(RED)).as_dict())
+    assert (red.speedup, red.unit) == ("withheld", "")
+
+
+def rated(rate: float | None) -> list[dict[str, Any]]:
+    """Return rows as report.json has them, at another rate."""
+    return [{**row, "request_rate": rate} for row in Report({}, {}, {}, {}, loaded(GREEN)).as_dict()["rows"]]
+
+
+def test_rows_of_several_reports_are_told_apart() -> None:
+    rows = [replace(row, report=name) for name in ("one", "two") for row in loaded(GREEN)]
+    told = markdown(Report({}, {}, {}, {f"eagle of {name}": GREEN for name in ("one", "two")}, rows))
+    part = told.split("## Under load")[1]
+    for name in ("one", "two"):
+        assert f"| eagle of {name} | tiny | 0 | 2 |" in part
 
 
 def test_without_a_green_gate_there_is_no_ratio() -> None:

@@ -16,7 +16,7 @@ from eval.ladder import RUNGS
 from eval.law import LawTest
 from eval.live import Runs, Session, rows
 from eval.lossless import Divergence, Gate, SampledGate
-from eval.page import build, names, tree_plot
+from eval.page import build, names, plots, tree_plot
 from eval.page.tables import flattened
 from eval.report import Report, markdown
 from inference.drafters.head import HeadDrafter
@@ -200,6 +200,15 @@ def test_a_law_that_was_rejected_greys_its_temperature_alone(tmp_path: Path) -> 
     assert found["eagle, T=0"] is not None
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "RED: eagle at T=1: 2 of 2 prompts equal under coupled noise; chi-square p 1e-09 of 1000 draws" in text
+
+
+def test_rows_without_a_clock_are_no_other_batch_size() -> None:
+    whole = report(sizes=(4,), temperatures=(0.0,))
+    none = {"speedup": None, "speedup_ci": None, "whole_speedup": None, "whole_speedup_ci": None}
+    along = [replace(row, tier="teacher_forced", batch_size=1, **none) for row in whole.rows[1:]]
+    told = replace(whole, rows=[*whole.rows, *along]).as_dict()
+    assert plots.against(told, "batch_size", "batch size") is None
+    assert plots.against(report(temperatures=(0.0,)).as_dict(), "batch_size", "batch size") is not None
 
 
 def test_a_report_of_plain_decoding_alone_has_a_page(tmp_path: Path) -> None:

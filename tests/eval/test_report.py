@@ -13,7 +13,7 @@ from rich.console import Console
 from data.store_files import write_whole
 from eval.lossless import UNCHECKED, Divergence, Gate
 from eval.report import Report, markdown, table
-from eval.row import Row
+from eval.row import TEACHER_FORCED, Row
 from tests.eval.stubs import ROW
 
 GREEN = Gate(8, 7, 1, 0)
@@ -122,6 +122,19 @@ def test_sampling_is_explained_where_there_was_some() -> None:
     assert "exact enumeration" not in markdown(report())
     sampled = replace(ROW, temperature=1.0, lossless=UNCHECKED.counts())
     assert "exact enumeration" in markdown(report(sampled))
+
+
+def test_categories_are_those_of_the_clock_where_one_ran() -> None:
+    whole, part = ROW, replace(ROW, category="math", workload="tiny/math")
+    along = [
+        replace(SILENT, tier=TEACHER_FORCED, category=row.category, workload=row.workload) for row in (whole, part)
+    ]
+    both = replace(report(), rows=[whole, part, *along])
+    assert markdown(both).split("## By category")[1].split("##")[0].count("| eagle |") == 1
+    alone = replace(report(), rows=along)
+    assert "| eagle | tiny/math |" in markdown(alone).split("## By category")[1]
+    assert "Where the time goes" in markdown(both)
+    assert "Where the time goes" not in markdown(alone)
 
 
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

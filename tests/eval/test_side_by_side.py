@@ -9,6 +9,7 @@ import pytest
 
 from eval.config import eval_config
 from eval.lossless import Gate, SampledGate
+from eval.page.tables import nodes
 from eval.report import Report, markdown
 from eval.side_by_side import folder_of, names, shared, side_by_side
 from tests.eval.small import run_main
@@ -160,6 +161,30 @@ def test_the_page_tells_the_reports_apart(tmp_path: Path, two: list[str]) -> Non
         if key.startswith("tree-") and len(spec["data"]["values"]) == 3
     )
     assert [node["share"] for node in nodes] == [1.0, *TREE["accepted"]]
+
+
+def test_nodes_of_a_red_gate_are_grey_in_its_own_report_alone(tmp_path: Path) -> None:
+    red = plain_and(replace(SILENT, lossless=RED.counts()), gates={"eagle": RED}, extras={"trees": {"eagle": TREE}})
+    green = plain_and(ROW, gates={"eagle": Gate(8, 8, 0, 0)}, extras={"trees": {"eagle": TREE}})
+    table = nodes(side_by_side([make(tmp_path, "a", green), make(tmp_path, "b", red)]).as_dict())
+    assert [line[0].text for line in table.lines] == ["eagle of a"] * 2 + ["eagle of b"] * 2
+    assert table.red == [False, False, True, True]
+
+
+def test_what_another_version_wrote_beside_the_rows_is_left_out(tmp_path: Path) -> None:
+    old = {"trees": {"eagle": {"label": "chain", "note": "", "paths": [[0]]}}, "more": 5}
+    given = {"gates": {"eagle": Gate(8, 8, 0, 0)}}
+    files = [
+        make(tmp_path, "new", plain_and(ROW, **given, extras={"trees": {"eagle": TREE}})),
+        make(tmp_path, "old", plain_and(ROW, **given)),
+    ]
+    told = json.loads(Path(files[1]).read_text(encoding="utf-8")) | old
+    Path(files[1]).write_text(json.dumps(told), encoding="utf-8")
+    made = side_by_side(files)
+    assert list(made.extras["trees"]) == ["eagle of new"]
+    assert made.extras["warnings"][-1].startswith("trees, more of old are in the form of another version")
+    made.write(tmp_path / "all")
+    assert len(made.rows) == 4
 
 
 def test_names_are_short_where_they_tell_reports_apart(tmp_path: Path) -> None:

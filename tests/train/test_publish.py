@@ -69,6 +69,7 @@ def run(tmp_path: Path, spec: TargetSpec) -> Path:
     )  # fmt: skip
     red = {"checked": 1, "identical": 0, "near_tie": 0, "failed": 1}
     rows = [row, {**row, "lossless": red}, {**row, "batch_size": 4, "request_rate": 2.0}]
+    rows.append({**row, "tier": "teacher_forced", "tau": 9.87, "speedup": None, "workload": "my|log"})
     report = {"schema": 1, "target": {}, "device": {"name": "a CPU"}, "settings": {}, "rows": rows}
     (run / "report.json").write_text(json.dumps(report))
     (run / "report.md").write_text("# Report\n")
@@ -167,6 +168,7 @@ def test_the_card_says_what_was_measured(run: Path, hub: Hub) -> None:
     assert "| medusa | tiny | 0 | 1 | 2.35 [2.20, 2.50] | 0.80 0.55 | 123.4 | 1.68 [1.50, 1.80] | 16/16 id" in text
     assert "| medusa | tiny | 0 | 4 at 2 req/s | 2.35" in text
     assert "| withheld | 0/1 identical, 1 FAILED |" in text
+    assert "9.87" not in text, "no clock measured that"
     assert "`c0ffee`" in text
     assert f"python eval/run.py run={REPO}" in text
     assert "`train/run.py`" in text

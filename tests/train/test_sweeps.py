@@ -1,6 +1,7 @@
 """Sweeps: what a run returns, what fails alone, and a search by Optuna that goes on where it was."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from eval.report import Report
+from eval.row import LIVE, TEACHER_FORCED
 from heads.resolvers import ROOT, register_resolvers
+from tests.eval.stubs import ROW
 from tests.train import jobs
 from train import sweep
 from train.config import run_config
@@ -55,6 +59,15 @@ def test_the_best_tau_is_what_training_measured(tmp_path: Path) -> None:
     assert sweep.best_tau(tmp_path) == 2.25
     (tmp_path / "training.json").write_text(json.dumps({"best_tau": 0}))
     assert sweep.best_tau(tmp_path) is None
+
+
+def test_the_table_has_what_a_clock_measured(tmp_path: Path) -> None:
+    live = replace(ROW, lossless={"checked": 1, "identical": 1, "near_tie": 0, "failed": 0})
+    along = replace(live, tier=TEACHER_FORCED, speedup=None, speedup_ci=None, speedup_hf=None)
+    (tmp_path / "training.json").write_text("{}")
+    (tmp_path / "report.json").write_text(json.dumps(Report({}, {}, {}, {}, [live, along]).as_dict()))
+    (row,) = sweep.rows_of("tiny-eagle", "eagle", tmp_path)
+    assert (row["tier"], row["speedup"]) == (LIVE, ROW.speedup)
 
 
 def test_trials_are_named_after_their_values() -> None:

@@ -1,0 +1,30 @@
+"""Passes counted along a text become rows, whatever the drafts reached."""
+
+import pytest
+import torch
+
+from eval.row import TEACHER_FORCED
+from eval.tally import Heading, Tally, rows
+from eval.teacher_forced import Overlap, expected
+from eval.texts import Text
+
+HEADING = Heading(TEACHER_FORCED, "tiny", 1.0, {}, [0, 1], 0)
+
+
+def test_depths_that_no_pass_came_to_are_no_depths() -> None:
+    share = torch.full((3, 4), 0.5)
+    short = expected(Overlap(Text([1, 2, 3, 4, 5, 6], 2, 4), share, share), 4)  # room for two drafted tokens at most
+    assert len(short.reached) == 4
+    (row,) = rows("eagle", "chain-4", "token", [short, short], HEADING, "none")
+    assert len(row.accepted_by_depth) == len(row.conditional_by_depth) == len(row.tau_within_depth) == 2
+    assert row.conditional_by_depth[0] == row.accepted_by_depth[0] == pytest.approx(short.reached[0] / short.steps)
+
+
+def test_answers_of_one_token_have_no_passes_and_no_tau() -> None:
+    share = torch.zeros(0, 4)
+    none = expected(Overlap(Text([1, 2, 3], 2, 8), share, share), 4)
+    (row,) = rows("eagle", "chain-4", "token", [none, none], HEADING, "none")
+    assert (row.steps, row.tokens, row.tau, row.tau_ci, row.accepted_by_depth) == (0, 0, None, None, [])
+    one = Tally(6.0, 3.0, 6.0, [2.0, 1.0], 0.0)
+    (row,) = rows("eagle", "chain-4", "token", [none, one], HEADING, "none")
+    assert (row.tau, row.tau_request_mean, row.accepted_by_depth) == (2.0, 2.0, [2 / 3, 1 / 3])
