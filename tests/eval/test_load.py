@@ -12,13 +12,9 @@ import torch
 from data.prompts import Prompt
 from eval import live, load
 from eval.config import eval_config
-from eval.ladder import ladder
 from eval.live import Session
 from eval.load import Served, arrivals, latency_interval, latency_ratio, measure, serve, throughput, waited
 from eval.lossless import Divergence, Gate
-from eval.page import load as load_plots
-from eval.page.build import headlines
-from eval.report import Report, markdown
 from eval.row import Row
 from eval.run import evaluate
 from inference.batch import Batch
@@ -211,65 +207,10 @@ def test_turns_of_one_conversation_are_drawn_together() -> None:
     assert [row.speedup_ci for row in waited(made, rounds, session)] == [None, None]
 
 
-def test_a_tile_says_that_its_ratio_is_one_of_latencies() -> None:
-    gates = {"plain": GREEN, "eagle": GREEN}
-    (slow,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict())
-    assert slow.unit == "plain decoding's mean latency over its own"
-    (closed,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict() | {"rows": rated(None)})
-    assert closed.unit == "times plain decoding"
-    (red,) = headlines(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, loaded(RED)).as_dict())
-    assert (red.speedup, red.unit) == ("withheld", "")
-
-
-def rated(rate: float | None) -> list[dict[str, Any]]:
-    """Return rows as report.json has them, at another rate."""
-    return [{**row, "request_rate": rate} for row in Report({}, {}, {}, {}, loaded(GREEN)).as_dict()["rows"]]
-
-
-def test_rows_of_several_reports_are_told_apart() -> None:
-    rows = [replace(row, report=name) for name in ("one", "two") for row in loaded(GREEN)]
-    told = markdown(Report({}, {}, {}, {f"eagle of {name}": GREEN for name in ("one", "two")}, rows))
-    part = told.split("## Under load")[1]
-    for name in ("one", "two"):
-        assert f"| eagle of {name} | tiny | 0 | 2 |" in part
-
-
 def test_without_a_green_gate_there_is_no_ratio() -> None:
     _, eagle = loaded(RED)
     assert {eagle.speedup, eagle.speedup_ci, eagle.whole_speedup} == {None}
     assert eagle.latency_s == 2
-
-
-def test_a_red_gate_withholds_the_ratio_in_tables_and_plots(tmp_path: Path) -> None:
-    rows = [row for rate in (2.0, 4.0) for row in loaded(RED, rate)]
-    rows = [replace(row, lossless=GREEN.counts()) for row in rows]  # the verdict stands with the gates
-    made = Report({"name": "toy"}, {"name": "a CPU", "dtype": "float32"}, {}, {"plain": GREEN, "eagle": RED}, rows)
-    made.write(tmp_path)
-    part = (tmp_path / "report.md").read_text(encoding="utf-8").split("## Under load")[1]
-    line = next(each for each in part.splitlines() if each.startswith("| eagle"))
-    assert line.endswith("| withheld |")
-    specs = load_plots.latencies(made.as_dict() | {"settings": {"gate": {"eagle": {"passed": False}}}})
-    assert specs is not None
-    assert {each["name"] for each in specs.spec["data"]["values"]} == {"plain"}
-    assert load_plots.table(made.as_dict()).red == [False, True, False, True]
-
-
-def test_the_plot_has_both_quantiles_at_every_rate() -> None:
-    rows = [row for rate in (None, 2.0, 4.0) for row in loaded(GREEN, rate)]
-    made = Report({}, {}, {}, {"plain": GREEN, "eagle": GREEN}, rows).as_dict()
-    drawn = load_plots.latencies(made)
-    assert drawn is not None
-    found = {(each["name"], each["rate"], each["mark"]) for each in drawn.spec["data"]["values"]}
-    assert found == {
-        (name, rate, mark) for name in ("plain", "eagle") for rate in (2.0, 4.0) for mark in ("p50", "p95")
-    }
-    assert load_plots.latencies({**made, "rows": made["rows"][:4]}) is None  # a single rate
-
-
-def test_there_is_no_ladder_of_latencies() -> None:
-    plain, eagle = ({**vars(row)} for row in loaded(GREEN))
-    assert ladder(eagle, plain) is None
-    assert ladder({**eagle, "request_rate": None}, plain) is not None
 
 
 @pytest.mark.parametrize("rate", [0, -1, "fast", True, [], [1, 0], [None, "fast"], float("inf"), float("nan")])

@@ -1,0 +1,101 @@
+"""Texts from a log: what is damaged is told before anything is measured, and what is odd counts for what it is."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.config import eval_config
+from eval.row import REPLAY, TEACHER_FORCED
+from eval.run import evaluate
+from eval.teacher_forced import overlap, unrolled
+from eval.texts import Text
+from eval.tiers import within_context
+from inference.sample import Sampling
+from tests import toys
+from tests.eval.small import SIZE, small
+from tests.eval.test_tiers import ALL, SUFFIX, told
+
+
+def test_a_log_without_answers_is_told_before_anything_is_measured(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("something was decoded")
+
+    monkeypatch.setattr("eval.run.check", refuse)
+    (tmp_path / "asked.jsonl").write_text('{"question": "w1 w2 w3"}\n')
+    given = {**ALL, "text": "recorded", "workload": str(tmp_path / "asked.jsonl")}
+    with pytest.raises(ValueError, match="no answer to play back"):
+        evaluate(small(runs, tmp_path / "out", **given))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt_token_ids": [1, 2], "token_ids": []}, "record 0: it has no answer to play back"),
+        ({"prompt_token_ids": [], "token_ids": [1, 2]}, "is empty: remove it"),
+        ({"prompt_token_ids": [1, 2], "token_ids": None}, "record 0: token_ids is no list of token numbers"),
+        ({"prompt_token_ids": "w1 w2", "token_ids": [1]}, "record 0: prompt_token_ids is no list of token numbers"),
+        ({"prompt_token_ids": [1, 2], "token_ids": [3, 40]}, "record 0: its tokens are none of the target's 40"),
+    ],
+)
+def test_a_damaged_log_of_tokens_is_one_line(runs: Path, tmp_path: Path, line: dict[str, Any], message: str) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps(line))
+    given = {**ALL, "tier": [TEACHER_FORCED, REPLAY], "text": "recorded", "workload": str(log)}
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        evaluate(small(runs, tmp_path / "out", **given))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_target_an_answer_needs_its_prompt_too(runs: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"prompt_token_ids": [], "token_ids": [1, 2]}')
+    given = SIZE | {"drafter": {"suffix": SUFFIX}, "tier": REPLAY, "workload": str(log), "out": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match="record 0: its answer follows nothing"):
+        evaluate(eval_config(**given, model={"path": str(runs / "target")}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_of_one_token_have_a_report(runs: Path, tmp_path: Path, temperature: float) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"prompt_token_ids": [1, 2, 3], "token_ids": [4]}')
+    given = {
+        **ALL,
+        "tier": [TEACHER_FORCED, REPLAY],
+        "text": "recorded",
+        "workload": str(log),
+        "tree": {"kind": "chain"},
+    }
+    assert evaluate(small(runs, tmp_path, **given, temperature=temperature)).passed
+    assert {(row["tau"], row["steps"]) for row in told(tmp_path)["rows"]} == {(None, 0)}
+
+
+def test_a_text_has_no_more_room_than_the_context() -> None:
+    target = toys.target()
+    text = Text([1] * (target.context - 4), target.context - 20, 64)
+    assert within_context(text, "a", "log", target, False).limit == 20
+    long = Text([1] * (target.context + 6), target.context - 20, 64)
+    cut = within_context(long, "a", "log", target, True)
+    assert (len(cut.token), cut.start, cut.limit) == (target.context, target.context - 26, 26)
+
+
+def test_what_the_target_never_draws_was_not_accepted() -> None:
+    target, sampling = toys.target(), Sampling(1.0, 1, 1.0)  # of each law its likeliest token alone
+    head = toys.head("eagle", target)
+    target.feature_layers = head.feature_layers
+    parted = 0
+    for seed in range(8):
+        token = torch.tensor([toys.prompt(seed, 9)])
+        features = target.features(token, torch.zeros_like(token))
+        (draft,) = unrolled(head, features, 1)
+        best, guess = target.ends.logits(features.last[0, 8]).argmax(), head.score(draft.state[0, 7], 1).argmax()
+        found = overlap(target, head, Text([*token[0].tolist(), int(guess)], 8, 12), sampling, 1)
+        assert found.share.item() == float(best == guess)
+        parted += bool(best != guess)
+    assert parted, "head and target agree everywhere"
