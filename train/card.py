@@ -16,7 +16,7 @@ LIMITS = """\
 - {layout}
 - The head reads the target's embedding and lm_head, {ends}: the target's licence
   applies to them, and to any text that the target wrote for the training."""
-ENDS = {True: "which are not in this repository", False: "of which this repository may hold a copy"}  # in our own format
+ENDS = {True: "which are not in this repository", False: "of which this repository may hold a copy"}  # in our own form
 
 
 @dataclass(frozen=True)
