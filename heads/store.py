@@ -97,7 +97,7 @@ def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tenso
         (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
         for path in (new / WEIGHTS, new / CONFIG, new):
             flush(path)
-        _swap(new, folder)
+        swap(new, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
         reason = " ".join(str(error).split())
@@ -231,7 +231,7 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
 
-def _swap(new: Path, folder: Path) -> None:
+def swap(new: Path, folder: Path) -> None:
     """Put `new` in the place of `folder`, the old one aside until then; between the two moves `last_good` finds it."""
     aside = _aside(folder)
     if folder.exists():

@@ -15,9 +15,10 @@ LIMITS = """\
 - The head serves the one target named above: another vocabulary, width, depth or other weights are refused on loading.
 - The numbers hold for the named workloads, device and settings. Text unlike the training text is accepted less often,
   which costs speed; the verifier keeps the target's output what it was.
-- The files are in headstart's own layout. Serving engines need an export.
-- The head reads the target's embedding and lm_head, which are not in this repository: the target's licence applies to
-  them, and to any text that the target wrote for the training."""
+- {layout}
+- The head reads the target's embedding and lm_head, {ends}: the target's licence
+  applies to them, and to any text that the target wrote for the training."""
+ENDS = {True: "which are not in this repository", False: "of which this repository may hold a copy"}  # in our own form
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Facts:
     license: str
     config: dict[str, Any]
     tokenizer_sha256: str | None
+    form: str | None
     report: dict[str, Any]
     provenance: dict[str, Any]
 
@@ -49,9 +51,9 @@ def card(facts: Facts) -> str:
     sections = {
         "What it is": "\n".join(_bullets(about)),
         "Measured": _measured(facts.report),
-        "Use": _use(facts.repo, base, hub, target.get("adapter")),
+        "Use": _use(facts, base, hub, target.get("adapter")),
         "Provenance": "\n".join(_bullets(facts.provenance)) or "Not recorded.",
-        "Limits": LIMITS,
+        "Limits": LIMITS.format(layout=_layout(facts.form), ends=ENDS[facts.form is None]),
     }
     title = (
         f"# {facts.repo.split('/')[-1]}\n\nA {head['name']} draft head for lossless speculative decoding of `{base}`, "
@@ -61,17 +63,24 @@ def card(facts: Facts) -> str:
     return f"---\n{meta.to_yaml()}\n---\n\n{title}\n\n{body}\n"
 
 
-def _use(repo: str, base: str, hub: bool, adapter: str | None) -> str:
-    model = (f" model.path={base}" if hub else "") + (f" model.adapter={adapter}" if adapter else "")
+def _use(facts: Facts, base: str, hub: bool, adapter: str | None) -> str:
+    repo, model = facts.repo, (f" model.path={base}" if hub else "") + (f" model.adapter={adapter}" if adapter else "")
+    model += " tree=chain" if facts.form else ""  # which foreign formats do not hold
     carried = f', adapter="{adapter}"' if adapter else ""
     return (
         f"```\npython eval/run.py run={repo}{model}\npython inference/run.py run={repo}{model} prompt='...'\n```\n\n"
         "or from Python, in a checkout of headstart:\n\n"
-        "```python\nfrom heads.hub import resolve_head\nfrom heads.store import load_head\n"
+        "```python\nfrom heads.hub import load_found, resolve_head\n"
         "from inference.target import Target\n\n"
         f'target = Target.load("{base}"{carried})\n'
-        f'head = load_head(resolve_head("{repo}"), target.ends, target.spec)\n```'
+        f'head = load_found(resolve_head("{repo}"), target.ends, target.spec)\n```'
     )
+
+
+def _layout(form: str | None) -> str:
+    if form is None:
+        return "The files are in headstart's own layout. Serving engines need an export (format=… of train/publish.py)."
+    return f"The files are as format={form} has them; headstart reads them too, where a tree is given (tree=chain)."
 
 
 HEADER = ("drafter", "workload", "T", "batch", "τ [95 %]", "P(a≥1), P(a≥2) …", "tok/s", "speedup [95 %]", "lossless")

@@ -25,11 +25,14 @@ from omegaconf import DictConfig
 from eval.reading import read_report
 from heads import HEADS
 from heads.errors import user_errors
+from heads.export import assert_known
 from heads.hub import REPO, hub_errors, on_hub
 from heads.resolvers import ROOT
 from heads.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors
 from heads.typed import typed
+from inference.target import DTYPES
 from train.card import Facts, card
+from train.exporting import exported
 
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
@@ -48,10 +51,19 @@ class PublishConfig:
     dry_run: bool
     out: str | None
     reverify: bool
+    format: str | None
+    target: str | None
+    dtype: str
+    draft_tokens: int
 
     def __post_init__(self) -> None:
         if not REPO.fullmatch(self.repo):
             raise ValueError(f"repo is {self.repo!r}: give OWNER/NAME")
+        if self.format is not None:
+            assert_known(self.format)
+        if self.dtype not in DTYPES or self.draft_tokens < 1:
+            known = ", ".join(DTYPES)
+            raise ValueError(f"dtype is {self.dtype}, draft_tokens {self.draft_tokens}: give one of {known}; 1 or more")
 
 
 def publish(config: PublishConfig, api: HfApi) -> Path:
@@ -90,23 +102,26 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
         license=config.license,
         config=content,
         tokenizer_sha256=tokenizer_sha256(name),
+        form=config.format,
         report=read_report(run / "report.json") if (run / "report.json").is_file() else {},
         provenance=_read_json(run / "provenance.json"),
     )
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": facts.tokenizer_sha256}
-    texts = {CONFIG: (head / CONFIG).read_text(encoding="utf-8"), "README.md": card(facts)}
+    texts = {"README.md": card(facts)}
     texts[TOKENIZER] = json.dumps(reference, indent=2) + "\n"
     texts |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
-    texts = {name: portable(text) for name, text in texts.items()}
-    for name, text in texts.items():
-        if TOKEN.search(text):
-            raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
-    out.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        (out / name).unlink(missing_ok=True)
-    for name, text in texts.items():
-        (out / name).write_text(text, encoding="utf-8")
-    shutil.copyfile(head / WEIGHTS, out / WEIGHTS)
+    with exported(head, config.format, config.target, config.dtype, config.draft_tokens) as source:
+        texts[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
+        texts = {name: portable(text) for name, text in texts.items()}
+        for name, text in texts.items():
+            if TOKEN.search(text):
+                raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
+        out.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (out / name).unlink(missing_ok=True)
+        for name, text in texts.items():
+            (out / name).write_text(text, encoding="utf-8")
+        shutil.copyfile(source / WEIGHTS, out / WEIGHTS)
 
 
 def push(folder: Path, config: PublishConfig, api: HfApi) -> str:
@@ -142,7 +157,7 @@ def verify(folder: Path, repo: str, revision: str, api: HfApi) -> None:
         equal = ours.keys() == theirs.keys() and all(
             ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
         )
-        if not equal or read_config(folder) != read_config(back):
+        if not equal:
             raise ValueError(f"{repo}: the head came back different from what was uploaded; publish again")
 
 
@@ -205,7 +220,8 @@ def main(cfg: DictConfig) -> None:
     config = typed(PublishConfig, cfg)
     out = publish(config, HfApi(library_name="headstart"))
     print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
-    if remark := misleading(config.repo, read_config(out)["head"]["name"]):
+    head = read_config(last_good(Path(config.run).expanduser() / "head"))["head"]
+    if remark := misleading(config.repo, head["name"]):
         print(remark)
     if config.dry_run:
         print("dry_run: nothing was uploaded")

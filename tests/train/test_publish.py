@@ -89,6 +89,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 def config(run: Path, **changes: Any) -> PublishConfig:
     values = {"private": True, "license": "mit", "dry_run": False, "out": None, "reverify": True}
+    values |= {"format": None, "target": None, "dtype": "bfloat16", "draft_tokens": 3}
     return PublishConfig(**({"run": str(run), "repo": REPO} | values | changes))
 
 

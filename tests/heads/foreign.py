@@ -1,0 +1,216 @@
+"""Exported heads read by the rules of their engines: plain PyTorch, from what the engines' sources say of each format.
+
+Nothing here comes from heads/: config.json, the tensors and the target's hidden states are all that is used. Every row
+is computed anew at each step, without a cache. `hs` are the target's `output_hidden_states`: hs[0] is the embedding,
+hs[L] the output of its layer L - 1, and the last one has been normed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+class Served(NamedTuple):
+    """What an engine has of the target."""
+
+    hs: list[Tensor]
+    embedding: Tensor
+    lm_head: Tensor
+
+
+class Reading:
+    """A folder as an engine reads it."""
+
+    def __init__(self, folder: Path, served: Served) -> None:
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.tensors, self.served = load_file(folder / "model.safetensors"), served
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return functional.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return scaled * self.tensors[f"{name}.weight"]
+
+    def rotated(self, x: Tensor, position: Tensor) -> Tensor:
+        known = ("head_dim", "hidden_size", "num_attention_heads", "rope_theta", "rope_scaling")
+        config = LlamaConfig(**{key: self.config[key] for key in known}, max_position_embeddings=160)
+        cos, sin = LlamaRotaryEmbedding(config)(x, position[None])
+        first, second = x.chunk(2, -1)
+        return x * cos[0] + torch.cat([-second, first], -1) * sin[0]
+
+    def heads(self, name: str, x: Tensor, norm: str = "") -> Tensor:
+        split = self.linear(name, x).view(len(x), -1, self.config["head_dim"]).transpose(0, 1)
+        return self.norm(norm, split) if norm else split
+
+    def attention(self, layer: str, x: Tensor, mask: Tensor, position: Tensor) -> Tensor:
+        """Return a Llama's self-attention."""
+        name = f"{layer}self_attn."
+        query, key = (self.rotated(self.heads(f"{name}{kind}_proj", x), position) for kind in "qk")
+        return self.mixed(name, query, key, self.heads(f"{name}v_proj", x), mask)
+
+    def mixed(self, name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        group = len(query) // len(key)
+        key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+        score = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+        return self.linear(f"{name}o_proj", (score.softmax(-1) @ value).transpose(0, 1).flatten(1))
+
+    def mlp(self, layer: str, x: Tensor) -> Tensor:
+        x = self.norm(f"{layer}post_attention_layernorm", x)
+        gate = functional.silu(self.linear(f"{layer}mlp.gate_proj", x))
+        return self.linear(f"{layer}mlp.down_proj", gate * self.linear(f"{layer}mlp.up_proj", x))
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary: token i of the draft's is i + d2t[i] of the target's."""
+        offset = self.tensors.get("d2t")
+        if offset is None:
+            return logits
+        full = logits.new_full((self.config["vocab_size"],), float("-inf"))
+        full[torch.arange(len(offset)) + offset] = logits
+        return full
+
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    """Return a causal mask and the positions."""
+    return torch.ones(count, count, dtype=torch.bool).tril(), torch.arange(count)
+
+
+def eagle3(folder: Path, served: Served, token: list[int], steps: int, engine: str = "vllm") -> list[Tensor]:
+    """Return a chain's logits, greedy: `token` are those behind every row, the last one being the root.
+
+    vLLM takes the layers from the top level of config.json and SGLang from within, where an id is one less. vLLM has
+    `input_layernorm` in the layers after the first, SGLang and TensorRT-LLM `hidden_norm`. The authors' layers are
+    fixed, and their first one is called midlayer.
+    """
+    read, served_embedding = Reading(folder, served), served.embedding
+    config, count = read.config, len(served.hs) - 1
+    ids = {
+        "vllm": lambda: config[IDS],
+        "sglang": lambda: [i + 1 for i in config["eagle_config"][IDS]],
+        "authors": lambda: [2, count // 2, count - 3],
+    }[engine]()
+    first = "midlayer." if engine == "authors" else "layers.0."
+    hidden = [served.hs[i] for i in ids]
+    if config.get("fc_norm"):
+        hidden = [read.norm(f"fc_norm.{i}", each) for i, each in enumerate(hidden)]
+    states, token, found = list(read.linear("fc", torch.cat(hidden, -1))), list(token), []
+    for _ in range(steps):
+        state, (mask, position) = torch.stack(states), rows(len(states))
+        normed = read.norm(f"{first}hidden_norm", state)
+        x = torch.cat([read.norm(f"{first}input_layernorm", served_embedding[token]), normed], -1)
+        x = read.attention(first, x, mask, position) + (normed if config.get("norm_before_residual") else state)
+        x = x + read.mlp(first, x)
+        for i in range(1, config["num_hidden_layers"]):
+            norm = "input_layernorm" if engine == "vllm" else "hidden_norm"
+            x = x + read.attention(f"layers.{i}.", read.norm(f"layers.{i}.{norm}", x), mask, position)
+            x = x + read.mlp(f"layers.{i}.", x)
+        out = read.norm("norm", x[-1])
+        found.append(read.spread(read.linear("lm_head", out)))
+        states.append(out if config.get("norm_output") else x[-1])
+        token.append(int(found[-1].argmax()))
+    return found
+
+
+def eagle(folder: Path, served: Served, token: list[int], steps: int, bias: bool) -> list[Tensor]:
+    """Return a chain's logits, as `eagle3`. vLLM's fc has no bias, SGLang's has one."""
+    read = Reading(folder, served)
+    states, token, found = list(served.hs[-1]), list(token), []
+    if not bias:
+        read.tensors.pop("fc.bias", None)
+    for _ in range(steps):
+        mask, position = rows(len(states))
+        x = read.linear("fc", torch.cat([served.embedding[token], torch.stack(states)], -1))
+        for i in range(read.config["num_hidden_layers"]):
+            normed = read.norm(f"layers.{i}.input_layernorm", x) if i else x
+            x = x + read.attention(f"layers.{i}.", normed, mask, position)
+            x = x + read.mlp(f"layers.{i}.", x)
+        found.append(served.lm_head @ x[-1])
+        states.append(x[-1])
+        token.append(int(found[-1].argmax()))
+    return found
+
+
+def medusa(folder: Path, served: Served, token: list[int], steps: int) -> list[Tensor]:
+    """Return each head's logits as vLLM up to 0.32 makes them."""
+    read = Reading(folder, served)
+    assert steps == read.config["num_heads"]
+    assert read.config["medusa_fc_bias"]
+    found = []
+    for i in range(steps):
+        x = served.hs[-1][-1]
+        for j in range(read.config["num_hidden_layers"]):
+            x = x + functional.silu(read.linear(f"blocks.{i}.layers.{j}", x))
+        found.append(read.linear(f"lm_heads.{0 if read.config['original_lm_head'] else i}", x))
+    return found
+
+
+def medusa_authors(folder: Path, served: Served, token: list[int], steps: int) -> list[Tensor]:
+    """Return each head's logits as the authors' Sequential makes them, whose lm_head starts as the target's."""
+    read = Reading(folder, served)
+    layers, found = read.config["medusa_num_layers"], []
+    for i in range(steps):
+        x = served.hs[-1][-1]
+        for _ in range(layers):  # one module, whose tensors the last place wins
+            x = x + functional.silu(read.linear(f"{i}.{layers - 1}.linear", x))
+        found.append(read.tensors.get(f"{i}.{layers}.weight", served.lm_head) @ x)
+    return found
+
+
+def hydra(folder: Path, served: Served, token: list[int], steps: int) -> list[Tensor]:
+    """Return each head's logits, greedy, as the authors' modules make them; dropouts stand at every other place."""
+    read = Reading(folder, served)
+    prefix, layers = read.config["hydra_head_arch"] == "prefix-mlp", read.config["hydra_num_layers"]
+    x, (mask, position), found = served.hs[-1], rows(len(served.hs[-1])), []
+    if prefix:
+        layer = "prefix_embeding_layer.layers.0."
+        x = x + read.attention(layer, read.norm(f"{layer}input_layernorm", x), mask, position)
+        x = read.norm("prefix_embeding_layer.norm", x + read.mlp(layer, x))
+    joined, last = x[-1], token[-1]
+    for i in range(steps):
+        joined = torch.cat([joined, served.embedding[last]])
+        place = [f"hydra_mlp.{i}.{2 * j + 1 if prefix else j}." for j in range(layers)]
+        z = read.linear(f"{place[0]}res_connection", joined) + functional.silu(read.linear(f"{place[0]}linear", joined))
+        for _ in place[1:]:  # one module, whose tensors the last place wins
+            z = z + functional.silu(read.linear(f"{place[-1]}linear", z))
+        found.append(read.linear(f"hydra_lm_head.{i}.1" if prefix else f"hydra_lm_head.{i}", z))
+        last = int(found[-1].argmax())
+    return found
+
+
+def dflash(folder: Path, served: Served, token: list[int], steps: int) -> list[Tensor]:
+    """Return each slot's logits, greedy: the context's keys and values are made of the fused features."""
+    read = Reading(folder, served)
+    told = read.config["dflash_config"]
+    hidden = torch.cat([served.hs[i + 1] for i in told["target_layer_ids"]], -1)
+    context = read.norm("hidden_norm", read.linear("fc", hidden))
+    size, before = read.config["block_size"], len(context)
+    x = served.embedding[[token[-1], *[told["mask_token_id"]] * (size - 1)]]
+    place = torch.arange(before + size)
+    own = torch.ones(size, size, dtype=torch.bool)
+    mask = torch.cat([torch.ones(size, before, dtype=torch.bool), own.tril() if told["causal"] else own], 1)
+    for i in range(read.config["num_hidden_layers"]):
+        name = f"layers.{i}.self_attn."
+        y = read.norm(f"layers.{i}.input_layernorm", x)
+        seen = torch.cat([context, y])
+        query = read.rotated(read.heads(f"{name}q_proj", y, f"{name}q_norm"), place[before:])
+        key = read.rotated(read.heads(f"{name}k_proj", seen, f"{name}k_norm"), place)
+        x = x + read.mixed(name, query, key, read.heads(f"{name}v_proj", seen), mask)
+        x = x + read.mlp(f"layers.{i}.", x)
+    slots, last, found = read.norm("norm", x)[0 if told["sample_from_anchor"] else 1 :], token[-1], []
+    assert len(slots) == steps
+    for slot in slots:
+        logits = read.tensors.get("lm_head.weight", served.lm_head) @ slot
+        if "markov_rank" in read.config:
+            logits = logits + read.linear("markov_head.markov_w2", read.tensors["markov_head.markov_w1.weight"][last])
+        found.append(read.spread(logits))
+        last = int(found[-1].argmax())
+    return found

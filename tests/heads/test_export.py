@@ -1,0 +1,286 @@
+"""An exported head drafts, read by its engine's rules, what it drafts here; and what a format cannot say is refused."""
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from heads.export import FORMATS, export
+from heads.published import load_published
+from tests.heads import foreign
+from tests.heads.exporting import SAID, TOKENS, assert_same, chain, exported, made, served, target, told
+from tests.heads.stub import head as stub
+
+OWN_PLACE = {"feature_layers": [4, 1, 3]}  # the default three, in another order
+LLAMA3 = {
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+FOR = {"feature_layers": None, "draft_vocab": None, "lm_head": "shared"}
+
+
+class Case(NamedTuple):
+    """A head in a format, the reading of it, and tensors that it has there and not here."""
+
+    kind: str
+    options: dict[str, Any]
+    form: str
+    reading: Callable[..., Any]
+    extra: frozenset[str] = frozenset()
+
+
+def masked(head: Any) -> Any:
+    """Return a block head whose mask slots hold a token's embedding."""
+    if "mask" in head.state_dict():
+        head.state_dict()["mask"].copy_(target().ends.embed(torch.tensor(7)))
+    return head
+
+
+SGLANG = partial(foreign.eagle3, engine="sglang")
+BLOCK = {"causal": False, "feature_layers": [5, 2]}
+DSPARK = {**BLOCK, "causal": True, "from_anchor": True, "markov_rank": 6, "confidence": True}
+WINDOWLESS = {"layers": 1, "draft_vocab": None, "bias": False}
+CASES = {
+    "EAGLE-3 vLLM": Case("eagle3", OWN_PLACE, "vllm", foreign.eagle3),
+    "EAGLE-3 SGLang": Case("eagle3", OWN_PLACE, "sglang", SGLANG),
+    "EAGLE-3 TensorRT-LLM": Case("eagle3", OWN_PLACE, "trtllm", SGLANG),
+    "EAGLE-3 speculators": Case("eagle3", {**OWN_PLACE, "norm_before_residual": True}, "speculators", foreign.eagle3),
+    "EAGLE-3 of one layer": Case("eagle3", {**LLAMA3, "feature_layers": [6]}, "vllm", foreign.eagle3),
+    "EAGLE-3.1 deep": Case(
+        "eagle3", {**OWN_PLACE, "layers": 3, "feature_norm": True, "norm_output": True}, "vllm", foreign.eagle3
+    ),
+    "EAGLE-3.1 deep SGLang": Case(
+        "eagle3", {**OWN_PLACE, "layers": 3, "feature_norm": True, "norm_output": True}, "sglang", SGLANG
+    ),
+    "EAGLE-3 shared": Case("eagle3", FOR, "sglang", SGLANG, frozenset({"lm_head.weight"})),
+    "EAGLE-3 shared and pruned": Case(
+        "eagle3", {**FOR, "draft_vocab": 30}, "vllm", foreign.eagle3, frozenset({"lm_head.weight"})
+    ),
+    "EAGLE-3 authors": Case("eagle3", OWN_PLACE, "eagle", partial(foreign.eagle3, engine="authors")),
+    "EAGLE-1 vLLM": Case(
+        "eagle", {"layers": 2, "bias": False}, "vllm", partial(foreign.eagle, bias=False), frozenset({"fc.bias"})
+    ),
+    "EAGLE-1 SGLang": Case("eagle", LLAMA3, "sglang", partial(foreign.eagle, bias=True)),
+    "EAGLE-1 authors": Case("eagle", {"layers": 1}, "eagle", partial(foreign.eagle, bias=True)),
+    "HASS vLLM": Case("hass", WINDOWLESS, "vllm", partial(foreign.eagle, bias=False), frozenset({"fc.bias"})),
+    "HASS authors": Case("hass", WINDOWLESS, "eagle", partial(foreign.eagle, bias=False)),
+    "Medusa vLLM": Case("medusa", {"layers": 2}, "vllm", foreign.medusa),
+    "Medusa vLLM shared": Case("medusa", {"lm_head": "shared"}, "vllm", foreign.medusa),
+    "Medusa vLLM of low rank": Case("medusa", {"lm_head_rank": 8}, "vllm", foreign.medusa),
+    "Medusa authors": Case("medusa", {}, "medusa", foreign.medusa_authors),
+    "Medusa authors shared": Case("medusa", {"lm_head": "shared"}, "medusa", foreign.medusa_authors),
+    "Hydra++": Case(
+        "hydra", {"layers": 4, "tied": True, "lm_head_bias": True}, "hydra", foreign.hydra
+    ),
+    "Hydra": Case(
+        "hydra", {"prefix": False, "layers": 3, "tied": True, "lm_head": "shared"}, "hydra", foreign.hydra,
+        frozenset(f"lm_heads.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")),
+    ),
+    "DFlash": Case("block", BLOCK, "dflash", foreign.dflash),
+    "DFlash causal": Case("block", {**BLOCK, "causal": True}, "sglang", foreign.dflash),
+    "DSpark": Case("block", DSPARK, "sglang", foreign.dflash),
+    "DSpark pruned": Case("block", {**DSPARK, "draft_vocab": 30, "lm_head": "own"}, "vllm", foreign.dflash),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_engine_drafts_what_we_draft(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    head = masked(made(case.kind, **case.options))
+    folder = exported(head, case.form, tmp_path / "head")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    theirs = case.reading(folder, told(), TOKENS[1:], 4)
+    assert_same(theirs, chain(head, 4))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES[name]
+    head = masked(made(case.kind, **case.options))
+    with caplog.at_level(logging.WARNING):
+        loaded: Any = load_published(exported(head, case.form, tmp_path), target().ends)
+    assert caplog.text == ""
+    assert sorted(loaded.feature_layers) == list(loaded.feature_layers)
+    order = sorted(range(len(head.feature_layers)), key=lambda i: head.feature_layers[i])
+    ours, theirs = head.state_dict(), loaded.state_dict()
+    if order:
+        ours["fusion.fc.weight"] = torch.cat([ours["fusion.fc.weight"].chunk(len(order), 1)[i] for i in order], 1)
+    ours |= {f"fusion.norms.{i}.weight": ours[f"fusion.norms.{at}.weight"] for i, at in enumerate(order) if at != i
+             and f"fusion.norms.{at}.weight" in head.state_dict()}  # fmt: skip
+    if "of low rank" in name:
+        ours = {key: tensor for key, tensor in ours.items() if "lm_heads" not in key}
+        case = case._replace(extra=frozenset(f"lm_heads.{i}.weight" for i in range(4)))
+    assert theirs.keys() - ours.keys() == case.extra
+    assert ours.keys() <= theirs.keys()
+    for key, tensor in ours.items():
+        assert torch.equal(tensor, theirs[key]), key
+
+
+def test_every_format_and_head_is_tried() -> None:
+    tried = {(case.form, case.kind) for case in CASES.values()}
+    same = {("vllm", "hass"): "eagle", ("sglang", "hass"): "eagle", ("vllm", "block"): "dflash"}
+    assert tried | set(same) == {(form, kind) for form, kinds in FORMATS.items() for kind in kinds}
+
+
+def identity(head: Any, norm: torch.Tensor | None) -> Any:
+    """Make a head one that hands on the last of its features, to the target's lm_head."""
+    width = target().ends.hidden_size
+    for name, tensor in head.state_dict().items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", ".linear.weight", "bias")):
+            tensor.zero_()
+        elif "norm" in name:
+            tensor.fill_(1.0)
+        elif name.endswith("res_connection.weight"):
+            tensor.zero_()[:, :width] = torch.eye(width)
+        elif name.endswith("fc.weight"):
+            tensor.zero_()[:, -width:] = torch.eye(width)
+        elif "lm_head" in name:
+            rows = target().ends.head_weight()
+            tensor.copy_(rows if head.vocab is None else rows[head.vocab.ids])
+    if norm is not None:
+        head.state_dict()["norm.weight"].copy_(norm)
+    return head
+
+
+IDENTITIES = ["EAGLE-3 vLLM", "EAGLE-3 SGLang", "EAGLE-3 authors", "EAGLE-1 vLLM", "EAGLE-1 authors", "Medusa vLLM",
+              "Medusa authors", "Hydra++", "Hydra"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    is_eagle3 = case.kind == "eagle3"
+    # The last feature of EAGLE-3 is the state of an earlier layer, so the layers behind that one are made to keep it.
+    options = {**case.options, "draft_vocab": None, "feature_layers": None} if is_eagle3 else case.options
+    model: Any = target().model
+    kept = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    try:
+        for layer in model.model.layers[5:] if is_eagle3 else []:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.norm.weight.copy_(torch.linspace(0.5, 2.0, len(model.model.norm.weight)))
+        head = identity(made(case.kind, **options), model.model.norm.weight if is_eagle3 else None)
+        known = told()
+        theirs = case.reading(exported(head, case.form, tmp_path), known, TOKENS[1:], 4)
+        wanted = int((known.lm_head @ known.hs[-1][-1]).argmax())
+        assert [int(each.argmax()) for each in theirs] == [wanted] * 4
+    finally:
+        model.load_state_dict(kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "form", "told"),
+    [
+        ("eagle3", {"kv_injection": True}, "vllm", "kv_injection=true, .*head.kv_injection=false"),
+        ("eagle3", {"qk_norm": True}, "sglang", "qk_norm=true"),
+        ("eagle3", {"norm_before_residual": True}, "sglang", "norm_before_residual=true, which vLLM alone runs"),
+        ("eagle3", {"norm_before_residual": True}, "trtllm", "which vLLM alone runs"),
+        ("eagle3", {"feature_layers": [1, 7]}, "sglang", "last layer, 7, .*feature_layers up to 6"),
+        ("eagle3", {"norm_before_residual": True}, "eagle", "norm_before_residual=true"),
+        ("eagle3", {"layers": 2}, "eagle", "layers=2, .*head.layers=1"),
+        ("eagle3", {"feature_norm": True}, "eagle", "feature_norm=true"),
+        ("eagle3", {"norm_output": True}, "eagle", "norm_output=true"),
+        ("eagle3", {"feature_layers": [1, 2, 4]}, "eagle", r"authors' code reads \[1, 3, 4\]"),
+        ("eagle", {}, "vllm", "bias of fc, .*head.bias=false"),
+        ("eagle", {"lm_head": "own"}, "sglang", "lm_head=own, .*head.lm_head=shared"),
+        ("eagle", {"draft_vocab": 30}, "vllm", "draft_vocab=30, .*head.draft_vocab=null"),
+        ("eagle", {"lm_head": "own"}, "eagle", "lm_head=own"),
+        ("medusa", {"draft_vocab": 30}, "vllm", "draft_vocab=30"),
+        ("medusa", {"draft_vocab": 30}, "medusa", "draft_vocab=30"),
+        ("medusa", {"layers": 2}, "medusa", "layers=2, of which each is its own"),
+        ("hydra", {"draft_vocab": 30}, "hydra", "draft_vocab=30"),
+        ("hydra", {"layers": 3}, "hydra", "layers=3 with tied=false"),
+        ("hydra", {"rope_theta": 7.0}, "hydra", "rope_theta=7.0, and the authors' code takes 10000.0"),
+        ("hydra", {"norm_eps": 1e-3}, "hydra", "norm_eps=0.001"),
+        ("hydra", {"intermediate_size": 24}, "hydra", "intermediate_size=24, and the authors' code takes 48"),
+        ("block", BLOCK, "dflash", "a mask slot that was trained"),
+        ("block", {**BLOCK, "qk_norm": False}, "vllm", "qk_norm=false"),
+        ("block", {**BLOCK, "lm_head": "own"}, "vllm", "lm_head=own"),
+        ("block", {**BLOCK, "draft_vocab": 30}, "sglang", "draft_vocab=30"),
+        ("block", {**BLOCK, "confidence": True}, "vllm", "confidence=true without a Markov term"),
+        ("block", {**BLOCK, "markov_rank": 4}, "vllm", "markov_rank with from_anchor=false"),
+        ("mlp", {}, "vllm", "not one of a head of kind mlp, .*its own"),
+        ("medusa", {}, "sglang", "kind medusa, which can take the form of vllm, medusa"),
+        ("hass", {"draft_vocab": None}, "hydra", "kind hass, which can take the form of vllm, sglang, eagle"),
+    ],
+)  # fmt: skip
+def test_what_a_format_cannot_say_is_refused(
+    kind: str, options: dict[str, Any], form: str, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
+        exported(made(kind, **options), form, tmp_path / "head")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_targets_whose_layers_sglang_counts_otherwise_are_refused(tmp_path: Path) -> None:
+    said = {**SAID, "architectures": ["DeepseekV3ForCausalLM"]}
+    head = made("eagle3", feature_layers=[2, 4, 6])
+    with pytest.raises(ValueError, match="SGLang counts those of DeepseekV3ForCausalLM as we do only from layer 1"):
+        exported(head, "sglang", tmp_path, config=said)
+    exported(made("eagle3", feature_layers=[1, 4, 6]), "sglang", tmp_path, config=said)
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"format is 'gguf': choose one of vllm, sglang, .*, or null"):
+        export(stub(), "gguf", served(), tmp_path)
+
+
+def test_a_head_that_looks_back_less_far_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        exported(made("eagle3", length=160, feature_layers=None), "vllm", tmp_path)
+        assert caplog.text == ""
+        exported(made("eagle3", length=12, feature_layers=None), "vllm", tmp_path)
+    assert "the head looks back at 12 tokens" in caplog.text
+
+
+def test_the_hybrid_says_what_each_engine_asks_for(tmp_path: Path) -> None:
+    folder = exported(made("eagle3", **OWN_PLACE, **LLAMA3), "vllm", tmp_path, draft_tokens=5, dtype=torch.bfloat16)
+    decoder = {
+        "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False,
+        "mlp_bias": False, "vocab_size": 40, "max_position_embeddings": 160, **LLAMA3,
+    }  # fmt: skip
+    way = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    assert json.loads((folder / "config.json").read_text()) == {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "torch_dtype": "bfloat16", **decoder,
+        "draft_vocab_size": 30, "tie_word_embeddings": False, "norm_before_residual": False, "norm_before_fc": False,
+        "num_aux_hidden_states": 3, "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+        "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
+        "transformer_layer_config": {"model_type": "llama", **decoder},
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [way],
+            "verifier": {"name_or_path": "me/deep", "architectures": ["LlamaForCausalLM"]},
+        },
+    }  # fmt: skip
+
+
+def test_both_architectures_find_an_eagle_1_head(tmp_path: Path) -> None:
+    folder = exported(made("eagle", bias=False, layers=1), "vllm", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
+    assert "bias" not in config
+    bias = foreign.Reading(folder, told()).tensors["fc.bias"]
+    assert torch.equal(bias, torch.zeros(32))
+
+
+def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
+    folder = exported(made("medusa"), "vllm", tmp_path / "head")
+    (folder / "old.txt").write_text("old")
+    exported(made("medusa", lm_head="shared"), "vllm", folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    head: nn.Module = made("medusa", draft_vocab=30)
+    with pytest.raises(ValueError, match="draft_vocab"):
+        exported(head, "vllm", folder)
+    assert json.loads((folder / "config.json").read_text())["original_lm_head"] is True

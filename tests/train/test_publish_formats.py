@@ -1,0 +1,121 @@
+"""Publishing in a foreign format: what lies in the folder is the export, of the right target, or nothing is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from torch import nn
+
+from heads import HEADS
+from heads.hub import kind_of, load_found, resolve_head
+from heads.resolvers import ROOT
+from heads.store import TargetSpec, save_head
+from inference.bare import Bare
+from inference.ends import TargetEnds
+from tests import toys
+from train.exporting import _assert_plain
+from train.publish import PublishConfig, publish
+
+TARGET = ROOT / "examples" / "tiny"
+LAYER = {**toys.LAYER, "length": None}
+EAGLE3 = {
+    "layers": 1, "feature_layers": None, "feature_norm": True, "norm_output": True, "norm_before_residual": False,
+    "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 100, **LAYER,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target() -> Bare:
+    return Bare.load(str(TARGET), "float32", "cpu", False)
+
+
+def run(folder: Path, target: Bare, kind: str, options: dict[str, Any], **said: Any) -> Path:
+    torch.manual_seed(0)
+    head: Any = HEADS[kind](HEADS[kind].Config(name=kind, **options), target.ends)
+    spec = TargetSpec(**{**vars(target.spec), **said})
+    save_head(folder / "run" / "head", head.to(torch.bfloat16), spec, {"kind": "chain", "depth": 2})
+    return folder / "run"
+
+
+def config(run: Path, form: str | None, **changes: Any) -> PublishConfig:
+    values = {"private": True, "license": "mit", "dry_run": True, "out": None, "reverify": True, "target": None}
+    values |= {"repo": "me/tiny-eagle3", "dtype": "bfloat16", "draft_tokens": 4, "format": form}
+    return PublishConfig(**{"run": str(run), **values, **changes})
+
+
+def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Bare) -> None:
+    made = run(tmp_path, target, "eagle3", EAGLE3)
+    out = publish(config(made, "vllm"), HfApi())
+    assert out == made / "publish"
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "model.safetensors", "README.md", "tokenizer_reference.json",
+    }  # fmt: skip
+    said = json.loads((out / "config.json").read_text())
+    assert said["eagle_aux_hidden_state_layer_ids"] == [2, 12, 21]
+    assert (said["torch_dtype"], said["max_position_embeddings"]) == ("bfloat16", 512)
+    assert said["speculators_config"]["verifier"] == {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
+    assert said["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    assert kind_of(resolve_head(str(out))) == "eagle3"
+    loaded: nn.Module = load_found(out, target.ends, target.spec)
+    head = load_found(made / "head", target.ends, target.spec)
+    theirs = loaded.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in head.state_dict().items())
+    card = (out / "README.md").read_text()
+    assert "The files are as format=vllm has them" in card
+    assert "run=me/tiny-eagle3 tree=chain" in card
+    assert "Serving engines need an export" in (publish(config(made, None), HfApi()) / "README.md").read_text()
+
+
+def test_a_shared_lm_head_is_the_targets(tmp_path: Path, target: Bare) -> None:
+    options = {"heads": 2, "layers": 1, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None}
+    out = publish(config(run(tmp_path, target, "medusa", options), "vllm", dtype="float32"), HfApi())
+    loaded: Any = load_found(out, target.ends, target.spec)
+    assert loaded.config.lm_head == "shared"
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "changes", "named"),
+    [
+        ({}, {"fingerprint": "0" * 32}, {}, "made for another target"),
+        ({"kv_injection": True}, {}, {}, "kv_injection=true"),
+        ({}, {}, {"form": "medusa"}, "kind eagle3, which can take the form of vllm, sglang, trtllm, speculators"),
+        ({}, {}, {"target": "/nowhere"}, "model.path=/nowhere"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(
+    options: dict[str, Any], said: dict[str, Any], changes: dict[str, Any], named: str, tmp_path: Path, target: Bare
+) -> None:
+    made = run(tmp_path, target, "eagle3", EAGLE3 | options, **said)
+    with pytest.raises(ValueError, match=named) as caught:
+        publish(config(made, **{"form": "vllm"} | changes), HfApi())
+    assert "\n" not in str(caught.value)
+    assert not (made / "publish").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"form": "gguf"}, "format is 'gguf': choose one of vllm, .*"),
+        ({"dtype": "int4"}, "dtype is int4, draft_tokens 4: give one of float32"),
+        ({"draft_tokens": 0}, "draft_tokens 0: give"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        config(Path("run"), **{"form": "vllm"} | changes)
+
+
+@pytest.mark.parametrize(("name", "named"), [("gemma3", "embedding is scaled"), ("gemma2", "embedding is scaled")])
+def test_a_target_whose_ends_are_more_than_tables_is_refused(name: str, named: str) -> None:
+    ends: Any = toys.target(name).ends
+    with pytest.raises(ValueError, match=f"target: its {named}, .*publish without format"):
+        _assert_plain(ends, "target")
+    _assert_plain(toys.target().ends, "target")
+    capped = TargetEnds(toys.target().model)
+    capped.softcap = 5.0
+    with pytest.raises(ValueError, match="its logits have a bias or a cap"):
+        _assert_plain(capped, "target")
