@@ -97,7 +97,7 @@ def _baseline(config: EvalConfig, server: Server) -> Server:
     base = Server(config.baseline, config.client, "baseline")
     if base.model != server.model:
         raise ValueError(
-            f"{base.url} serves {base.model}, {server.url} {server.model}: the baseline is the same model, served "
+            f"{base.url} serves {base.model} and {server.url} {server.model}: the baseline is the same model, served "
             "under the same name (--served-model-name)"
         )
     base.refuse_drafts()

@@ -163,8 +163,9 @@ SERVED = (
     "Served endpoints: seconds are those of this side's clock, from the request to the first token (prefill) and from "
     "there to the last, and all of a step's are under other. x4 is four requests in flight, and a request counts with "
     "its share of the time that passed. Passes and tokens are those of all repeats. τ is one and the accepted over the "
-    "passes, with a draft or without, by the server's counts, which go on to the end of the last draft; lossless compares greedy texts with the baseline's, and a difference is a near tie "
-    "only from where the baseline's own repeats differ on."
+    "passes, with a draft or without, by the server's counts, which go on to the end of the last draft. lossless "
+    "compares greedy texts with the baseline's, and a difference is a near tie only from where the baseline's own "
+    "repeats differ on."
 )
 
 

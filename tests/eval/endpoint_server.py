@@ -4,6 +4,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from zlib import crc32
@@ -38,6 +39,8 @@ class Served(ThreadingHTTPServer):
         drafts: whether it speculates.
         detailed: whether replies tell of their own drafts.
         stream: whether it streams.
+        hidden: whether its metrics are not to be seen.
+        lag: seconds after an answer in which the metrics do not know of it.
         words: its answer to a prompt.
         before: called with every request's body before the answer; may raise.
     """
@@ -49,7 +52,8 @@ class Served(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.engine, self.drafts, self.detailed, self.stream = engine, drafts, detailed, stream
         self.words: Any = words
-        self.before: Any = lambda body: None
+        self.before: Any = lambda _: None
+        self.hidden, self.lag = False, 0.0
         self.models = [MODEL]
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
@@ -85,13 +89,18 @@ class Served(ThreadingHTTPServer):
             "num_spec_steps": len(made), "num_accepted_draft_tokens": sum(made), "num_draft_tokens": DEPTH * len(made),
             "acceptance_histogram": [made.count(depth) for depth in range(DEPTH + 1)],
         }  # fmt: skip
+        count = partial(self.count, made)
+        threading.Timer(self.lag, count).start() if self.lag else count()
+        return tokens, told
+
+    def count(self, made: list[int]) -> None:
+        """Count a request, given what each of its passes accepted."""
         with self.lock:
             self.counts["finished"] += 1
             self.counts["passes"] += len(made)
             self.counts["accepted"] += sum(made)
             for depth in range(DEPTH):
                 self.counts[f"depth{depth}"] += sum(accepted > depth for accepted in made)
-        return tokens, told
 
 
 def vllm_page(counts: Counter[str], drafts: bool) -> str:
@@ -149,7 +158,7 @@ class Handler(BaseHTTPRequestHandler):
         """Tell the models, the metrics and the settings."""
         info = {"version": "0.5.23", "speculative_algorithm": "EAGLE3", "api_key": "sk-inner"}
         pages = {"/v1/models": json.dumps({"data": [{"id": name} for name in self.server.models]})}
-        if self.server.engine:
+        if self.server.engine and not self.server.hidden:
             pages["/metrics"] = self.server.page()
         pages |= {"/version": '{"version": "0.33.0"}'} if self.server.engine == "vllm" else {}
         pages |= {"/server_info": json.dumps(info)} if self.server.engine == "sglang" else {}
