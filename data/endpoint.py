@@ -8,7 +8,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -25,10 +26,12 @@ SHOWN = 160  # characters of a reply in an error
 # Statuses after which the same request may succeed, besides all from 500 on.
 TEMPORARY = (408, 425, 429)
 REMEDIES = {
-    401: "set the key in the environment variable that endpoint.api_key_env names",
-    403: "set the key in the environment variable that endpoint.api_key_env names",
-    404: "by= is the base that /models and /chat/completions stand under, mostly .../v1",
+    401: "set the key in the environment variable that {options}.api_key_env names",
+    403: "set the key in the environment variable that {options}.api_key_env names",
+    404: "{by}= is the base that /models and /chat/completions stand under, mostly .../v1",
 }
+EVENTS = "text/event-stream"
+DONE = "[DONE]"  # the last event of a stream that has come whole
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,15 @@ class AsItIs(HTTPErrorProcessor):
 
 
 class Client:
-    """The connection to an endpoint; its methods may be called from several threads."""
+    """The connection to an endpoint; its methods may be called from several threads.
 
-    def __init__(self, url: str, config: EndpointConfig, key: str | None) -> None:
+    `by` and `options` are the keys under which the user gives URL and configuration, for errors.
+    """
+
+    def __init__(
+        self, url: str, config: EndpointConfig, key: str | None, by: str = "by", options: str = "endpoint"
+    ) -> None:
+        self.by, self.options = by, options
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII alone")
         self.url, self.config = url.rstrip("/"), config
@@ -105,7 +114,7 @@ class Client:
             data = self.request("GET", "/models", None)
         except EndpointError as failure:
             raise ValueError(
-                f"{self.url}/models: {failure.cause} ({failure.detail}); start the endpoint, or correct by="
+                f"{self.url}/models: {failure.cause} ({failure.detail}); start the endpoint, or correct {self.by}="
             ) from failure
         listed = data.get("data")
         entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
@@ -115,7 +124,7 @@ class Client:
         if name is None or name not in models:
             lacking = "" if wanted is None else f", not {wanted}"
             names = ", ".join(models) or "no model"
-            raise ValueError(f"{self.url} serves {names}{lacking}; name what it serves: endpoint.model=NAME")
+            raise ValueError(f"{self.url} serves {names}{lacking}; name what it serves: {self.options}.model=NAME")
         context = models[name].get("max_model_len")
         return name, context if isinstance(context, int) and context > 0 else UNKNOWN_CONTEXT
 
@@ -132,41 +141,102 @@ class Client:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Send a request once, and yield the objects of the reply as they come.
+
+        They are those of server-sent events, or where the server does not stream, the one that the reply is.
+
+        Raises:
+            EndpointError: there is no reply, it is none, or it breaks off before its end.
+        """
         deadline = time.monotonic() + self.config.timeout
+        with self._exchange("POST", path, body) as response:
+            if response.status != 200 or EVENTS not in response.headers.get("Content-Type", ""):
+                text = self._read(response, deadline)
+                self._check(response, path, text)
+                yield read_object(text)
+                return
+            for line in self._lines(response, deadline):
+                said = line.decode(errors="replace").strip().removeprefix("data:").strip()
+                if said == DONE:
+                    return
+                if line.startswith(b"data:"):
+                    yield read_object(said)
+        raise EndpointError("unreachable", "the stream broke off before its end", True)
+
+    def page(self, path: str) -> tuple[int, str]:
+        """Return the status and the text of a page that need not be JSON.
+
+        Raises:
+            EndpointError: nobody answers in time.
+        """
+        deadline = time.monotonic() + self.config.timeout
+        with self._exchange("GET", path, None) as response:
+            return response.status, self._read(response, deadline)
+
+    @contextmanager
+    def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[HTTPResponse]:
+        """Send a request; a connection that fails before all is read is an EndpointError."""
         data = None if body is None else json.dumps(body).encode()
         try:
             request = Request(self.url + path, data, self.headers, method=method)
             with self.opener.open(request, timeout=self.config.timeout) as response:
-                status, headers, text = response.status, response.headers, self._read(response, deadline)
+                yield response
         except (OSError, HTTPException) as error:
             reason = error.reason if isinstance(error, URLError) else error
             if isinstance(reason, TimeoutError):
                 raise EndpointError("timeout", f"no reply within {self.config.timeout:g} s", True) from error
             raise EndpointError("unreachable", f"{type(reason).__name__}: {reason}", True) from error
-        if status in REMEDIES:
-            raise ValueError(f"{self.url}{path}: {status} ({' '.join(text.split())[:SHOWN]}); {REMEDIES[status]}")
-        if status != 200:
-            after = retry_after(headers.get("Retry-After", ""))
-            raise EndpointError(f"http_{status}", text, status in TEMPORARY or status >= 500, after)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise EndpointError("not_json", text, True) from error
-        if not isinstance(value, dict):
-            raise EndpointError("not_json", text)
-        return value
 
-    def _read(self, response: HTTPResponse, deadline: float) -> str:
-        """Return the body, which must come whole and in time, however small the pieces."""
-        data = bytearray()
+    def _send(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        deadline = time.monotonic() + self.config.timeout
+        with self._exchange(method, path, body) as response:
+            text = self._read(response, deadline)
+        self._check(response, path, text)
+        return read_object(text)
+
+    def _check(self, response: HTTPResponse, path: str, text: str) -> None:
+        """Refuse a reply whose status is no success."""
+        if response.status in REMEDIES:
+            remedy = REMEDIES[response.status].format(by=self.by, options=self.options)
+            raise ValueError(f"{self.url}{path}: {response.status} ({' '.join(text.split())[:SHOWN]}); {remedy}")
+        if response.status != 200:
+            after = retry_after(response.headers.get("Retry-After", ""))
+            temporary = response.status in TEMPORARY or response.status >= 500
+            raise EndpointError(f"http_{response.status}", text, temporary, after)
+
+    def _pieces(self, response: HTTPResponse, deadline: float) -> Iterator[bytes]:
+        """Yield the body as it comes; it must come whole and in time, however small the pieces."""
         while piece := response.read1():
-            data += piece
+            yield piece
             if time.monotonic() > deadline:
                 raise EndpointError("timeout", f"no whole reply within {self.config.timeout:g} s", True)
         if response.length:
             raise EndpointError("unreachable", f"the reply broke off {response.length} bytes before its end", True)
-        return data.decode(errors="replace")
+
+    def _read(self, response: HTTPResponse, deadline: float) -> str:
+        return b"".join(self._pieces(response, deadline)).decode(errors="replace")
+
+    def _lines(self, response: HTTPResponse, deadline: float) -> Iterator[bytes]:
+        rest = b""
+        for piece in self._pieces(response, deadline):
+            *lines, rest = (rest + piece).split(b"\n")
+            yield from lines
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a text is.
+
+    Raises:
+        EndpointError: it is none.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise EndpointError("not_json", text, True) from error
+    if not isinstance(value, dict):
+        raise EndpointError("not_json", text)
+    return value
 
 
 def read_reply(data: Mapping[str, Any], model: str) -> Reply:

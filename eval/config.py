@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from eval.client_config import ClientConfig, check_endpoint
 from eval.row import LIVE, REPLAY, TEACHER_FORCED, TIERS
 from eval.tuner_config import TunerConfig, listed
 from eval.workloads import TURNS
@@ -70,6 +71,9 @@ class EvalConfig:
         tune: find the head's best tree at every batch size and write that of the smallest into its config, in place
             of a report.
         tuner: what is tried for that.
+        endpoint: the URL of a served model, which is measured in place of run and drafter.
+        baseline: that of the same model served without speculation.
+        client: how both are asked.
     """
 
     drafter: dict[str, Any]
@@ -108,6 +112,9 @@ class EvalConfig:
     text: str
     tune: bool
     tuner: TunerConfig
+    endpoint: str | None
+    baseline: str | None
+    client: ClientConfig
 
     def __post_init__(self) -> None:
         """Check what the types cannot say.
@@ -139,6 +146,7 @@ class EvalConfig:
         self.request_rates()
         self._check_protocol()
         self._check_tiers()
+        check_endpoint(self)
         if self.tune:
             self._check_tune()
 

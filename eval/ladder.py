@@ -52,6 +52,8 @@ def ladder(row: Told, plain: Told | None) -> dict[str, Any] | None:
     """
     if row.get("request_rate") is not None:  # there a speedup is one of latencies, which steps do not add up to
         return None
+    if not row["seconds"]["verify"]:  # an endpoint does not say where a step's time goes
+        return None
     if plain is None or row["drafter"] == PLAIN or row["speedup"] is None or not row["tau"]:
         return None
     tau, base = row["tau"], plain["tau"] / plain["tokens_per_second"]

@@ -29,16 +29,22 @@ def labelled(drafter: str, batch_size: int, report: str = "", request_rate: floa
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a run first left plain decoding; a token is None where that side had already stopped."""
+    """Where a run first left plain decoding; a token is None where that side had already stopped.
+
+    Of texts whose tokens are not to be seen, the position is a character's, and `shown` says what stands there.
+    """
 
     prompt: str
     position: int
     plain: int | None
     drafted: int | None
     gap: float | None  # plain decoding's top-2 logit gap there
+    shown: str = ""
 
     def __str__(self) -> str:
         """Describe it for a message."""
+        if self.shown:
+            return f"prompt {self.prompt}, character {self.position}: {self.shown}"
         gap = "unknown" if self.gap is None else f"{self.gap:.3g}"
         plain, drafted = ("the end" if token is None else f"token {token}" for token in (self.plain, self.drafted))
         return f"prompt {self.prompt}, position {self.position}: {drafted} instead of {plain} (top-2 logit gap {gap})"

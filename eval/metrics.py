@@ -184,7 +184,7 @@ def speedup_interval(
     Paired: a request is drawn with its run and its base, so what makes it slow for both cancels.
     """
     ours, theirs = ([[float(decoded(run)), run.decode_s] for run in each] for each in (runs, base))
-    return _paired(ours, theirs, seed, groups)
+    return paired_interval(ours, theirs, seed, groups)
 
 
 def whole_speedup_interval(
@@ -192,10 +192,10 @@ def whole_speedup_interval(
 ) -> Interval | None:
     """Return the interval of the speedup end to end, likewise."""
     ours, theirs = ([[float(len(run.tokens)), run.prefill_s + run.decode_s] for run in each] for each in (runs, base))
-    return _paired(ours, theirs, seed, groups)
+    return paired_interval(ours, theirs, seed, groups)
 
 
-def _paired(runs: list[list[float]], base: list[list[float]], seed: int, groups: Groups) -> Interval | None:
+def paired_interval(runs: list[list[float]], base: list[list[float]], seed: int, groups: Groups) -> Interval | None:
     """Return the interval of a ratio of two speeds, of tokens and seconds of the same requests on both sides."""
     assert len(runs) == len(base), "a paired interval needs the same requests on both sides"
     columns = [[*ours, *theirs] for ours, theirs in zip(runs, base, strict=True)]

@@ -159,6 +159,14 @@ LOADED = (
     "plain decoding and every drafter, and waited where as many were being answered as the batch holds. Arrivals bound "
     "tokens per second, so speedup there is plain decoding's mean latency over the drafter's, both from the arrival."
 )
+SERVED = (
+    "Served endpoints: seconds are those of this side's clock, from the request to the first token (prefill) and from "
+    "there to the last, and all of a step's are under other. x4 is four requests in flight, and a request counts with "
+    "its share of the time that passed. Passes and tokens are those of all repeats. τ is one and the accepted over the "
+    "passes, with a draft or without, by the server's counts, which go on to the end of the last draft. lossless "
+    "compares greedy texts with the baseline's, and a difference is a near tie only from where the baseline's own "
+    "repeats differ on."
+)
 
 
 def title(report: Report) -> str:
@@ -211,6 +219,8 @@ def _times(report: Report) -> list[str]:
 def notes_of(report: Report) -> tuple[str, ...]:
     """Return how the report's numbers are to be read."""
     loaded = any(row.request_rate is not None for row in report.rows)
+    if report.device.get("type") == "endpoint":
+        return (NOTES[0], NOTES[2], SERVED)
     return NOTES + (SAMPLED,) * any(row.temperature > 0 for row in report.rows) + (LOADED,) * loaded
 
 

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
+from eval import endpoint
 from eval.config import OWN, RECORDED, EngineConfig, EvalConfig
 from eval.gates import check, failed, settings_at, sources
 from eval.lossless import Gate, SampledGate
@@ -53,11 +54,22 @@ def evaluate(config: EvalConfig) -> Report:
     Raises:
         ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
     """
+    if config.endpoint is not None:
+        return served(config)
     check_sources(config)
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
     out = folder_for(config.out, runs, list(config.drafter))
     report = from_log(config, model) if config.from_log and config.tiers() == [REPLAY] else measured(config, model)
+    report.write(out)
+    show(report, out)
+    return report
+
+
+def served(config: EvalConfig) -> Report:
+    """Measure a served endpoint, print the table, and write the report, to outputs/endpoint unless the user says."""
+    report = endpoint.measure(config, workloads_of(config, {}))
+    out = folder_for(config.out, [], ["endpoint"])
     report.write(out)
     show(report, out)
     return report

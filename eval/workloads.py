@@ -87,7 +87,7 @@ def read_workload(name: str, target: Target, wanted: Selection, answer: Answer |
         ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that is empty,
             another target's, or leaves no room in the context.
     """
-    measured, spare = _chosen(name, wanted)
+    measured, spare = chosen(name, wanted)
 
     def fitting(prompt: Prompt) -> Prompt:
         return fit(prompt, name, target, wanted.truncate)
@@ -119,7 +119,7 @@ def read_log(name: str, reads: Reads, wanted: Selection, most: int) -> tuple[Wor
     """
     told: list[Told] = []
     conversations: list[int] = []
-    for place, record in _chosen(name, wanted)[0]:
+    for place, record in chosen(name, wanted)[0]:
         if isinstance(record, Prompt):
             raise ValueError(f"workload {name}, prompt {record.id}: {NO_ANSWER}")
         told += recorded(record, name, reads, wanted.turns, most)
@@ -128,14 +128,18 @@ def read_log(name: str, reads: Reads, wanted: Selection, most: int) -> tuple[Wor
     return Workload(short_name(name), name, prompts, [], False, conversations), [each.text for each in told]
 
 
-def _chosen(name: str, wanted: Selection) -> tuple[list[Placed], list[Readable]]:
-    """Return the records to measure on with their places, in the workload's own order, and those for a warm-up."""
+def chosen(name: str, wanted: Selection) -> tuple[list[Placed], list[Readable]]:
+    """Return the records to measure on with their places, in the workload's own order, and those for a warm-up.
+
+    Raises:
+        ValueError: unknown workload or shape, or no prompts.
+    """
     found = list(_records(locate(name), wanted))
     if not found:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
-    chosen = spread(found, wanted.prompts + wanted.warmup) if wanted.balanced else found
-    measured = sorted(chosen[: wanted.prompts], key=lambda each: each[0])
-    return measured, [record for _, record in chosen[wanted.prompts : wanted.prompts + wanted.warmup]]
+    picked = spread(found, wanted.prompts + wanted.warmup) if wanted.balanced else found
+    measured = sorted(picked[: wanted.prompts], key=lambda each: each[0])
+    return measured, [record for _, record in picked[wanted.prompts : wanted.prompts + wanted.warmup]]
 
 
 def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:

@@ -106,7 +106,7 @@ def test_the_first_failure_is_in_the_json() -> None:
     told = report(SILENT, RED).as_dict()
     assert told["rows"][0]["lossless"]["failed"] == 1
     assert told["settings"]["gate"]["eagle"]["first"] == {
-        "prompt": "p2", "position": 5, "plain": 11, "drafted": 12, "gap": 3.5,
+        "prompt": "p2", "position": 5, "plain": 11, "drafted": 12, "gap": 3.5, "shown": "",
     }  # fmt: skip
 
 

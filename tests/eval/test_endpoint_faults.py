@@ -1,0 +1,164 @@
+"""What can be wrong with a served endpoint: one line each, and nothing written."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.endpoint import EndpointError
+from eval.config import eval_config
+from eval.endpoint_client import Answer, read_answer
+from eval.run import evaluate
+from tests.eval.endpoint_server import MODEL, Served, key_of
+from tests.eval.serving import PROMPTS, config, expected, refuse, rows_of
+
+
+def test_no_server(log: Path) -> None:
+    with Served() as gone:
+        pass
+    refuse(log, r"/v1/models: unreachable \(ConnectionRefusedError.*; start the endpoint, or correct endpoint=", gone)
+
+
+def test_a_model_that_is_not_served(served: Served, log: Path) -> None:
+    client = config(served, log).client
+    told = {**vars(client), "model": "other"}
+    refuse(log, r"serves served, not other; name what it serves: client.model=NAME", served, client=told)
+
+
+def test_a_server_without_metrics(log: Path) -> None:
+    with Served(engine="") as served:
+        refuse(log, r"/metrics has no counters of vLLM's or SGLang's: start vLLM without", served)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_that_does_not_speculate(engine: str, log: Path) -> None:
+    with Served(engine, drafts=False) as served:
+        refuse(log, "does not speculate: it counts no drafts; start it with a draft source", served)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_baseline_that_speculates(engine: str, served: Served, log: Path) -> None:
+    with Served(engine) as other:
+        refuse(
+            log, "speculates: baseline is for the same model served without a draft source", served, baseline=other.url
+        )
+
+
+def test_a_baseline_that_says_in_its_replies_that_it_speculates(served: Served, log: Path) -> None:
+    with Served(detailed=True) as other:
+        other.hidden = True
+        refuse(log, "speculates: baseline is for", served, baseline=other.url)
+
+
+def test_a_baseline_of_another_model(served: Served, log: Path) -> None:
+    with Served(drafts=False) as other:
+        other.models = ["larger"]
+        refuse(log, "serves larger and http.* served: the baseline is the same model", served, baseline=other.url)
+
+
+def test_a_server_that_starts_anew_in_mid_run(served: Served, log: Path) -> None:
+    def restart(body: dict[str, Any]) -> None:
+        if len(served.bodies) == 3:
+            served.counts.clear()
+
+    served.before = restart
+    refuse(log, "its counters began anew while it was measured", served)
+
+
+def test_a_server_that_starts_anew_and_whose_counters_overtake(served: Served, log: Path) -> None:
+    def restart(body: dict[str, Any]) -> None:
+        if len(served.bodies) == 3:
+            served.counts.update({"restarts": 1, "passes": 1000, "finished": 1000})
+
+    served.before = restart
+    refuse(log, "its counters began anew while it was measured", served)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_that_others_ask_too(engine: str, log: Path) -> None:
+    with Served(engine) as served:
+        served.before = lambda _: served.counts.update(["finished"])
+        refuse(log, "counted 2 requests where 1 were sent: give a server that nobody else asks", served)
+
+
+def test_counters_that_do_not_hear_of_the_requests(served: Served, log: Path) -> None:
+    served.before = lambda _: served.counts.subtract(["finished"])
+    refuse(log, "counted 0 requests where 1 were sent", served)
+
+
+def test_counters_may_lag_behind_the_answers(served: Served, log: Path) -> None:
+    served.lag = 0.05
+    evaluate(config(served, log, client={**vars(config(served, log).client), "patience": 20.0}))
+    accepted = [count for each in expected() for count in each]
+    assert rows_of(log)[0]["tau"] == pytest.approx(1 + sum(accepted) / len(accepted))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_request_that_fails_in_mid_run(size: int, served: Served, log: Path) -> None:
+    def fail(body: dict[str, Any]) -> None:
+        if "say 2" in key_of(body):
+            raise RuntimeError("out of\nmemory")
+
+    served.before = fail
+    told = r"prompt p2: http_500 \(out of memory\); nothing is written: mend the endpoint or leave the prompt out"
+    refuse(log, told, served, batch_size=size)
+    assert served.counts["finished"] <= PROMPTS  # none is sent again
+
+
+PIECE = {"model": MODEL, "choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([{**PIECE, "usage": {"completion_tokens": 3}}, {"error": {"message": "gone"}}], "gone"),
+        ([{**PIECE, "model": "other"}], "wrong_model: the reply is 'other'"),
+        ([PIECE, PIECE], "the reply does not count its tokens"),
+        ([{**PIECE, "choices": PIECE["choices"] * 2}], "choices"),
+        ([{**PIECE, "choices": None}], "choices"),
+        ([{**PIECE, "choices": [{"delta": None, "finish_reason": None}]}], "finish_reason"),
+    ],
+)
+def test_a_reply_that_is_none(events: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(EndpointError, match=message):
+        read_answer([(0.1 * place, event) for place, event in enumerate(events, 1)], MODEL)
+
+
+def test_an_answer_out_of_pieces() -> None:
+    pieces: list[dict[str, Any]] = [
+        {"delta": {"role": "assistant", "content": ""}},
+        {"delta": {"reasoning_content": "so"}},
+        {"delta": {"content": " it"}},
+        {"delta": {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, "finish_reason": "tool_calls"},
+    ]
+    events = [{"model": MODEL, "choices": [piece]} for piece in pieces]
+    events.append({"model": MODEL, "choices": [], "usage": {"completion_tokens": 5}})
+    found = read_answer([(float(at), event) for at, event in enumerate(events, 1)], MODEL)
+    assert found == Answer("so itf{}", 5, 5.0, 2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"baseline": "http://localhost:1"}, "baseline is http://localhost:1, but there is no endpoint"),
+        ({"endpoint": "localhost:8000"}, "endpoint=localhost:8000: give a URL such as http://localhost:8000"),
+        ({"endpoint": "http://me:secret@host:1"}, "endpoint: the URL of host carries a user or a query"),
+        ({"endpoint": "http://host/v1?key=secret"}, "endpoint: the URL of host carries a user or a query"),
+        ({"endpoint": "http://h:1", "baseline": "http://h:1/v1/"}, "baseline is the endpoint itself"),
+        ({"endpoint": "http://h:1", "run": "outputs/x"}, "run: an endpoint is measured as it is served"),
+        ({"endpoint": "http://h:1", "drafter": {"suffix": {}}}, "drafter: an endpoint is measured as it is served"),
+        ({"endpoint": "http://h:1", "model": {"path": "x"}}, "model: an endpoint is measured as it is served"),
+        ({"endpoint": "http://h:1", "tune": True, "dtype": "float32"}, "tune, dtype: an endpoint is measured"),
+        ({"endpoint": "http://h:1", "request_rate": 2}, "request_rate: an endpoint is measured as it is served"),
+        ({"endpoint": "http://h:1", "tier": "replay"}, "tier is 'replay': an endpoint is measured live alone"),
+        ({"endpoint": "http://h:1", "baseline": "http://h:2", "temperature": 1.0}, "texts can be compared at 0 alone"),
+        ({"client": {"timeout": 0.0}}, "client.timeout=0, client.patience=5: the first must be positive"),
+    ],
+)
+def test_what_an_endpoint_cannot_be_asked_for(values: dict[str, Any], message: str) -> None:
+    client = {
+        "model": None, "chat": True, "timeout": 1.0, "patience": 5.0, "api_key_env": "KEY", "extra": {},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message) as error:
+        eval_config(**(values | {"client": client | values.get("client", {})}))
+    assert "secret" not in str(error.value)

@@ -1,0 +1,173 @@
+"""Metrics pages and replies of vLLM and SGLang, as they are written, against counts made by hand."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from eval.endpoint_metrics import Counters, Verified, between, of_reply, read_counters, restarted, together
+from tests.eval.endpoint_server import passes, sglang_page, vllm_page
+
+VLLM = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a \\"b\\" {c}"} 0.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 140.0
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 3.0
+vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 1.0
+vllm:request_success_total{engine="1",finished_reason="stop",model_name="m"} 2.0
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 40.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2e+01
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7638e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 120.0
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 60.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 60.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="m"} 15.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 30.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 20.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 10.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 15.0
+process_start_time_seconds 1.76381e+09
+"""
+SGLANG = """\
+# HELP sglang:spec_accept_length The average acceptance length of speculative decoding.
+# TYPE sglang:spec_accept_length gauge
+sglang:spec_accept_length{engine_type="unified",model_name="m",tp_rank="0"} 3.1
+sglang:spec_accept_rate{engine_type="unified",model_name="m",tp_rank="0"} 0.7
+sglang:spec_num_steps{engine_type="unified",model_name="m",tp_rank="0"} 3.0
+sglang:spec_num_draft_tokens{engine_type="unified",model_name="m",tp_rank="0"} 4.0
+sglang:num_requests_total{model_name="m"} 6.0
+sglang:spec_verify_calls_total{model_name="m"} 50.0
+"""
+
+
+def read(page: str) -> Counters:
+    found = read_counters(page)
+    assert found is not None
+    return found
+
+
+def test_vllms_counters_are_summed_over_engines_and_reasons() -> None:
+    found = read(VLLM)
+    assert found == Counters("vllm", 60.0, 180.0, 75.0, (45.0, 20.0, 10.0), None, 6.0, 1.76381e9)
+
+
+def test_sglangs_counter_of_passes_and_the_width_of_its_tree() -> None:
+    assert read(SGLANG) == Counters("sglang", 50.0, None, None, (), 4.0, 6.0, None)
+
+
+@pytest.mark.parametrize("change", [("_total{", "{"), ("vllm:", "vllm_")])
+def test_names_without_total_or_with_underscores_are_the_same(change: tuple[str, str]) -> None:
+    assert read(VLLM.replace(*change)) == read(VLLM)
+
+
+@pytest.mark.parametrize("page", ["", "<html>login</html>", "other:requests_total 1\n", "vllm:x{ 1", "vllm:x one"])
+def test_a_page_of_neither_engine_has_no_counters(page: str) -> None:
+    assert read_counters(page) is None
+
+
+def test_without_speculation_there_are_no_drafts() -> None:
+    counts = Counter(finished=2)
+    assert (read(vllm_page(counts, False)).drafts, read(sglang_page(counts, False)).drafts) == (None, None)
+    assert read(vllm_page(counts, True)).drafts == 0
+
+
+def test_vllms_differences_in_our_terms() -> None:
+    before = read(VLLM)
+    after = replace(before, drafts=70.0, draft_tokens=210.0, accepted=95.0, by_depth=(53.0, 27.0, 15.0))
+    whole = between(before, after, 30)
+    assert whole == Verified(10, 20, 30, (8, 7, 5))
+    assert whole.tau == 3.0  # vLLM's mean acceptance length: 1 + 20 / 10
+
+
+def test_passes_without_a_draft_count_as_passes() -> None:
+    before = read(VLLM)
+    after = replace(before, drafts=70.0, draft_tokens=210.0, accepted=95.0, by_depth=(53.0, 27.0, 15.0))
+    # Of 60 tokens the drafts account for 30: 20 accepted, and one for each of their 10 passes.
+    assert between(before, after, 60) == Verified(40, 20, 30, (8, 7, 5))
+    assert between(before, after, 60).tau == 1.5
+
+
+def test_sglangs_differences_in_our_terms() -> None:
+    before = read(SGLANG)
+    assert between(before, replace(before, drafts=60.0), 25) == Verified(10, 15, 30, ())
+    assert between(before, replace(before, drafts=60.0, width=None), 25).drafted is None
+    assert between(replace(before, drafts=None), replace(before, drafts=10.0), 25).tau == 2.5
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ({}, False),
+        ({"drafts": 61.0}, False),
+        ({"drafts": 59.0}, True),
+        ({"drafts": None}, True),
+        ({"accepted": 0.0}, True),
+        ({"finished": 5.0}, True),
+        ({"by_depth": (45.0, 20.0, 9.0)}, True),
+        ({"by_depth": (45.0, 20.0)}, True),
+        ({"started": 1.77e9, "drafts": 999.0}, True),  # another process, whose counters have overtaken
+        ({"engine": "sglang"}, True),
+    ],
+)
+def test_counters_that_fell_began_anew(change: dict[str, Any], again: bool) -> None:
+    assert restarted(read(VLLM), replace(read(VLLM), **change)) is again
+
+
+def test_a_reply_of_vllms_tells_of_its_drafts() -> None:
+    told = {
+        "mean_acceptance_length": 2.5, "draft_acceptance_rate": 0.5, "acceptance_histogram": [1, 1, 1, 1],
+        "num_spec_steps": 4, "num_accepted_draft_tokens": 6, "num_draft_tokens": 12, "num_spec_tokens": 3,
+    }  # fmt: skip
+    reply = {"metrics": {"speculative_decoding": told}}
+    assert of_reply(reply, 10) == Verified(4, 6, 12, (3, 2, 1))
+    assert of_reply(reply, 13) == Verified(7, 6, 12, (3, 2, 1))  # and three passes without a draft
+    assert of_reply({"metrics": {"speculative_decoding": told | {"acceptance_histogram": [4]}}}, 10) == Verified(
+        4, 6, 12, ()
+    )
+
+
+def test_a_reply_of_sglangs_tells_of_its_drafts() -> None:
+    told = {
+        "spec_accept_length": 2.5, "spec_verify_ct": 4, "spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 12,
+        "spec_correct_drafts_histogram": [1, 1, 1, 1],
+    }  # fmt: skip
+    assert of_reply({"choices": [{"meta_info": told}]}, 10) == Verified(4, 6, 12, (3, 2, 1))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"metrics": None, "choices": []},
+        {"metrics": {"time_to_first_token_ms": 1.0}, "choices": [{"meta_info": {"spec_verify_ct": 4}}]},
+        {"metrics": {"speculative_decoding": {"num_spec_steps": -1, "num_accepted_draft_tokens": 1}}},
+        {"choices": [{"meta_info": {"spec_verify_ct": True, "spec_num_correct_drafts": 0}}]},
+        {
+            "metrics": {
+                "speculative_decoding": {
+                    "num_spec_steps": 1,
+                    "num_accepted_draft_tokens": 9,
+                    "num_draft_tokens": 3,
+                }
+            }
+        },
+    ],
+)
+def test_a_reply_that_tells_nothing_or_what_cannot_be(reply: dict[str, Any]) -> None:
+    assert of_reply(reply, 10) is None
+
+
+def test_a_sum_does_not_tell_what_a_part_does_not() -> None:
+    known, unknown = Verified(4, 6, 12, (3, 2, 1)), Verified(2, 3, None, ())
+    assert together([known, Verified(3, 1, 6, (1,))]) == Verified(7, 7, 18, (4, 2, 1))
+    assert together([known, Verified(1, 0, 0, ())]) == Verified(5, 6, 12, (3, 2, 1))
+    assert together([known, unknown]) == Verified(6, 9, None, ())
+    assert together([]).tau is None
+
+
+def test_the_server_of_these_tests_drafts_in_several_ways() -> None:
+    made = passes("key", 40)
+    assert set(made) == {0, 1, 2, 3}
