@@ -23,7 +23,8 @@ def write_whole(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}")
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)  # one that was left, or a link that someone else's folder holds
+        with partial.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -66,9 +67,12 @@ def claim(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold the lock of a name for a block, and say whether it was to be had; with `wait` it always is.
 
     The kernel frees it when a process ends, however it ends. The empty file stays: removing it would let two hold it.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
