@@ -86,7 +86,9 @@ def inside(folder: Path, name: object) -> Path:
             into itself, is no way out.
     """
     if not plain_name(name):
-        raise ValueError(f"{folder}: {shown(name)} is named in it, which is no file of that folder; get the folder anew")
+        raise ValueError(
+            f"{folder}: {shown(name)} is named in it, which is no file of that folder; get the folder anew"
+        )
     path = folder / str(name)
     real = path.resolve()
     homes = [folder.resolve(), Path(constants.HF_HUB_CACHE).resolve()]

@@ -18,11 +18,14 @@ SHAPES = re.compile(
 )
 # Words in a tokenizer are tokens too: `eos_token=…` is no secret, nor is a number.
 PLAIN = r"(?:eos|bos|pad|unk|mask|sep|cls|image|special|stop|per|draft|drafted|next|first|last|new)_token"
-NAME = r"(?:[\w.+-]*(?:token|api[_-]?key|wandb[_.-]?key|secret|passw(?:or)?d|credentials?|access[_-]?key|private[_-]?key))"
+NAME = (
+    r"(?:[\w.+-]*(?:token|api[_-]?key|wandb[_.-]?key|secret|passw(?:or)?d|credentials?|access[_-]?key|private[_-]?key))"
+)
 SECRET_NAME = re.compile(rf"(?!(?:[\w.+-]*[_.])?{PLAIN}$){NAME}", re.IGNORECASE)
 NUMBER = r"(?:null|none|[\d.]+)(?![\w.-])"
 GIVEN = re.compile(
-    rf"""(?<![\w.+-])(?![\w.+-]*{PLAIN}=)(?P<name>{NAME}=)(?!{NUMBER})(?:"[^"]+"|'[^']+'|[^\s'"&,;)}}]+)""", re.IGNORECASE
+    rf"""(?<![\w.+-])(?![\w.+-]*{PLAIN}=)(?P<name>{NAME}=)(?!{NUMBER})(?:"[^"]+"|'[^']+'|[^\s'"&,;)}}]+)""",
+    re.IGNORECASE,
 )
 SHORTEST = 8  # characters of a value in the environment that is looked for in text
 
@@ -38,14 +41,18 @@ def redacted(text: str) -> str:
 def redacted_words(words: Iterable[str]) -> list[str]:
     """Return the words of a command line likewise; of `NAME=VALUE` with a secret's name the whole value goes."""
     pairs = [(word, *word.partition("=")[:2]) for word in words]
-    return [f"{name}={HIDDEN}" if equals and SECRET_NAME.fullmatch(name) else redacted(word) for word, name, equals in pairs]
+    return [
+        f"{name}={HIDDEN}" if equals and SECRET_NAME.fullmatch(name) else redacted(word) for word, name, equals in pairs
+    ]
 
 
 def redacted_values(values: Any) -> Any:
     """Return the same of a configuration: of every string in it, and of all that a secret's name is the key of."""
     if isinstance(values, dict):
         return {
-            key: HIDDEN if isinstance(value, str) and value and SECRET_NAME.fullmatch(str(key)) else redacted_values(value)
+            key: HIDDEN
+            if isinstance(value, str) and value and SECRET_NAME.fullmatch(str(key))
+            else redacted_values(value)
             for key, value in values.items()
         }
     if isinstance(values, list | tuple):

@@ -202,7 +202,9 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any
         wanted = ", ".join(("format", *keys[:-1])) + " and " + keys[-1]
         raise ValueError(f"{path}: not the config of kind {kind}, whose keys are {wanted}")
     if content["format"] != FORMAT:
-        raise ValueError(f"{path}: format {shown(content['format'])} where this version reads {FORMAT}; update headstart")
+        raise ValueError(
+            f"{path}: format {shown(content['format'])} where this version reads {FORMAT}; update headstart"
+        )
     try:
         typed(TargetSpec, content["target"])
     except ValueError as error:

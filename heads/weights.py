@@ -42,10 +42,14 @@ def header(path: Path) -> dict[str, Entry]:
             parts = {name: opened.get_slice(name) for name in list(opened.keys())}
             told = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: truncated, damaged or missing ({one_line(error)}); save or download it again") from None
+        raise ValueError(
+            f"{path}: truncated, damaged or missing ({one_line(error)}); save or download it again"
+        ) from None
     for name, (shape, dtype) in told.items():
         if len(shape) > DEEPEST or any(size > LARGEST for size in shape):
-            raise ValueError(f"{path}: {shown(name)} is of shape {shown(shape)}, which no head has; save or download it again")
+            raise ValueError(
+                f"{path}: {shown(name)} is of shape {shown(shape)}, which no head has; save or download it again"
+            )
         if dtype not in DTYPES:
             raise ValueError(f"{path}: {shown(name)} is of type {dtype}; the types read are {', '.join(DTYPES)}")
     return {name: Entry(shape, DTYPES[dtype]) for name, (shape, dtype) in told.items()}
@@ -62,7 +66,9 @@ def tensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as opened:
             return {name: opened.get_tensor(name) for name in names}
     except (OSError, SafetensorError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{path}: truncated, damaged or missing ({one_line(error)}); save or download it again") from None
+        raise ValueError(
+            f"{path}: truncated, damaged or missing ({one_line(error)}); save or download it again"
+        ) from None
 
 
 def outline(kind: Any, config: Any, ends: Ends, where: str) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from heads import HEADS
 from heads.base import Ends
 from heads.typed import typed
+from heads.weights import outline
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +87,10 @@ def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
     embeddings = _checked_embeddings(source, ends)
     kind: Any = HEADS[plan.head]
     try:
-        head: nn.Module = kind(typed(kind.Config, {"name": plan.head, **plan.config}), ends)
+        config = typed(kind.Config, {"name": plan.head, **plan.config})
     except ValueError as error:
         raise source.error(str(error)) from None
-    own: dict[str, Tensor] = head.state_dict(keep_vars=True)
+    own = outline(kind, config, ends, f"{source.folder}: ")
     made, order = dict(plan.made), None
     if plan.ids is not None:
         made["vocab.ids"], order = plan.ids.sort()
@@ -99,6 +100,7 @@ def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
     if missing or unknown:
         said = [f"{what} {_few(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
         raise source.error(f"the tensors are not those of the {plan.head} head in its config: {'; '.join(said)}")
+    loaded: dict[str, Tensor] = {}
     for name, mine in own.items():
         tensor = made[name] if name in made else source.tensors[read[name]]
         foreign = read.get(name, name)
@@ -109,7 +111,10 @@ def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
             raise source.error(f"{foreign} holds values that are not finite; download it again")
         if order is not None and name not in made and OVER_VOCABULARY.match(name):
             tensor = tensor[order]
-        mine.data = tensor.clone(memory_format=torch.contiguous_format)
+        loaded[name] = tensor.clone(memory_format=torch.contiguous_format)
+    head: nn.Module = kind(config, ends)  # once it is known that the file holds as much
+    for name, parameter in head.state_dict(keep_vars=True).items():
+        parameter.data = loaded[name]
     return head
 
 
