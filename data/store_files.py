@@ -7,11 +7,35 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from heads.outside import parse_json
 from heads.store import flush
 
 CHECKSUM = "sha256"
+
+
+class Entry(NamedTuple):
+    """A shard's rows, in its order, the SHA-256 of each, and the size of its file."""
+
+    rows: list[int]
+    digests: list[str]
+    bytes: int
+
+    @classmethod
+    def of(cls, content: dict[str, Any], rows: int, file: Path) -> "Entry":
+        """Return what an entry's file says, in a store of so many rows; an error names the file.
+
+        Raises:
+            ValueError: it is no entry of such a store.
+        """
+        held, digests, size = (content.get(key) for key in cls._fields)
+        right = isinstance(held, list) and isinstance(digests, list) and type(size) is int
+        if not right or len(held) != len(digests) or not all(isinstance(each, str) for each in digests):
+            raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")
+        if not all(type(row) is int and 0 <= row < rows for row in held) or len(set(held)) != len(held):
+            raise ValueError(f"{file}: damaged, its rows are not different ones of {rows}")
+        return cls(held, digests, size)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -48,11 +72,12 @@ def read_checked(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
         told = content.pop(CHECKSUM)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        right = told == checksum(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: damaged, it is no JSON object with a checksum") from error
-    if told != checksum(content):
+    if not right:
         raise ValueError(f"{path}: damaged, its checksum is not that of its content")
     return {str(key): value for key, value in content.items()}
 

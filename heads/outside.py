@@ -36,8 +36,8 @@ def parse_yaml(content: bytes) -> Any:
     """Return what a YAML text says.
 
     Raises:
-        ValueError: it is none, holds more than plain values (a tag such as `!!python/object`), or has an alias, by which
-            a short text becomes a huge value; in one line, without the file's name.
+        ValueError: it is none, holds more than plain values (a tag such as `!!python/object`), or has an alias, by
+            which a short text becomes a huge value; in one line, without the file's name.
     """
     try:
         text = content.decode("utf-8")

@@ -1,7 +1,7 @@
 """Secrets out of what is written or printed: of command lines, configurations, errors and log lines.
 
-A secret is known by its shape (tokens of the Hub, of OpenAI, GitHub, AWS and wandb, `Bearer …`, a password in a URL), by
-the name that it is given under (`HF_TOKEN=…`, `api_key=…`), or by being a value of such a name in the environment.
+A secret is known by its shape (tokens of the Hub, of OpenAI, GitHub, AWS and wandb, `Bearer …`, a password in a URL),
+by the name that it is given under (`HF_TOKEN=…`, `api_key=…`), or by being a value of such a name in the environment.
 """
 
 import logging
@@ -60,14 +60,17 @@ def redacted_values(values: Any) -> Any:
     return redacted(values) if isinstance(values, str) else values
 
 
-class RedactedRecord(logging.LogRecord):
-    """A log line without secrets, whoever logs it and wherever it goes."""
-
-    def getMessage(self) -> str:  # the name is logging's own
-        """Return the line."""
-        return redacted(super().getMessage())
-
-
 def redact_logs() -> None:
-    """Let every log line of this process be without secrets; again changes nothing."""
-    logging.setLogRecordFactory(RedactedRecord)
+    """Let every log line of this process be without secrets, whoever logs it; again changes nothing."""
+    logging.setLogRecordFactory(_record)
+
+
+def _record(*args: Any, **named: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*args, **named)
+    try:
+        said = record.getMessage()
+    except (TypeError, ValueError):  # logging itself tells of what does not fit its format
+        return record
+    if (shown := redacted(said)) != said:
+        record.msg, record.args = shown, ()
+    return record

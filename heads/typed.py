@@ -8,6 +8,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from heads.outside import CUT, shown
+
 T = TypeVar("T")
 
 
@@ -38,7 +40,9 @@ def typed(schema: type[T], cfg: DictConfig | dict[str, Any]) -> T:
         except OmegaConfBaseException as error:
             raise ValueError(f"{error.full_key}: {first_line(error)}") from None
     elif held := [key for key, value in cfg.items() if "${" in repr(value)]:
-        raise ValueError(f"{held[0]} is {cfg[held[0]]!r}: an interpolation is not allowed here, give the value")
+        raise ValueError(
+            f"{join('', held[0])} is {shown(cfg[held[0]])}: an interpolation is not allowed here, give the value"
+        )
     built: T = build(schema, values, prefix)
     return built
 
@@ -47,7 +51,9 @@ def build(schema: Any, values: Any, prefix: str) -> Any:
     """Build one dataclass; its nested ones first, because OmegaConf cannot merge into a frozen one below the root."""
     names = [f.name for f in fields(schema) if f.init]
     if not isinstance(values, dict):
-        raise ValueError(f"{prefix or 'the config'} is {values!r}, expected a mapping with the keys {', '.join(names)}")
+        raise ValueError(
+            f"{prefix or 'the config'} is {shown(values)}, expected a mapping with the keys {', '.join(names)}"
+        )
     hints = get_type_hints(schema)
     for key in values:
         if key not in names:
@@ -83,7 +89,7 @@ def convert(hint: Any, value: Any, key: str) -> Any:
         return [convert(inner[0], v, f"{key}[{i}]") for i, v in enumerate(value)]
     if origin is dict and isinstance(value, dict):
         return {k: convert(inner[0], v, join(key, k)) for k, v in value.items()}
-    raise ValueError(f"{key} is {value!r}, expected a {origin.__name__}")
+    raise ValueError(f"{key} is {shown(value)}, expected a {origin.__name__}")
 
 
 def holds_tuple(hint: Any) -> bool:
@@ -98,8 +104,9 @@ def holds_dataclass(hint: Any) -> bool:
 
 
 def join(prefix: str, key: Any) -> str:
-    """Return the full name of a key."""
-    return f"{prefix}.{key}" if prefix else str(key)
+    """Return the full name of a key; one that comes from outside stays one line."""
+    name = str(key) if str(key).isprintable() and len(str(key)) <= CUT else shown(key)
+    return f"{prefix}.{name}" if prefix else name
 
 
 def first_line(error: Exception) -> str:

@@ -30,7 +30,7 @@ def is_published(folder: Path) -> bool:
 def config_of(folder: Path) -> dict[str, Any]:
     """Return config.json, the decoder layer's numbers of the speculators format among its own.
 
-    Foreign files may name code for transformers to run (`auto_map`): here single keys are read, and that is none of them.
+    Foreign files may name code for transformers to run (`auto_map`): here single keys are read, none of which does.
 
     Raises:
         ValueError: it cannot be read, or is no JSON object.
@@ -84,7 +84,7 @@ def _weights(folder: Path) -> Path:
     for name in PICKLED:
         if (folder / name).is_file():
             raise ValueError(
-                f"{folder / name}: a pickle, which can hold code and is not read; write its tensors as safetensors once: "
+                f"{folder / name}: a pickle, which can hold code and is not read; write it as safetensors once: "
                 f"python train/convert.py pickle={folder / name} out=FOLDER, and name that folder"
             )
     raise ValueError(f"{folder}: no weights; one of {', '.join((*SAFE, INDEX))} is read")

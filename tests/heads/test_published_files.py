@@ -17,7 +17,6 @@ from heads.published.pickles import convert, find_pickle
 from tests import toys
 from tests.heads.published import dflash, drafts, eagle3_authors, eagle_authors, medusa_second, publish, refusal
 
-
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 
 
@@ -120,7 +119,7 @@ def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
     publish(tmp_path / "theirs", {}, {}, "pytorch_model.bin")
     torch.save({"model": {"fc.weight": torch.zeros(2)}}, tmp_path / "theirs" / "pytorch_model.bin")
     assert "not a mapping of names to tensors" in unconverted(tmp_path / "theirs" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="no such file, nor a folder or repository with one of pytorch_model.bin"):
+    with pytest.raises(ValueError, match=r"no such file, nor a folder or repository with one of pytorch_model\.bin"):
         find_pickle(str(tmp_path))
 
 
