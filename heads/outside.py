@@ -15,6 +15,7 @@ from huggingface_hub import constants
 yaml: Any = importlib.import_module("yaml")  # by name: PyYAML comes without types
 NAMES_CODE = ("_target_", "_partial_", "auto_map", "custom_generate", "trust_remote_code")
 LONGEST = 255  # bytes of a file's name
+DEEPEST = 100  # lists and mappings in each other
 CUT = 200  # characters of a value in an error
 
 
@@ -25,7 +26,7 @@ def parse_json(content: bytes) -> Any:
         ValueError: it is none, or nested too deeply; in one line, without the file's name.
     """
     try:
-        return json.loads(content.decode("utf-8"))
+        return _shallow(json.loads(content.decode("utf-8")))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except ValueError as error:
@@ -43,11 +44,26 @@ def parse_yaml(content: bytes) -> Any:
         text = content.decode("utf-8")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
             raise ValueError("an alias (*name) is not read here, write its value out")
-        return yaml.safe_load(text)
+        return _shallow(yaml.safe_load(text))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def _shallow(value: Any) -> Any:
+    """Return a value that is nested no deeper than any file of ours, so that whoever walks through it may recurse."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            part
+            for held in level
+            if isinstance(held, dict | list)
+            for part in (held.values() if isinstance(held, dict) else held)
+        ]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
 
 
 def names_code(value: Any) -> str | None:

@@ -40,10 +40,12 @@ def redacted(text: str) -> str:
 
 def redacted_words(words: Iterable[str]) -> list[str]:
     """Return the words of a command line likewise; of `NAME=VALUE` with a secret's name the whole value goes."""
-    pairs = [(word, *word.partition("=")[:2]) for word in words]
-    return [
-        f"{name}={HIDDEN}" if equals and SECRET_NAME.fullmatch(name) else redacted(word) for word, name, equals in pairs
-    ]
+    return [_redacted_word(word, *word.partition("=")[::2]) for word in words]
+
+
+def _redacted_word(word: str, name: str, value: str) -> str:
+    secret = SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE)
+    return f"{name}={HIDDEN}" if secret else redacted(word)
 
 
 def redacted_values(values: Any) -> Any:

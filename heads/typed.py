@@ -22,11 +22,11 @@ def bracketed(words: Sequence[str], *keys: str) -> list[str]:
     ]
 
 
-def typed(schema: type[T], cfg: DictConfig | dict[str, Any]) -> T:
+def typed(schema: type[T], cfg: object) -> T:
     """Build the dataclass `schema` from `cfg`.
 
-    Interpolations of a DictConfig are resolved against its root. A plain dict, which may come from the Hub, must have
-    none: a resolver would let a foreign file read this machine's environment.
+    Interpolations of a DictConfig are resolved against its root. Anything else, which may come from the Hub, must be a
+    dict and have none: a resolver would let a foreign file read this machine's environment.
 
     Raises:
         ValueError: an unknown key, a wrong type or a missing value, in one line with the key's full name.
@@ -39,7 +39,7 @@ def typed(schema: type[T], cfg: DictConfig | dict[str, Any]) -> T:
             values = OmegaConf.to_container(cfg, resolve=True)
         except OmegaConfBaseException as error:
             raise ValueError(f"{error.full_key}: {first_line(error)}") from None
-    elif held := [key for key, value in cfg.items() if "${" in repr(value)]:
+    elif isinstance(cfg, dict) and (held := [key for key, value in cfg.items() if "${" in repr(value)]):
         raise ValueError(
             f"{join('', held[0])} is {shown(cfg[held[0]])}: an interpolation is not allowed here, give the value"
         )
@@ -75,6 +75,9 @@ def build(schema: Any, values: Any, prefix: str) -> Any:
     arguments = {n: merged[n] for n in names if not holds_dataclass(hints[n])}
     # OmegaConf hands a tuple field back as a list.
     arguments |= {n: tuple(v) for n, v in arguments.items() if v is not None and holds_tuple(hints[n])}
+    for name, value in arguments.items():
+        if not fits(hints[name], value):
+            raise ValueError(f"{join(prefix, name)} is {shown(value)}, expected {hints[name]}")
     return schema(**arguments, **nested)
 
 
@@ -90,6 +93,22 @@ def convert(hint: Any, value: Any, key: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return {k: convert(inner[0], v, join(key, k)) for k, v in value.items()}
     raise ValueError(f"{key} is {shown(value)}, expected a {origin.__name__}")
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Say whether a value is of a type down to its elements; OmegaConf lets lists and dicts pass for those."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any or hint is object:
+        return True
+    if origin in (Union, UnionType):
+        return any(fits(each, value) for each in inner)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(inner[0], k) and fits(inner[1], v) for k, v in value.items())
+    if origin is tuple and inner[1:] != (...,):
+        return isinstance(value, tuple) and len(value) == len(inner) and all(map(fits, inner, value))
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(fits(inner[0], each) for each in value)
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def holds_tuple(hint: Any) -> bool:

@@ -69,10 +69,10 @@ def signed(value: Any) -> bytes:
     return encoded({**value, "sha256": hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()})
 
 
-def tensors(value: Any) -> bytes:
-    """Return a safetensors file of a header, with as many bytes behind it as the whole one has."""
+def tensors(data: bytes, value: Any) -> bytes:
+    """Return a safetensors file of a header and the bytes behind it."""
     header = encoded(value)
-    return struct.pack("<Q", len(header)) + header + bytes(4096)
+    return struct.pack("<Q", len(header)) + header + data
 
 
 def lines(value: Any) -> bytes:
@@ -118,7 +118,7 @@ def heads_of(root: Path) -> dict[str, Reader]:
     for name in ("config", "header"):
         save_head(root / name, toys.head("medusa", target), target.spec, TREE)
     config, weights = root / "config" / "config.json", root / "header" / "model.safetensors"
-    size = struct.unpack("<Q", weights.read_bytes()[:8])[0]
+    size = 8 + struct.unpack("<Q", weights.read_bytes()[:8])[0]
     _, held, said = eagle3_authors()
     foreign = publish(root / "foreign", held, said)
     sharded = publish(root / "sharded", held, said, "one.safetensors")
@@ -127,7 +127,10 @@ def heads_of(root: Path) -> dict[str, Reader]:
     return {
         "head config": Reader(config, json.loads(config.read_bytes()), encoded, partial(head, root / "config")),
         "header": Reader(
-            weights, json.loads(weights.read_bytes()[8 : 8 + size]), tensors, partial(head, root / "header")
+            weights,
+            json.loads(weights.read_bytes()[8:size]),
+            partial(tensors, weights.read_bytes()[size:]),
+            partial(head, root / "header"),
         ),
         "published config": Reader(
             foreign / "config.json", said, encoded, partial(load_published, foreign, target.ends)
