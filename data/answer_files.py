@@ -264,7 +264,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: is damaged ({error}); remove it, and name another file") from error
-    known = {"settings": {}, "left_out": {}, "shortened": {}} | value if isinstance(value, dict) else {}
+    known: dict[str, Any] = {"settings": {}, "left_out": {}, "shortened": {}} | value if isinstance(value, dict) else {}
     named = [
         ids for key in ("left_out", "shortened") if isinstance(known.get(key), dict) for ids in known[key].values()
     ]

@@ -29,7 +29,8 @@ class Entry(NamedTuple):
         Raises:
             ValueError: it is no entry of such a store.
         """
-        held, digests, size = (content.get(key) for key in cls._fields)
+        known: dict[str, Any] = dict.fromkeys(cls._fields) | content
+        held, digests, size = known["rows"], known["digests"], known["bytes"]
         right = isinstance(held, list) and isinstance(digests, list) and type(size) is int
         if not right or len(held) != len(digests) or not all(isinstance(each, str) for each in digests):
             raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")

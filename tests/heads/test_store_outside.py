@@ -41,7 +41,7 @@ def refusal(folder: Path) -> str:
         (lambda c: c["head"].update(name=[1]), "head.name is [1]"),
         (lambda c: c["head"].update(layers=10**9), "head.layers is 1000000000: no head has more than"),
         (lambda c: c["head"].update(intermediate_size=10**9), "its config.json and the target make it"),
-        (lambda c: c["head"].update(num_heads=0), "no head can be made of it"),
+        (lambda c: c["head"].update(num_heads=-1), "no head can be made of it"),
         (lambda c: c["head"].update(name="medusa", heads=256, layers=256), "is not a known key"),
     ],
 )
