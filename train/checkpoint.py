@@ -173,4 +173,9 @@ def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path / shard}: cannot be read ({error})") from error
     for name, about in index["tensors"].items():
-        yield name, shards[about["shard"]].get_tensor(name)
+        try:
+            yield name, shards[about["shard"]].get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path / about['shard']}: holds no tensor {shown(name)}, though the index has it"
+            ) from error

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import Ends
+from heads.outside import shown
 from heads.typed import typed
 from heads.weights import outline
 
@@ -51,7 +52,8 @@ class Source(NamedTuple):
         """Warn where config.json says something else than the tensors, which are taken."""
         said = self.config.get(key)
         if said is not None and said != found:
-            log.warning("%s: config.json says %s=%s, the tensors say %s, which is taken", self.folder, key, said, found)
+            told = said if isinstance(said, int) else shown(said)
+            log.warning("%s: config.json says %s=%s, the tensors say %s, which is taken", self.folder, key, told, found)
 
     def count(self, pattern: str) -> int:
         """Return how many different numbers stand in the pattern's first group, in the names that match it."""

@@ -196,3 +196,9 @@ def test_what_is_not_published(tmp_path: Path) -> None:
     assert not is_published(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert not is_published(tmp_path)  # no weights
+
+
+def test_what_a_config_says_moves_no_cursor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, tensors, config = eagle_authors()
+    load_published(publish(tmp_path, tensors, {**config, "num_hidden_layers": "\x1b[2J\n"}), toys.target().ends)
+    assert r"num_hidden_layers='\x1b[2J\n', the tensors say 1" in caplog.text

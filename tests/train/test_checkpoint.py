@@ -237,3 +237,16 @@ def test_an_index_of_something_else_is_damaged(tmp_path: Path, change: dict[str,
     assert path is not None
     write_checked(path / "index.json", read_checked(path / "index.json") | change)
     assert "index.json" in checkpoint.complaint(path, 0, 1) or "cannot be read" in checkpoint.complaint(path, 0, 1)
+
+
+def test_a_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
+    here = saver(tmp_path)
+    here.save(state(), 4, {}, best=0)
+    here.finish()
+    path = here.newest()
+    assert path is not None
+    index = read_checked(path / "index.json")
+    (shard,) = index["shards"]
+    write_checked(path / "index.json", index | {"tensors": {"a\nb": {"shard": shard}}})
+    with pytest.raises(ValueError, match=r"holds no tensor 'a\\nb', though the index has it"):
+        list(checkpoint.tensors(path))
