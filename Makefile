@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format types same-loss bench
+.PHONY: help setup demo test test-slow fuzz lint format types same-loss bench
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -37,6 +37,9 @@ test: setup ## every test that needs no accelerator and no patience
 
 test-slow: setup ## the tests that take minutes
 	$(RUN) -m pytest -m "slow and not gpu"
+
+fuzz: setup ## readers of files from outside, fed 100,000 broken ones
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "slow and not gpu" tests/test_fuzz.py
 
 lint: setup ## ruff: rules and formatting, changing nothing
 	$(RUN) -m ruff check .

@@ -20,9 +20,11 @@ from typing import IO, Any, NamedTuple
 
 from data.answer_chats import CAUSES, Outcome
 from data.files import CHUNK, META, PARTS, SETTINGS
+from heads.outside import inside, parse_json
 from heads.store import flush
 
 SCHEMA = 1
+OUTCOME = {"chat", "answers", "cause", "failed"}  # of an Outcome, without the later ones
 
 
 class Place(NamedTuple):
@@ -99,13 +101,13 @@ class Answers:
             for id_ in ids
         }
         for file in self._parts():
-            for start, end, line in _lines(file):
+            for start, end, line in _lines(file, OUTCOME):
                 if not line["failed"]:
                     left_out = line["chat"] is None
                     found[line["id"]] = Place(file, start, end, False, line["answers"], line["cause"], left_out)
         if self.out.is_file():
             shortened = {id_: cause for cause, ids in noted["shortened"].items() for id_ in ids}
-            for start, end, line in _lines(self.out):
+            for start, end, line in _lines(self.out, set()):
                 count = sum(message["role"] == "assistant" for message in line.get("messages", ())) or 1
                 known = found.get(line["id"])  # in a part still, where a merge was killed before it wrote the causes
                 cause = shortened.get(line["id"], known.cause if known else "")
@@ -114,16 +116,21 @@ class Answers:
 
     def failures(self) -> dict[str, str]:
         """Return the cause of every failure since the last merge, by the chat's id; a later call may have mended it."""
-        return {line["id"]: line["cause"] for file in self._parts() for _, _, line in _lines(file) if line["failed"]}
+        return {
+            line["id"]: line["cause"]
+            for file in self._parts()
+            for _, _, line in _lines(file, OUTCOME)
+            if line["failed"]
+        }
 
     def _parts(self) -> list[Path]:
-        return sorted(self.parts.glob("*-of-*.jsonl"))
+        return [inside(self.parts, file.name) for file in sorted(self.parts.glob("*-of-*.jsonl"))]
 
     @contextmanager
     def part(self, rank: int, world: int) -> Iterator["Part"]:
         """Open this process's part behind its last whole line."""
         path = self.parts / f"{rank:05d}-of-{world:05d}.jsonl"
-        with path.open("ab") as file:
+        with inside(self.parts, path.name).open("ab") as file:
             file.truncate(whole_lines(path))
             yield Part(file)
 
@@ -199,7 +206,8 @@ class Part:
 def replace(path: Path, text: str) -> None:
     """Write a small file, whole or not at all."""
     draft = path.with_name(path.name + ".new")
-    with draft.open("w", encoding="utf-8") as file:
+    draft.unlink(missing_ok=True)  # one that was left, or a link that somebody else's folder holds
+    with draft.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -234,23 +242,32 @@ def _encoded(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, ensure_ascii=False) + "\n").encode()
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield the whole lines of a file with where they begin and end."""
+def _lines(path: Path, keys: set[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the whole lines of a file, which have these keys beside an id, with where they begin and end."""
     start = 0
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield start, start + len(line), json.loads(line)
+                told = parse_json(line)
             except ValueError as error:
                 raise ValueError(f"{path}: byte {start} begins a line that is no answer; remove the file") from error
+            if not isinstance(told, dict) or not isinstance(told.get("id"), str) or not keys <= told.keys():
+                raise ValueError(f"{path}: byte {start} begins a line that is no answer; remove the file")
+            yield start, start + len(line), told
             start += len(line)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: is damaged ({error}); remove it, and name another file") from error
-    return value
+    known: dict[str, Any] = {"settings": {}, "left_out": {}, "shortened": {}} | value if isinstance(value, dict) else {}
+    named = [
+        ids for key in ("left_out", "shortened") if isinstance(known.get(key), dict) for ids in known[key].values()
+    ]
+    if not isinstance(known.get("settings"), dict) or not all(isinstance(ids, list) for ids in named):
+        raise ValueError(f"{path}: is damaged, it is no provenance of answers; remove it, and name another file")
+    return known

@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataConfig
 from data.files import content_hash
 from data.masks import Sample
+from heads.outside import inside, parse_json
 from heads.store import flush
 
 log = logging.getLogger(__name__)
@@ -156,15 +157,15 @@ def read_cache(place: Path) -> dict[str, Any] | None:
     if not place.is_dir():
         return None
     try:
-        meta = json.loads((place / META).read_text(encoding="utf-8"))
+        meta = parse_json((place / META).read_bytes())
         if meta.pop("self") != _checksum(meta):
             raise DamagedError(f"{META} is not what was written")
-        for name, wanted in meta["sha256"].items():
-            if content_hash(place / name) != wanted:
+        for name in (SAMPLES, PROMPTS):
+            if content_hash(inside(place, name)) != meta["sha256"][name]:
                 raise DamagedError(f"{name} is not what was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        report: dict[str, Any] = meta["report"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{META} or another file cannot be read ({error})") from error
-    report: dict[str, Any] = meta["report"]
     return report
 
 

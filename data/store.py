@@ -13,7 +13,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from data.batches import Packed
-from data.quantize import size
-from data.store_files import claim, read_checked, write_checked, write_whole
+from data.quantize import DTYPES, size
+from data.store_files import Entry, claim, read_checked, write_checked, write_whole
+from heads.outside import inside, shown
 from heads.typed import typed
 
 FORMAT = 1
@@ -73,6 +74,14 @@ class StoreSpec:
     k: int
     shard_rows: int
 
+    def __post_init__(self) -> None:
+        """Check what a damaged or foreign file may have instead."""
+        if self.dtype not in DTYPES or self.teacher not in ("state", "top_k"):
+            raise ValueError(f"dtype is {shown(self.dtype)} and teacher {shown(self.teacher)}: not of a feature store")
+        for key, least in {"width": 1, "vocab": 1, "length": 1, "rows": 0, "k": 0, "shard_rows": 1}.items():
+            if getattr(self, key) < least:
+                raise ValueError(f"{key} is {getattr(self, key)}: not of a feature store, which has {least} or more")
+
     def sharded(self, rows: int) -> "StoreSpec":
         """Return the same with so many rows a shard."""
         return replace(self, shard_rows=rows)
@@ -92,14 +101,6 @@ class StoreSpec:
     def shards(self) -> int:
         """How many shards an extraction writes."""
         return -(-self.rows // self.shard_rows)
-
-
-class Entry(NamedTuple):
-    """A shard's rows, in its order, the SHA-256 of each, and the size of its file."""
-
-    rows: list[int]
-    digests: list[str]
-    bytes: int
 
 
 def packed_fingerprint(packed: Packed) -> str:
@@ -136,7 +137,10 @@ class FeatureStore:
             raise ValueError(f"{error}; put a copy in its place, or remove the folder and extract again") from error
         if meta.pop("format", None) != FORMAT:
             raise ValueError(f"{folder}: a feature store of another format than {FORMAT}; extract again elsewhere")
-        self.spec = typed(StoreSpec, meta)
+        try:
+            self.spec = typed(StoreSpec, meta)
+        except ValueError as error:
+            raise ValueError(f"{folder / META}: {error}; put a copy in its place, or extract again elsewhere") from None
         self.damaged: dict[str, str] = {}
         self.entries: dict[str, Entry] = {}
         self._places: dict[int, tuple[str, int]] = {}
@@ -189,8 +193,9 @@ class FeatureStore:
                     self._places.update({row: (file.stem, place) for place, row in enumerate(entry.rows)})
 
     def _entry(self, file: Path) -> Entry:
-        content, shard = read_checked(file), self._shard(file.stem)
-        entry = Entry(content["rows"], content["digests"], content["bytes"])
+        inside(file.parent, file.name)
+        shard = inside(self.folder / SHARDS, self._shard(file.stem).name)
+        entry = Entry.of(read_checked(file), self.spec.rows, file)
         if not shard.is_file():
             raise ValueError(f"{shard}: is not there, though the index has it")
         if shard.stat().st_size != entry.bytes:
@@ -220,7 +225,7 @@ class FeatureStore:
             opened = self._opened(name)
             names: list[str] = list(opened.keys())
             found = {key: opened.get_slice(key)[place : place + 1] for key in names}
-        except (OSError, SafetensorError, IndexError) as error:
+        except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
             raise self._damage(name, row, f"cannot be read ({' '.join(str(error).split())})") from error
         if digest(found) != self.entries[name].digests[place]:
             raise self._damage(name, row, "is not what was written, its checksum differs")

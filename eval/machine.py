@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 
+from heads.redact import redacted_words
 from heads.resolvers import ROOT
 
 
@@ -75,7 +76,7 @@ def provenance() -> dict[str, Any]:
     return {
         "revision": revision,
         "dirty": None if revision is None else bool(git("status", "--porcelain")),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *redacted_words(sys.argv)]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

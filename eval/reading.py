@@ -1,6 +1,5 @@
 """Reports read back: a report.json of this schema as it was written, or one line that says why not."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,9 +11,14 @@ from eval.law import LawTest
 from eval.lossless import Divergence, Gate, SampledGate
 from eval.report import SCHEMA, Report
 from eval.row import Row
+from heads.outside import names_code, parse_json, shown
 from heads.typed import typed
 
 OWN = ("schema", "target", "device", "settings", "rows")  # what else stands in a report are its extras
+EXTRAS = {  # by eval/extras.py and the tiers, and where reports stand side by side
+    "training": dict, "trees": dict, "teacher_forced": dict, "other_trees": dict, "answers": list, "reports": list,
+    "warnings": list,
+}  # fmt: skip
 GATES = ("gate", "sampled_gate")  # of its settings
 COUNTS = ("checked", "identical", "near_tie", "failed")
 SPEEDUPS = ("speedup", "speedup_ci", "speedup_hf", "whole_speedup", "whole_speedup_ci")
@@ -27,21 +31,22 @@ def read_report(file: Path) -> dict[str, Any]:
         ValueError: there is no such file, it is damaged, no report, or one of another schema; the file is named.
     """
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        told = parse_json(file.read_bytes())
     except OSError as error:
         raise ValueError(f"report {file} cannot be read ({error.strerror}): give a report.json") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"report {file} is damaged ({error}): evaluate again to write it anew") from None
     if not isinstance(told, dict) or "schema" not in told or not isinstance(told.get("rows"), list):
         raise ValueError(f"{file} is no report: give a report.json, as eval/run.py writes it")
     if told["schema"] != SCHEMA:
         raise ValueError(
-            f"report {file} has schema {told['schema']}, this version reads {SCHEMA}: evaluate again with this "
+            f"report {file} has schema {shown(told['schema'])}, this version reads {SCHEMA}: evaluate again with this "
             "version, or read it with the one that wrote it"
         )
     for key in ("target", "device", "settings"):
         if not isinstance(told.get(key), dict):
             raise ValueError(f"report {file} has no {key}: evaluate again to write it anew")
+    _check_extras(told, file)
     for number, row in enumerate(told["rows"]):
         try:
             row_of(row)
@@ -71,6 +76,24 @@ def report_of(told: Mapping[str, Any], file: str) -> Report:
     return replace(report, rows=rows)
 
 
+def _check_extras(told: dict[str, Any], file: Path) -> None:
+    """Check what a report holds besides its rows: what is known, of its kind, and naming no code.
+
+    Raises:
+        ValueError: the file and the key are named.
+    """
+    if code := names_code(told):
+        raise ValueError(f"report {file} names code to run by the key {code}, which is refused: evaluate again")
+    for key in told.keys() - {*OWN}:
+        if key not in EXTRAS or not isinstance(told[key], EXTRAS[key]):
+            known = ", ".join((*OWN, *EXTRAS))
+            raise ValueError(f"report {file}: {shown(key)} is not a known key, or not of its kind; valid keys: {known}")
+    for key in ("answers", "reports"):
+        name = "drafter" if key == "answers" else "name"
+        if not all(isinstance(each, dict) and isinstance(each.get(name), str) for each in told.get(key, [])):
+            raise ValueError(f"report {file} has damaged {key}: evaluate again to write it anew")
+
+
 def row_of(told: Any) -> Row:
     """Return a row of report.json.
 
@@ -78,12 +101,14 @@ def row_of(told: Any) -> Row:
         ValueError: a key is unknown or missing, or its value of another type.
     """
     if not isinstance(told, dict):
-        raise ValueError(f"{told!r} is no row")
+        raise ValueError(f"{shown(told)} is no row")
     row = typed(Row, {key: value for key, value in told.items() if key != "ladder"})
     typed(Gate, {**row.lossless})
     if missing := [part for part in metrics.seconds([]) if part not in row.seconds]:
         raise ValueError(f"seconds.{missing[0]} is missing")
     gaps = row.agreement.get("gaps", [])  # null stands for a gap that is not finite
+    if not isinstance(gaps, list) or not all(gap is None or isinstance(gap, int | float) for gap in gaps):
+        raise ValueError(f"agreement.gaps is {shown(gaps)}, expected a list of numbers")
     known = {"gaps": [math.inf if gap is None else gap for gap in gaps]} if gaps else {}
     return replace(row, agreement=row.agreement | known)
 

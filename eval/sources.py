@@ -1,22 +1,26 @@
 """What a run's folder says: where its head is, which target it was trained for, and which tree it was saved with."""
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from heads.hub import kind_of, resolve_head, target_path
+from heads.outside import names_code, parse_yaml, shown
 from heads.published import is_published
 from heads.store import read_config
-from heads.typed import first_line
 from inference.placement import DEVICE_MAP, TOGETHER, Placement
 
 PLACING = tuple(each.name for each in fields(Placement))
 KEPT = ("dtype", "device", "quantize", "adapter", "prompts", *PLACING)  # of a run's model, where model.path is another
-YAML_ERROR: type[Exception] = importlib.import_module("yaml").YAMLError  # imported by name: PyYAML comes without types
+# What a run's config.yaml says of its target, and the types of that.
+OF_A_MODEL: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "path", "dtype", "quantize", "adapter", "device", "placement", "offload"), (str,)),
+    **dict.fromkeys(("data", "split", "prompts"), (str,)),
+    "tensor_parallel": (int,), "devices": (list,), "memory_gb": (int, float), "trust_remote_code": (bool,),
+    "shape": (dict,),
+}  # fmt: skip
 
 
 def find_heads(runs: list[str]) -> dict[str, Path]:
@@ -54,8 +58,14 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: neither says which; or the run's config.yaml cannot be read.
     """
     own = {} if run is None else _trained_model(run)
-    # A run's folder may come from the Hub: whether the target's own code may run is for the user alone to say.
-    own.pop("trust_remote_code", None)
+    # A run's folder may come from elsewhere: whether the target's own code may run is for the user alone to say.
+    if own.pop("trust_remote_code", False) and given.get("trust_remote_code") is None and given.get("path") is None:
+        raise ValueError(
+            f"run={run}: was trained with model.trust_remote_code=true, which no file may say for you: say it again "
+            "if you trust the target's code, else model.trust_remote_code=false"
+        )
+    if run is not None and not Path(run).expanduser().is_dir():
+        own.pop("prompts", None)  # a file of the machine that it was trained on
     if own.get("placement") in TOGETHER:  # of the run's processes; here is one
         own["placement"] = DEVICE_MAP
     if given.get("path") is not None:
@@ -90,12 +100,18 @@ def _trained_model(run: str) -> dict[str, Any]:
         saved = {} if is_published(folder) else read_config(folder)["target"]
         return {"path": saved["name"], "adapter": saved.get("adapter")} if saved else {}
     try:
-        config = OmegaConf.to_container(OmegaConf.load(file))
-    except YAML_ERROR as error:
-        raise ValueError(
-            f"{file} is damaged ({first_line(error)}): restore it, or give model=… and remove it"
-        ) from error
+        config = parse_yaml(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}): restore it, or give model=… and remove it") from error
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         raise ValueError(f"{file} has no model: restore it, or give model=…")
-    return {str(key): value for key, value in model.items()}
+    trusting = model.get("trust_remote_code")
+    if code := names_code({**config, "model": {**model, "trust_remote_code": None}}):
+        raise ValueError(f"{file} names code to run by the key {code}, which is refused: remove the key")
+    if unknown := [key for key in model if key not in OF_A_MODEL]:
+        raise ValueError(f"{file}: model.{shown(unknown[0])} is not a known key; valid keys: {', '.join(OF_A_MODEL)}")
+    for key, kinds in OF_A_MODEL.items():
+        if not isinstance(model.get(key), (*kinds, NoneType)) or "${" in repr(model.get(key)):
+            raise ValueError(f"{file}: model.{key} is {shown(model[key])}, which is no value of it: restore it")
+    return {**model, "trust_remote_code": trusting}

@@ -5,18 +5,26 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from heads.redact import redact_logs, redacted
+
 
 def one_line(error: BaseException) -> str:
-    """Return the error's message as one line, its type where it has no message."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return the error's message as one line without secrets, its type where it has no message.
+
+    What moves a terminal's cursor, as a name from outside may, is shown as a sign.
+    """
+    line = " ".join(str(error).split()) or type(error).__name__
+    return redacted("".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in line))
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
     """Turn a ValueError or OSError of the block, or of the function it decorates, into one line and exit status 2.
 
-    HEADSTART_DEBUG=1 in the environment lets the error through with its traceback.
+    HEADSTART_DEBUG=1 in the environment lets the error through with its traceback. Log lines are without secrets from
+    here on.
     """
+    redact_logs()
     try:
         yield
     except (ValueError, OSError) as error:

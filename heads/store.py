@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import Ends
+from heads.outside import names_code, parse_json, shown
 from heads.typed import typed
+from heads.weights import check_fit, outline
+from heads.weights import tensors as tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +118,9 @@ def save_tree(folder: Path, tree: dict[str, Any]) -> None:
     path = last_good(folder) / CONFIG
     new = path.with_name(f".{CONFIG}.new")
     try:
-        new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        new.unlink(missing_ok=True)  # one that was left, or a link that a folder from outside holds
+        with new.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
         flush(new)
         os.replace(new, path)
         flush(path.parent)
@@ -137,7 +142,9 @@ def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
     """
     content = read_config(folder)
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
-    head: nn.Module = _kind(folder, content)(_head_config(folder, content), ends)
+    kind, config = _kind(folder, content), _head_config(folder, content)
+    check_fit(last_good(folder) / WEIGHTS, outline(kind, config, ends, f"{folder}/{CONFIG}: "), CONFIG)
+    head: nn.Module = kind(config, ends)
     fill(head, folder)
     return head
 
@@ -148,17 +155,11 @@ def fill(module: nn.Module, folder: Path) -> None:
     Raises:
         ValueError: they are damaged, or not those that the module has.
     """
-    tensors = read_tensors(folder)
     own: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    if missing or unknown:
-        raise ValueError(f"{folder}: the weights do not fit their config.json: missing {missing}, unknown {unknown}")
+    check_fit(last_good(folder) / WEIGHTS, own, CONFIG)
+    tensors = read_tensors(folder)
     for name, tensor in tensors.items():
-        mine = own[name]
-        if mine.shape != tensor.shape or mine.is_floating_point() != tensor.is_floating_point():
-            found, wanted = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
-            raise ValueError(f"{folder}: {name} is {found} but its config.json and the target make it {wanted}")
-        mine.data = mine.data.to(tensor.dtype)
+        own[name].data = own[name].data.to(tensor.dtype)
     module.load_state_dict(tensors)
 
 
@@ -169,6 +170,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: no such folder, not a head's folder, or a key that is missing, unknown or of the wrong type.
     """
     content = read_folder(folder, "head", ("head", "target", "tree"))
+    if not isinstance(content["tree"], dict):
+        raise ValueError(f"{folder}/{CONFIG}: tree is {shown(content['tree'])}, expected a mapping")
     _head_config(folder, content)
     return content
 
@@ -190,14 +193,18 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any
     if not path.is_file():
         raise ValueError(f"{folder}: not a folder of kind {kind}, it holds no {CONFIG}; a run keeps it in {kind}/")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); save or download it again") from None
+    if code := names_code(content):
+        raise ValueError(f"{path}: names code to run by the key {code}, which is refused; remove the key")
     if not isinstance(content, dict) or set(content) != {"format", *keys}:
         wanted = ", ".join(("format", *keys[:-1])) + " and " + keys[-1]
         raise ValueError(f"{path}: not the config of kind {kind}, whose keys are {wanted}")
     if content["format"] != FORMAT:
-        raise ValueError(f"{path}: format {content['format']!r} where this version reads {FORMAT}; update headstart")
+        raise ValueError(
+            f"{path}: format {shown(content['format'])} where this version reads {FORMAT}; update headstart"
+        )
     try:
         typed(TargetSpec, content["target"])
     except ValueError as error:
@@ -211,12 +218,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file is missing, truncated or damaged, or holds numbers that are not finite.
     """
-    path = last_good(folder) / WEIGHTS
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: truncated, damaged or missing ({reason}); save or download it again") from None
+    tensors = tensors_in(last_good(folder) / WEIGHTS)
     _assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors
 
@@ -260,8 +262,8 @@ def _kind(folder: Path, content: dict[str, Any]) -> Any:
     """Return the head's class."""
     head = content["head"]
     name = head.get("name") if isinstance(head, dict) else None
-    if name not in HEADS:
-        raise ValueError(f"{folder}: head.name is {name!r} in its {CONFIG}; known heads: {', '.join(HEADS)}")
+    if not isinstance(name, str) or name not in HEADS:
+        raise ValueError(f"{folder}: head.name is {shown(name)} in its {CONFIG}; known heads: {', '.join(HEADS)}")
     return HEADS[name]
 
 

@@ -8,6 +8,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from heads.outside import CUT, shown
+
 T = TypeVar("T")
 
 
@@ -20,11 +22,11 @@ def bracketed(words: Sequence[str], *keys: str) -> list[str]:
     ]
 
 
-def typed(schema: type[T], cfg: DictConfig | dict[str, Any]) -> T:
+def typed(schema: type[T], cfg: object) -> T:
     """Build the dataclass `schema` from `cfg`.
 
-    Interpolations of a DictConfig are resolved against its root. A plain dict, which may come from the Hub, must have
-    none: a resolver would let a foreign file read this machine's environment.
+    Interpolations of a DictConfig are resolved against its root. Anything else, which may come from the Hub, must be a
+    dict and have none: a resolver would let a foreign file read this machine's environment.
 
     Raises:
         ValueError: an unknown key, a wrong type or a missing value, in one line with the key's full name.
@@ -37,8 +39,10 @@ def typed(schema: type[T], cfg: DictConfig | dict[str, Any]) -> T:
             values = OmegaConf.to_container(cfg, resolve=True)
         except OmegaConfBaseException as error:
             raise ValueError(f"{error.full_key}: {first_line(error)}") from None
-    elif held := [key for key, value in cfg.items() if "${" in repr(value)]:
-        raise ValueError(f"{held[0]} is {cfg[held[0]]!r}: an interpolation is not allowed here, give the value")
+    elif isinstance(cfg, dict) and (held := [key for key, value in cfg.items() if "${" in repr(value)]):
+        raise ValueError(
+            f"{join('', held[0])} is {shown(cfg[held[0]])}: an interpolation is not allowed here, give the value"
+        )
     built: T = build(schema, values, prefix)
     return built
 
@@ -47,7 +51,9 @@ def build(schema: Any, values: Any, prefix: str) -> Any:
     """Build one dataclass; its nested ones first, because OmegaConf cannot merge into a frozen one below the root."""
     names = [f.name for f in fields(schema) if f.init]
     if not isinstance(values, dict):
-        raise ValueError(f"{prefix or 'the config'} is {values!r}, expected a mapping with the keys {', '.join(names)}")
+        raise ValueError(
+            f"{prefix or 'the config'} is {shown(values)}, expected a mapping with the keys {', '.join(names)}"
+        )
     hints = get_type_hints(schema)
     for key in values:
         if key not in names:
@@ -69,6 +75,9 @@ def build(schema: Any, values: Any, prefix: str) -> Any:
     arguments = {n: merged[n] for n in names if not holds_dataclass(hints[n])}
     # OmegaConf hands a tuple field back as a list.
     arguments |= {n: tuple(v) for n, v in arguments.items() if v is not None and holds_tuple(hints[n])}
+    for name, value in arguments.items():
+        if not fits(hints[name], value):
+            raise ValueError(f"{join(prefix, name)} is {shown(value)}, expected {hints[name]}")
     return schema(**arguments, **nested)
 
 
@@ -83,7 +92,23 @@ def convert(hint: Any, value: Any, key: str) -> Any:
         return [convert(inner[0], v, f"{key}[{i}]") for i, v in enumerate(value)]
     if origin is dict and isinstance(value, dict):
         return {k: convert(inner[0], v, join(key, k)) for k, v in value.items()}
-    raise ValueError(f"{key} is {value!r}, expected a {origin.__name__}")
+    raise ValueError(f"{key} is {shown(value)}, expected a {origin.__name__}")
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Say whether a value is of a type down to its elements; OmegaConf lets lists and dicts pass for those."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any or hint is object:
+        return True
+    if origin in (Union, UnionType):
+        return any(fits(each, value) for each in inner)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(inner[0], k) and fits(inner[1], v) for k, v in value.items())
+    if origin is tuple and inner[1:] != (...,):
+        return isinstance(value, tuple) and len(value) == len(inner) and all(map(fits, inner, value))
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(fits(inner[0], each) for each in value)
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def holds_tuple(hint: Any) -> bool:
@@ -98,8 +123,9 @@ def holds_dataclass(hint: Any) -> bool:
 
 
 def join(prefix: str, key: Any) -> str:
-    """Return the full name of a key."""
-    return f"{prefix}.{key}" if prefix else str(key)
+    """Return the full name of a key; one that comes from outside stays one line."""
+    name = str(key) if str(key).isprintable() and len(str(key)) <= CUT else shown(key)
+    return f"{prefix}.{name}" if prefix else name
 
 
 def first_line(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
 
 import hashlib
-import json
 from math import prod
 from pathlib import Path
 
@@ -12,8 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from heads.errors import one_line
+from heads.outside import parse_json, plain_name, shown
 from heads.store import QUANTISED
 
+INDEX = "model.safetensors.index.json"
 FEW = 16  # values of each parameter that the fingerprint reads
 
 
@@ -24,16 +26,39 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
         checkpoint: its folder or Hub name.
 
     Raises:
-        OSError, ValueError, KeyError, SafetensorError: it holds no readable model.safetensors.
+        OSError, ValueError, KeyError, SafetensorError: it holds no readable model.safetensors, or its index leads out
+            of its folder.
     """
-    index = cached_file(checkpoint, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    index = cached_file(checkpoint, INDEX, _raise_exceptions_for_missing_entries=False)
     if index is not None:
-        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        shards = _shards(Path(index))
         found = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*shards.values()}}
         return {name: found[shard] for name, shard in shards.items()}
     file = Path(str(cached_file(checkpoint, "model.safetensors")))
     with safe_open(file, "pt") as opened:
         return dict.fromkeys(opened.keys(), file)
+
+
+def check_index(checkpoint: str) -> None:
+    """Check that the index of a checkpoint's folder, where it has one, names files of that folder alone.
+
+    Raises:
+        ValueError: it leads elsewhere, or is damaged.
+    """
+    if (Path(checkpoint) / INDEX).is_file():
+        _shards(Path(checkpoint) / INDEX)
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Return the name of each tensor's file."""
+    try:
+        shards: dict[str, str] = parse_json(index.read_bytes())["weight_map"]
+        odd = [shard for shard in shards.values() if not plain_name(shard)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: damaged ({one_line(error)}); download it again") from None
+    if odd:
+        raise ValueError(f"{index}: names {shown(odd[0])}, which is no file beside it; download it again")
+    return shards
 
 
 def fingerprint(model: PreTrainedModel, checkpoint: str) -> str:

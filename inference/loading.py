@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from inference import placement
+from inference.checkpoint import check_index
 from inference.placement import HERE, Placement
 
 AS_IT_IS = "none"
@@ -128,7 +129,9 @@ def load(
             options["device_map"] = {"": str(device)}
         if method is not None:
             options["quantization_config"] = method.config(dtype)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **remote, **options)
+        check_index(path)
+        safe = {"use_safetensors": True}  # a pickle can hold code
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **safe, **remote, **options)
     if not options:
         move: Any = model.to  # transformers wraps it in a way that hides its arguments
         return move(device), tokenizer

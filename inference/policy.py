@@ -61,6 +61,9 @@ class TreeConfig:
             value = getattr(self, name)
             if not value or (isinstance(value, int) and value < 1):
                 raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
+        trees.check_numbers({"depth": [self.depth], "top_k": [self.top_k], "nodes": [self.nodes]}, 0)
+        trees.check_numbers({"widths": self.widths}, 1)
+        trees.check_shapes(self.paths, self.widths)
         known = {tuple(path) for path in self.paths}
         for path in known:
             if path[:-1] and path[:-1] not in known:

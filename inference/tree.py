@@ -4,12 +4,16 @@ Node 0 is the root, the last committed token, whose target law is not known yet.
 N counts the nodes, the root included; P the committed tokens before the root; R the riders.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from heads.outside import shown
+
+LARGEST = 1 << 14  # nodes of a tree, its depth, or the children of a node: far more than a target pass is worth
 
 
 class DraftTree(NamedTuple):
@@ -31,6 +35,35 @@ class Riders(NamedTuple):
     offset: Int[Tensor, "R"]  # position, counted from the root's
     seen: Bool[Tensor, "R M"]  # M = N + R
     stack: Callable[..., Any] | None = None
+
+
+def check_numbers(held: Mapping[str, Sequence[int]], least: int) -> None:
+    """Check the numbers of a tree that is asked for, maybe by a file of somebody else's.
+
+    Raises:
+        ValueError: one is below `least`, or larger than any tree.
+    """
+    for name, numbers in held.items():
+        if any(not least <= number <= LARGEST for number in numbers):
+            raise ValueError(f"tree.{name} is {shown(list(numbers))}: give numbers from {least} to {LARGEST}")
+
+
+def check_shapes(paths: Sequence[Sequence[int]], widths: Sequence[int]) -> None:
+    """Check that a fixed shape has ranks, and no more than `LARGEST` nodes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if any(not path or min(path) < 0 or max(path) > LARGEST for path in paths):
+        raise ValueError(f"tree.paths holds a path without ranks, or with one below 0 or above {LARGEST}: correct it")
+    size, level = len(paths), 1
+    for width in widths:
+        level *= width
+        size += level
+        if size > LARGEST:
+            raise ValueError(f"tree.widths is {shown(list(widths))}: more than {LARGEST} nodes; give smaller ones")
+    if size > LARGEST:
+        raise ValueError(f"tree.paths holds {size} nodes: give at most {LARGEST}")
 
 
 def root(token: int, device: torch.device) -> DraftTree:

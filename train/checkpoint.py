@@ -11,7 +11,6 @@ randomness is derived from seeds and step, so this is all there is to resume.
 """
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,6 +23,8 @@ from torch import Tensor
 
 from data.files import content_hash
 from data.store_files import read_checked, write_checked, write_whole
+from heads.errors import one_line
+from heads.outside import inside, shown
 from heads.store import flush
 
 FORMAT = 2
@@ -135,8 +136,12 @@ def complaint(path: Path, rank: int, world: int) -> str:
             return f"{path / INDEX}: format {index['format']!r} where this version reads {FORMAT}"
         read_checked(path / STATE)
         for name, about in sorted(index["shards"].items())[rank::world]:
-            if content_hash(path / name) != about["sha256"]:
+            if content_hash(inside(path, name)) != about["sha256"]:
                 return f"{path / name}: damaged, its checksum is not that of its content"
+        if lost := [name for name, about in index["tensors"].items() if about["shard"] not in index["shards"]]:
+            return f"{path / INDEX}: damaged, no shard holds {shown(lost[0])}"
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"{path / INDEX}: damaged ({one_line(error)})"
     except (OSError, ValueError) as error:
         return str(error)
     return ""
@@ -160,12 +165,17 @@ def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ValueError: a shard cannot be read.
     """
-    index = json.loads((path / INDEX).read_text())
+    index = read_checked(path / INDEX)
     shards: dict[str, Any] = {}
     for shard in index["shards"]:
         try:
-            shards[shard] = safe_open(path / shard, framework="pt")
+            shards[shard] = safe_open(inside(path, shard), framework="pt")
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path / shard}: cannot be read ({error})") from error
     for name, about in index["tensors"].items():
-        yield name, shards[about["shard"]].get_tensor(name)
+        try:
+            yield name, shards[about["shard"]].get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path / about['shard']}: holds no tensor {shown(name)}, though the index has it"
+            ) from error

@@ -29,11 +29,13 @@ from rich.console import Console
 
 from data.batches import Batches, fingerprint, pack, token_counts
 from data.prompts import load_training, save_prompts
+from data.store_files import write_whole
 from eval.config import eval_config
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.errors import user_errors
 from heads.layers import Recomputing
+from heads.redact import redacted_values, redacted_words
 from heads.resolvers import ROOT, register_resolvers
 from heads.typed import bracketed
 from heads.vocab import prune
@@ -80,7 +82,7 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None
             "wandb-id.txt",
         ):
             (out / part).unlink(missing_ok=True)
-    (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
+    write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
 
 
 def provenance(world: int, shared: str, data: str) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def provenance(world: int, shared: str, data: str) -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "command": " ".join(sys.argv),
+        "command": " ".join(redacted_words(sys.argv)),
         "world_size": world,
         "strategy": shared,
         "data_fingerprint": data,
@@ -163,7 +165,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
             **start_of(run),
             **origin_of(source),
         }
-        Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+        write_whole(Path(run.out, "provenance.json"), (json.dumps(origin, indent=2) + "\n").encode())
         console.print(counts.line(run.data), highlight=False)
         started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
         beside = f" beside {frozen:,} frozen ones" if (frozen := frozen_count(head)) else ""
@@ -213,7 +215,7 @@ def main(cfg: DictConfig) -> float | None:
     with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
-        resolved = OmegaConf.to_container(cfg, resolve=True)
+        resolved = redacted_values(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(resolved, dict)
         if run.plan:
             planned = plan(run)

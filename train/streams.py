@@ -26,8 +26,10 @@ from rich.console import Console
 
 from data.batches import Batches, fingerprint, pack
 from data.prompts import load_training, save_prompts
+from data.store_files import write_whole
 from heads.base import parameter_count
 from heads.errors import user_errors
+from heads.redact import redacted_values
 from heads.resolvers import register_resolvers
 from heads.typed import typed
 from inference.placement import REPLICATE
@@ -54,7 +56,7 @@ def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any], lock: RunLock) 
             shutil.rmtree(out / part, ignore_errors=True)
         for part in ("metrics.jsonl", "prompts.jsonl", "wandb-id.txt"):
             (out / part).unlink(missing_ok=True)
-    (out / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
+    write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
 
 
 def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
@@ -94,7 +96,7 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
         origin = provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)) | {
             "data": counts.report()
         }
-        Path(run.out, "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+        write_whole(Path(run.out, "provenance.json"), (json.dumps(origin, indent=2) + "\n").encode())
         console.print(counts.line(run.data), highlight=False)
         console.print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(samples):,} samples, "
@@ -113,7 +115,7 @@ def main(cfg: DictConfig) -> None:
     with user_errors(), launch.main_first():
         launch.check_mode()
         run = typed(StreamsRunConfig, cfg)
-        resolved = OmegaConf.to_container(cfg, resolve=True)
+        resolved = redacted_values(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(resolved, dict)
         if launch.missing(run.launcher):
             words = list(HydraConfig.get().overrides.task)

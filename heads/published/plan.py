@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import Ends
+from heads.outside import shown
 from heads.typed import typed
+from heads.weights import outline
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class Source(NamedTuple):
         """Warn where config.json says something else than the tensors, which are taken."""
         said = self.config.get(key)
         if said is not None and said != found:
-            log.warning("%s: config.json says %s=%s, the tensors say %s, which is taken", self.folder, key, said, found)
+            told = said if isinstance(said, int) else shown(said)
+            log.warning("%s: config.json says %s=%s, the tensors say %s, which is taken", self.folder, key, told, found)
 
     def count(self, pattern: str) -> int:
         """Return how many different numbers stand in the pattern's first group, in the names that match it."""
@@ -86,10 +89,10 @@ def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
     embeddings = _checked_embeddings(source, ends)
     kind: Any = HEADS[plan.head]
     try:
-        head: nn.Module = kind(typed(kind.Config, {"name": plan.head, **plan.config}), ends)
+        config = typed(kind.Config, {"name": plan.head, **plan.config})
     except ValueError as error:
         raise source.error(str(error)) from None
-    own: dict[str, Tensor] = head.state_dict(keep_vars=True)
+    own = outline(kind, config, ends, f"{source.folder}: ")
     made, order = dict(plan.made), None
     if plan.ids is not None:
         made["vocab.ids"], order = plan.ids.sort()
@@ -99,6 +102,7 @@ def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
     if missing or unknown:
         said = [f"{what} {_few(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
         raise source.error(f"the tensors are not those of the {plan.head} head in its config: {'; '.join(said)}")
+    loaded: dict[str, Tensor] = {}
     for name, mine in own.items():
         tensor = made[name] if name in made else source.tensors[read[name]]
         foreign = read.get(name, name)
@@ -109,7 +113,10 @@ def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
             raise source.error(f"{foreign} holds values that are not finite; download it again")
         if order is not None and name not in made and OVER_VOCABULARY.match(name):
             tensor = tensor[order]
-        mine.data = tensor.clone(memory_format=torch.contiguous_format)
+        loaded[name] = tensor.clone(memory_format=torch.contiguous_format)
+    head: nn.Module = kind(config, ends)  # once it is known that the file holds as much
+    for name, parameter in head.state_dict(keep_vars=True).items():
+        parameter.data = loaded[name]
     return head
 
 

@@ -4,11 +4,16 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
+from data.inspection import write_page
+from data.masks import Sample
 from tests.eval.test_page import report
 
 pytestmark = pytest.mark.slow
@@ -114,3 +119,35 @@ def test_a_tap_tells_what_a_pointer_would(browser: Any, folder: Path) -> None:
     view.locator("#tree h2").tap()
     assert view.locator("#vg-tooltip-element.visible").count() == 0
     context.close()
+
+
+def test_text_with_a_script_in_it_is_shown_and_not_run(browser: Any, tmp_path: Path) -> None:
+    evil = "</pre></script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
+    made = report()
+    shown = made.extras["answers"][0]
+    shown["question"] = shown["pieces"][0]["text"] = shown["pieces"][0]["top"][0][0] = evil
+    replace(made, target={"name": evil}, settings={**made.settings, evil: evil}).write(tmp_path)
+    view = browser.new_page()
+    view.goto((tmp_path / "report.html").as_uri())
+    view.wait_for_selector("body[data-drawn]")
+    assert view.locator("pre.question").first.inner_text() == evil
+    assert view.locator("pre.answer").first.locator("span").first.inner_text() == evil
+    assert evil in view.locator("h1").inner_text()
+    view.locator("pre.answer").first.locator("span").first.hover()
+    assert evil in view.locator("#piece").inner_text()
+    assert view.evaluate("window.ran") is None
+    assert view.evaluate("document.images.length") == 0
+    view.close()
+
+
+def test_a_page_of_masks_shows_a_script_and_does_not_run_it(browser: Any, tmp_path: Path) -> None:
+    evil = "</span><script>window.ran=1</script>"
+    words = Tokenizer(models.WordLevel({evil: 0}, unk_token=evil))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    write_page([Sample(evil, [0, 0], [0, 1])], 1, tokenizer, tmp_path / "masks.html")
+    view = browser.new_page()
+    view.goto((tmp_path / "masks.html").as_uri())
+    assert evil in view.locator("pre").first.inner_text()
+    assert view.locator("h2").inner_text() == evil
+    assert view.evaluate("window.ran") is None
+    view.close()

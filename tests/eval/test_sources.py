@@ -1,13 +1,15 @@
 """Where a run's head and target are, and what the user's own values change."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eval.sources import find_heads, model_of, overlay
+from eval.sources import OF_A_MODEL, find_heads, model_of, overlay
 from tests.toys import HEAD_CONFIGS
+from train.config import ModelConfig
 
 OWN = {"name": "mine", "path": "/models/mine", "dtype": "bfloat16", "device": "cpu", "prompts": "p.jsonl"}
 NOTHING: dict[str, Any] = dict.fromkeys(["name", "path", "dtype", "device", "trust_remote_code", "prompts"])
@@ -71,7 +73,10 @@ def test_a_users_target_takes_over_with_its_own_name(tmp_path: Path) -> None:
 
 def test_foreign_code_runs_only_if_the_user_says_so(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", trust_remote_code=True)
-    assert model_of(run, NOTHING)["trust_remote_code"] is False
+    with pytest.raises(ValueError, match=r"trust_remote_code=true, which no file may say for you"):
+        model_of(run, NOTHING)
+    assert model_of(run, NOTHING | {"path": "/models/other"})["trust_remote_code"] is False
+    assert model_of(run, NOTHING | {"trust_remote_code": False})["trust_remote_code"] is False
     assert model_of(run, NOTHING | {"trust_remote_code": True})["trust_remote_code"] is True
 
 
@@ -89,3 +94,32 @@ def test_a_config_that_was_half_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").write_text("model:\n  path: /models/mine\n  na", encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.yaml is damaged"):
         model_of(run, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model: {path: x, _target_: os.system}", "names code to run by the key _target_"),
+        ("model: {path: x}\nhead: {deep: [{auto_map: {a: b.C}}]}", "names code to run by the key auto_map"),
+        ("model: {path: x}\ntrust_remote_code: true", "names code to run by the key trust_remote_code"),
+        ("model: {path: x, pathe: y}", r"model\.'pathe' is not a known key"),
+        ("model: {path: [x]}", r"model\.path is \['x'\]"),
+        ("model: {path: '${oc.env:HOME}'}", "which is no value of it"),
+        ("model: !!python/object/apply:os.mkdir [ran]", "is damaged .*python/object"),
+        ("a: &a [1]\nmodel: {path: x, devices: *a}", "is damaged .*alias"),
+        ("3", "has no model"),
+    ],
+)
+def test_a_config_from_outside_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = trained(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=told) as error:
+        model_of(run, NOTHING)
+    assert "config.yaml" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_config_may_say_what_a_training_says_of_its_model() -> None:
+    assert set(OF_A_MODEL) == {each.name for each in fields(ModelConfig)}

@@ -44,6 +44,29 @@ class Config:
             raise ValueError("name is bad: choose another")
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"paths": [[0], {}]}, r"paths"),
+        ({"layers": [1, [2]]}, r"layers"),
+        ({"limit": [1]}, r"limit"),
+        ({"weights": {"a": {}}}, r"weights"),
+        ({"a\nb\x1b[2J": 1}, r"^'a\\nb\\x1b\[2J' is not a known key"),
+        ({"k" * 10_000: 1}, r"^'k{100,199}… is not a known key"),
+    ],
+)
+def test_what_stands_in_a_list_or_for_a_key_is_checked_too(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told) as error:
+        typed(Config, values(**changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [[], [[]], 3, None, "x"])
+def test_what_is_no_mapping_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected a mapping with the keys name"):
+        typed(Config, value)
+
+
 def values(**changes: Any) -> dict[str, Any]:
     layer = {"width": 3, "rate": None}
     return {

@@ -1,5 +1,7 @@
 """Pure functions on trees, on one that can be drawn by hand, and the published shapes."""
 
+from typing import Any
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -80,3 +82,23 @@ def test_bad_configurations_are_named() -> None:
         TreeConfig("static", 0, 0, 0, [[0, 1]], [])
     with pytest.raises(ValueError, match=r"tree.nodes is 0"):
         TreeConfig("dynamic", 2, 2, 0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("sampled", {"widths": [10**6, 10**6]}, "tree.widths is"),
+        ("sampled", {"widths": [200, 200]}, "more than 16384 nodes"),
+        ("sampled", {"widths": [0]}, "from 1 to"),
+        ("chain", {"depth": 10**9}, "tree.depth is"),
+        ("dynamic", {"depth": 3, "nodes": 9, "top_k": 10**9}, "tree.top_k is"),
+        ("dynamic", {"depth": -3, "nodes": 9, "top_k": 2}, "tree.depth is"),
+        ("static", {"paths": [[-1]]}, "tree.paths holds a path"),
+        ("static", {"paths": [[]]}, "tree.paths holds a path"),
+        ("static", {"paths": [[rank] for rank in range(16_385)]}, "holds 16385 nodes"),
+    ],
+)
+def test_a_tree_that_nobody_can_build_is_refused(kind: str, change: dict[str, Any], told: str) -> None:
+    whole: dict[str, Any] = {"kind": kind, "depth": 0, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
+    with pytest.raises(ValueError, match=told):
+        TreeConfig(**whole | change)

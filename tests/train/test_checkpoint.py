@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from data.store_files import read_checked, write_checked
 from train import checkpoint, resume
 from train.optim import Average
 from train.peers import Peers
@@ -208,3 +209,44 @@ def test_another_heads_tensors_are_refused(tmp_path: Path) -> None:
         resume.restore(other, path)
     index = json.loads((path / "index.json").read_text())
     assert set(index["tensors"]) == set(state().names())
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "link.safetensors"])
+def test_an_index_that_leads_out_of_its_folder_is_damaged(tmp_path: Path, name: str) -> None:
+    here = saver(tmp_path)
+    here.save(state(), 4, {}, best=0)
+    here.finish()
+    path = here.newest()
+    assert path is not None
+    index = read_checked(path / "index.json")
+    (shard,) = index["shards"]
+    (path / shard).rename(path.parent / "other.safetensors")
+    (path / "link.safetensors").symlink_to("../other.safetensors")
+    write_checked(path / "index.json", {**index, "shards": {name: index["shards"][shard]}})
+    assert "which is no file of that folder" in (said := checkpoint.complaint(path, 0, 1)) or "a link out of" in said
+    with pytest.raises(ValueError, match=r"no file of that folder|a link out of"):
+        list(checkpoint.tensors(path))
+
+
+@pytest.mark.parametrize("change", [{"shards": 3}, {"tensors": {"a": {"shard": "none"}}}, {"shards": {"x": []}}])
+def test_an_index_of_something_else_is_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
+    here = saver(tmp_path)
+    here.save(state(), 4, {}, best=0)
+    here.finish()
+    path = here.newest()
+    assert path is not None
+    write_checked(path / "index.json", read_checked(path / "index.json") | change)
+    assert "index.json" in checkpoint.complaint(path, 0, 1) or "cannot be read" in checkpoint.complaint(path, 0, 1)
+
+
+def test_a_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
+    here = saver(tmp_path)
+    here.save(state(), 4, {}, best=0)
+    here.finish()
+    path = here.newest()
+    assert path is not None
+    index = read_checked(path / "index.json")
+    (shard,) = index["shards"]
+    write_checked(path / "index.json", index | {"tensors": {"a\nb": {"shard": shard}}})
+    with pytest.raises(ValueError, match=r"holds no tensor 'a\\nb', though the index has it"):
+        list(checkpoint.tensors(path))

@@ -1,0 +1,78 @@
+"""Secrets out of what is written or printed: of command lines, configurations, errors and log lines.
+
+A secret is known by its shape (tokens of the Hub, of OpenAI, GitHub, AWS and wandb, `Bearer …`, a password in a URL),
+by the name that it is given under (`HF_TOKEN=…`, `api_key=…`), or by being a value of such a name in the environment.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+HIDDEN = "[redacted]"
+SHAPES = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{16,}|\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
+    r"|\bAKIA[0-9A-Z]{16}\b|\bwandb_v\d+_\w{16,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{4,}"
+    r"|(?i:(?<=\bbearer )|(?<=\bbearer%20))[\w.~+/=-]{8,}|(?<=://)[^\s/@]+(?=@)"
+)
+# Words in a tokenizer are tokens too: `eos_token=…` is no secret, nor is a number.
+PLAIN = r"(?:eos|bos|pad|unk|mask|sep|cls|image|special|stop|per|draft|drafted|next|first|last|new)_token"
+NAME = (
+    r"(?:[\w.+-]*(?:token|api[_-]?key|wandb[_.-]?key|secret|passw(?:or)?d|credentials?|access[_-]?key|private[_-]?key))"
+)
+SECRET_NAME = re.compile(rf"(?!(?:[\w.+-]*[_.])?{PLAIN}$){NAME}", re.IGNORECASE)
+NUMBER = r"(?:null|none|[\d.]+)(?![\w.-])"
+GIVEN = re.compile(
+    rf"""(?<![\w.+-])(?![\w.+-]*{PLAIN}=)(?P<name>{NAME}=)(?!{NUMBER})(?:"[^"]+"|'[^']+'|[^\s'"&,;)}}]+)""",
+    re.IGNORECASE,
+)
+SHORTEST = 8  # characters of a value in the environment that is looked for in text
+
+
+def redacted(text: str) -> str:
+    """Return the text with `HIDDEN` in the place of every secret."""
+    for name, value in os.environ.items():
+        if len(value) >= SHORTEST and value in text and SECRET_NAME.fullmatch(name):
+            text = text.replace(value, HIDDEN)
+    return SHAPES.sub(HIDDEN, GIVEN.sub(rf"\g<name>{HIDDEN}", text))
+
+
+def redacted_words(words: Iterable[str]) -> list[str]:
+    """Return the words of a command line likewise; of `NAME=VALUE` with a secret's name the whole value goes."""
+    return [_redacted_word(word, *word.partition("=")[::2]) for word in words]
+
+
+def _redacted_word(word: str, name: str, value: str) -> str:
+    secret = SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE)
+    return f"{name}={HIDDEN}" if secret else redacted(word)
+
+
+def redacted_values(values: Any) -> Any:
+    """Return the same of a configuration: of every string in it, and of all that a secret's name is the key of."""
+    if isinstance(values, dict):
+        return {
+            key: HIDDEN
+            if isinstance(value, str) and value and SECRET_NAME.fullmatch(str(key))
+            else redacted_values(value)
+            for key, value in values.items()
+        }
+    if isinstance(values, list | tuple):
+        return [redacted_values(value) for value in values]
+    return redacted(values) if isinstance(values, str) else values
+
+
+def redact_logs() -> None:
+    """Let every log line of this process be without secrets, whoever logs it; again changes nothing."""
+    logging.setLogRecordFactory(_record)
+
+
+def _record(*args: Any, **named: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*args, **named)
+    try:
+        said = record.getMessage()
+    except (TypeError, ValueError):  # logging itself tells of what does not fit its format
+        return record
+    if (shown := redacted(said)) != said:
+        record.msg, record.args = shown, ()
+    return record

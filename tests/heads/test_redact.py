@@ -1,0 +1,77 @@
+"""Secrets are neither written nor printed; what only looks like one stays."""
+
+import logging
+
+import pytest
+
+from eval import machine
+from heads.errors import one_line, user_errors
+from heads.redact import HIDDEN, redact_logs, redacted, redacted_values, redacted_words
+from train.run import provenance
+
+HUB, OPENAI, KEY = "hf_" + "aB3" * 10, "sk-proj-" + "x1" * 12, "0123456789abcdef" * 2 + "01234567"
+SECRETS = [
+    HUB, OPENAI, f"HF_TOKEN={HUB[:9]}", f"Authorization: Bearer {KEY}", f"wandb_api_key={KEY}",
+    f"trainer.wandb_key={KEY}",
+    "+hub.token='two words'", f"https://me:{KEY}@host/x", f"https://host/x?api_key={KEY}&y=1", "password=hunter2",
+    "ghp_" + "a1" * 15, "AKIA" + "A1B2" * 4,
+]  # fmt: skip
+HARMLESS = (
+    "eos_token=</s> mask_token=<m> accepted_per_draft_token=0.5 trainer.batch_tokens=4096 max_new_tokens=64 token=null "
+    "objective.normalize=token revision=0123456789abcdef0123456789abcdef01234567 disk-aaaaaaaaaaaaaaaa hf_run"
+)
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_a_secret_is_hidden(text: str) -> None:
+    said = redacted(f"python train/run.py {text} model=tiny")
+    assert HIDDEN in said
+    assert said.startswith("python train/run.py ")
+    assert said.endswith(" model=tiny")
+    assert not any(part in said for part in (HUB[:9], OPENAI, KEY, "two", "words", "hunter2", "a1a1", "A1B2"))
+
+
+def test_what_only_looks_like_one_stays() -> None:
+    assert redacted(HARMLESS) == HARMLESS
+    assert redacted_words(HARMLESS.split()) == HARMLESS.split()
+
+
+def test_a_value_of_the_environment_is_known_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert KEY in redacted(f"key {KEY}")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert redacted(f"key {KEY}") == f"key {HIDDEN}"
+
+
+def test_a_configuration_is_hidden_by_its_keys_too() -> None:
+    config = {"api_key": "x", "token": None, "hub": [{"url": f"https://a:{KEY}@b"}], "eos_token": "</s>", "lr": 0.1}
+    assert redacted_values(config) == {**config, "api_key": HIDDEN, "hub": [{"url": f"https://{HIDDEN}@b"}]}
+
+
+def test_provenance_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train/run.py", f"+hub.token={HUB[:9]} rest", f"a={OPENAI}", "steps=3"])
+    for told in (provenance(1, "ddp", "f")["command"], machine.provenance()["command"]):
+        assert HIDDEN in told
+        assert "steps=3" in told
+        assert not any(part in told for part in (HUB[:9], OPENAI, "rest"))
+
+
+def test_errors_have_none_and_move_no_cursor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADSTART_DEBUG", raising=False)
+    with pytest.raises(SystemExit), user_errors():
+        raise ValueError(f"{HUB}\x1b[2J")
+    assert capsys.readouterr().err == f"error: {HIDDEN}\N{REPLACEMENT CHARACTER}[2J\n"
+    assert one_line(ValueError("a\n b")) == "a b"
+
+
+def test_log_lines_have_none(caplog: pytest.LogCaptureFixture) -> None:
+    factory = logging.getLogRecordFactory()
+    try:
+        redact_logs()
+        logging.getLogger("x").warning("with %s and %d", HUB, 3)
+        logging.getLogger("x").warning("plain %d", 4)
+    finally:
+        logging.setLogRecordFactory(factory)
+    assert [record.getMessage() for record in caplog.records] == [f"with {HIDDEN} and 3", "plain 4"]
+    assert caplog.records[1].args == (4,)

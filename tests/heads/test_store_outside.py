@@ -1,0 +1,76 @@
+"""A head from outside is data: its configuration names no code, claims no size, and its folder leads nowhere else."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from heads.store import load_head, save_head, save_tree
+from heads.weights import header, tensors
+from tests import toys
+
+TREE = {"kind": "chain", "depth": 3}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_head(tmp_path / "head", toys.head("eagle", toys.target()), toys.target().spec, TREE)
+    return tmp_path / "head"
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError, match=r"\S") as error:
+        load_head(folder, toys.target().ends, toys.target().spec)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda c: c["head"].update(_target_="os.system"), "names code to run by the key _target_"),
+        (lambda c: c["tree"].update(auto_map={"a": "b.C"}), "names code to run by the key auto_map"),
+        (lambda c: c["target"].update(trust_remote_code=True), "names code to run by the key trust_remote_code"),
+        (lambda c: c["head"].update(colour="red"), "head.colour is not a known key"),
+        (lambda c: c.update(tree=[1]), "tree is [1], expected a mapping"),
+        (lambda c: c.update(target=[]), "target.the config is []"),
+        (lambda c: c["head"].update(name=[1]), "head.name is [1]"),
+        (lambda c: c["head"].update(layers=10**9), "head.layers is 1000000000: no head has more than"),
+        (lambda c: c["head"].update(intermediate_size=10**9), "its config.json and the target make it"),
+        (lambda c: c["head"].update(num_heads=-1), "no head can be made of it"),
+        (lambda c: c["head"].update(name="medusa", heads=256, layers=256), "is not a known key"),
+    ],
+)
+def test_a_configuration_is_data(folder: Path, change: Callable[[dict[str, Any]], Any], told: str) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    change(content)
+    (folder / "config.json").write_text(json.dumps(content))
+    assert told in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"),
+    [
+        (torch.zeros(4, dtype=torch.float8_e5m2), "is of type F8_E5M2; the types read are"),
+        (torch.zeros(2, 1 << 41, 0), "which no head has"),
+        (torch.zeros([1] * 9), "which no head has"),
+    ],
+)
+def test_a_tensor_that_no_head_has(tmp_path: Path, tensor: torch.Tensor, told: str) -> None:
+    save_file({"a": tensor}, tmp_path / "x.safetensors")
+    for read in (header, tensors):
+        with pytest.raises(ValueError, match=told):
+            read(tmp_path / "x.safetensors")
+
+
+def test_a_link_in_a_heads_folder_is_not_written_through(folder: Path) -> None:
+    precious = folder.parent / "precious"
+    precious.write_text("mine")
+    (folder / ".config.json.new").symlink_to(precious)
+    save_tree(folder, {**TREE, "depth": 5})
+    assert precious.read_text() == "mine"
+    assert json.loads((folder / "config.json").read_text())["tree"]["depth"] == 5

@@ -1,0 +1,271 @@
+"""Whatever stands in a file from outside, its reader ends with a value or a ValueError of one line.
+
+It writes nothing, takes no memory that the file does not have, and ends. `make fuzz` tries 100,000 inputs.
+"""
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.answer_files import Answers
+from data.store import FeatureStore
+from eval.reading import read_report, report_of
+from eval.sources import model_of
+from eval.workloads import Selection, read_workload
+from heads.published import load_published
+from heads.store import load_head, read_config, save_head
+from heads.typed import typed
+from inference.checkpoint import check_index
+from inference.policy import TreeConfig
+from tests import toys
+from tests.data import stores
+from tests.eval.test_reading import report
+from tests.eval.test_sources import NOTHING, OWN
+from tests.fuzzing import CUTS, broken, cut, encoded
+from tests.heads.published import eagle3_authors, publish
+from train import checkpoint
+
+ALL = 100_000  # inputs of `make fuzz`
+FEW = 150  # of each reader otherwise
+PATIENCE = 60  # seconds for one input
+ROOM = 400 << 20  # bytes that the process may grow by
+LONGEST = 20_000  # characters of an error
+TREE = {"kind": "static", "depth": 4, "top_k": 3, "nodes": 9, "paths": [[0], [1], [0, 0]], "widths": [2, 1]}
+RECORDS = [
+    {"id": "a", "messages": [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]},
+    {"conversations": [{"from": "human", "value": "w4"}], "category": "x"},
+    {"prompt": "w5 w6", "answer": "w7"},
+    {"id": "p", "token": [1, 2, 3], "category": "", "question": "w1"},
+    {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "id": 3},
+]
+
+
+class Reader(NamedTuple):
+    """A file that is read, what a whole one says, how that is written, and who reads it."""
+
+    file: Path
+    whole: Any
+    written: Callable[[Any], bytes]
+    read: Callable[[], object]
+
+
+def signed(value: Any) -> bytes:
+    """Return JSON with the checksum that its reader asks for."""
+    if not isinstance(value, dict):
+        return encoded(value)
+    value = {key: each for key, each in value.items() if key != "sha256"}
+    return encoded({**value, "sha256": hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()})
+
+
+def tensors(data: bytes, value: Any) -> bytes:
+    """Return a safetensors file of a header and the bytes behind it."""
+    header = encoded(value)
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def lines(value: Any) -> bytes:
+    """Return JSON Lines."""
+    return b"\n".join(map(encoded, value)) if isinstance(value, list) else encoded(value)
+
+
+def head(folder: Path) -> object:
+    target = toys.target()
+    loaded = load_head(folder, target.ends, target.spec)
+    tree = typed(TreeConfig, read_config(folder)["tree"])
+    return loaded, tree.label, tree.deepest
+
+
+def tree(file: Path) -> object:
+    made = typed(TreeConfig, value if isinstance(value := json.loads(file.read_bytes()), dict) else {"kind": value})
+    return made.label, made.deepest, made.shape()
+
+
+def store(folder: Path) -> object:
+    opened = FeatureStore(folder)
+    opened.check(stores.spec(), ("length", "rows", "layers"))
+    return [opened.read(row) for row in range(opened.spec.rows) if opened.has(row)]
+
+
+def resumed(folder: Path) -> object:
+    if said := checkpoint.complaint(folder, 0, 1):
+        raise ValueError(said)
+    return list(checkpoint.tensors(folder))
+
+
+def workload(file: Path) -> object:
+    return read_workload(str(file), toys.target(), Selection(8, 0, True, "all", False), lambda _: "w1")
+
+
+def answers(out: Path) -> object:
+    return Answers(out).settled(), Answers(out).failures()
+
+
+def heads_of(root: Path) -> dict[str, Reader]:
+    """Return the readers of heads, our own and others'."""
+    target = toys.target()
+    for name in ("config", "header"):
+        save_head(root / name, toys.head("medusa", target), target.spec, TREE)
+    config, weights = root / "config" / "config.json", root / "header" / "model.safetensors"
+    size = 8 + struct.unpack("<Q", weights.read_bytes()[:8])[0]
+    _, held, said = eagle3_authors()
+    foreign = publish(root / "foreign", held, said)
+    sharded = publish(root / "sharded", held, said, "one.safetensors")
+    index = sharded / "model.safetensors.index.json"
+    shards = {"weight_map": dict.fromkeys(held, "one.safetensors")}
+    return {
+        "head config": Reader(config, json.loads(config.read_bytes()), encoded, partial(head, root / "config")),
+        "header": Reader(
+            weights,
+            json.loads(weights.read_bytes()[8:size]),
+            partial(tensors, weights.read_bytes()[size:]),
+            partial(head, root / "header"),
+        ),
+        "published config": Reader(
+            foreign / "config.json", said, encoded, partial(load_published, foreign, target.ends)
+        ),
+        "safetensors index": Reader(index, shards, encoded, partial(load_published, sharded, target.ends)),
+        "target index": Reader(index, shards, encoded, partial(check_index, str(sharded))),
+    }
+
+
+def stored_of(root: Path) -> dict[str, Reader]:
+    """Return the readers of what training and extraction keep."""
+    made = {}
+    for name, file in (("store meta", "meta.json"), ("store entry", "index/a.json")):
+        opened = FeatureStore.create(root / name, stores.spec())
+        opened.write("a", [0, 1], stores.made([0, 1]))
+        whole = json.loads((root / name / file).read_bytes())
+        made[name] = Reader(root / name / file, whole, signed, partial(store, root / name))
+    kept = root / "checkpoint" / "step-00000001"
+    held = {"a": toys.head("medusa", toys.target()).state_dict()["blocks.0.0.linear.bias"]}
+    checkpoint.write_share(kept.with_name(".partial-1"), 0, 1, held)
+    checkpoint.commit(kept.with_name(".partial-1"), kept, 1, ["a"], {"step": 1})
+    index = kept / "index.json"
+    made["checkpoint index"] = Reader(index, json.loads(index.read_bytes()), signed, partial(resumed, kept))
+    part = root / "out.jsonl.parts" / "00000-of-00001.jsonl"
+    part.parent.mkdir()
+    told = [{"id": str(i), "chat": {"id": str(i)}, "answers": 1, "cause": "", "failed": False} for i in range(3)]
+    made["answers"] = Reader(part, told, lambda value: lines(value) + b"\n", partial(answers, root / "out.jsonl"))
+    return made
+
+
+def read_of(root: Path) -> dict[str, Reader]:
+    """Return the readers of reports, prompts, trees and runs."""
+    run = root / "run"
+    save_head(run / "head", toys.head("medusa", toys.target()), toys.target().spec, TREE)
+    config = {"model": {**OWN, "shape": None, "devices": [0], "memory_gb": 1.5}, "head": {"layers": 1}}
+    file, told = root / "report.json", report().as_dict()
+    return {
+        "config.yaml": Reader(run / "config.yaml", config, encoded, partial(model_of, str(run), NOTHING)),
+        "report": Reader(file, told, encoded, lambda: report_of(read_report(file), str(file))),
+        "workload": Reader(root / "w.jsonl", RECORDS, lines, partial(workload, root / "w.jsonl")),
+        "tree": Reader(root / "tree.json", TREE, encoded, partial(tree, root / "tree.json")),
+    }
+
+
+NAMES = [
+    "head config", "header", "published config", "safetensors index", "target index", "store meta", "store entry",
+    "checkpoint index", "answers", "config.yaml", "report", "workload", "tree",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def readers(root: Path) -> dict[str, Reader]:
+    inner = root / "inner"
+    inner.mkdir()
+    return heads_of(inner) | stored_of(inner) | read_of(inner)
+
+
+def listing(root: Path) -> set[tuple[str, int]]:
+    return {
+        (path, os.lstat(path).st_size)
+        for folder, _, files in os.walk(root)
+        for path in [folder, *files_in(folder, files)]
+    }
+
+
+def files_in(folder: str, files: list[str]) -> list[str]:
+    return [os.path.join(folder, file) for file in files]
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Fail where the block does not end."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError(f"an input takes more than {PATIENCE} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(PATIENCE)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def survives(reader: Reader, root: Path, content: bytes) -> None:
+    """Check that a reader takes a file, or refuses it as it should."""
+    reader.file.write_bytes(content)
+    before = listing(root)
+    with ending():
+        try:
+            reader.read()
+        except ValueError as error:
+            said = str(error)
+            assert "\n" not in said, said
+            assert len(said) < LONGEST
+    assert listing(root) == before
+
+
+def fuzz(reader: Reader, root: Path, count: int) -> None:
+    whole = st.builds(reader.written, broken(reader.whole))
+    bent = st.builds(cut, st.just(reader.written(reader.whole)), CUTS)
+    both = st.builds(cut, whole, CUTS)
+
+    @settings(
+        max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(st.one_of(whole, bent, both))
+    def tried(content: bytes) -> None:
+        survives(reader, root, content)
+
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tried()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
+    assert grown * 1024 < ROOM
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_whole_is_read(name: str, readers: dict[str, Reader]) -> None:
+    reader = readers[name]
+    reader.file.write_bytes(reader.written(reader.whole))
+    reader.read()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_broken_files_are_refused_in_one_line(name: str, readers: dict[str, Reader], root: Path) -> None:
+    fuzz(readers[name], root, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_many_broken_files_are_refused_in_one_line(name: str, readers: dict[str, Reader], root: Path) -> None:
+    fuzz(readers[name], root, ALL // len(NAMES))

@@ -1,0 +1,39 @@
+"""Write a published head's pickle as safetensors, once; nothing else here reads pickles.
+
+python train/convert.py pickle=OWNER/NAME out=FOLDER
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":  # the checkout's root in place of train/, so that its files shadow no module
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import hydra
+from omegaconf import DictConfig
+
+from heads.errors import user_errors
+from heads.published.pickles import convert, find_pickle
+from heads.typed import typed
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """conf/convert.yaml."""
+
+    pickle: str
+    out: str
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="convert")
+@user_errors()
+def main(cfg: DictConfig) -> None:
+    """Run the command."""
+    config = typed(ConvertConfig, cfg)
+    out = convert(find_pickle(config.pickle), Path(config.out).expanduser())
+    print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()
