@@ -21,8 +21,7 @@ from heads import HEADS
 from heads.base import Ends
 from heads.outside import names_code, parse_json, shown
 from heads.typed import typed
-from heads.weights import check_fit, outline
-from heads.weights import tensors as tensors_in
+from heads.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +217,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file is missing, truncated or damaged, or holds numbers that are not finite.
     """
-    tensors = tensors_in(last_good(folder) / WEIGHTS)
+    tensors = read_weights(last_good(folder) / WEIGHTS)
     _assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors
 

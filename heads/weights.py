@@ -55,7 +55,7 @@ def header(path: Path) -> dict[str, Entry]:
     return {name: Entry(shape, DTYPES[dtype]) for name, (shape, dtype) in told.items()}
 
 
-def tensors(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """Return a file's tensors.
 
     Raises:

@@ -64,9 +64,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     """
     if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
         files = sorted(set(_shards(folder).values()))
-        found = {name: tensor for file in files for name, tensor in weights.tensors(inside(folder, file)).items()}
+        found = {name: tensor for file in files for name, tensor in weights.read_weights(inside(folder, file)).items()}
     else:
-        found = weights.tensors(_weights(folder))
+        found = weights.read_weights(_weights(folder))
     return {PREFIX.sub("", name): tensor for name, tensor in found.items()}
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from heads.store import load_head, save_head, save_tree
-from heads.weights import header, tensors
+from heads.weights import header, read_weights
 from tests import toys
 
 TREE = {"kind": "chain", "depth": 3}
@@ -62,7 +62,7 @@ def test_a_configuration_is_data(folder: Path, change: Callable[[dict[str, Any]]
 )
 def test_a_tensor_that_no_head_has(tmp_path: Path, tensor: torch.Tensor, told: str) -> None:
     save_file({"a": tensor}, tmp_path / "x.safetensors")
-    for read in (header, tensors):
+    for read in (header, read_weights):
         with pytest.raises(ValueError, match=told):
             read(tmp_path / "x.safetensors")
 
