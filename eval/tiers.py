@@ -14,6 +14,7 @@ from eval import replay, tally
 from eval.config import EvalConfig
 from eval.explain import explained, price, simulate
 from eval.gates import settings_at
+from eval.ladder import PLAIN
 from eval.metrics import median_run
 from eval.row import LIVE, REPLAY, TEACHER_FORCED, Row
 from eval.states import Within, in_states
@@ -141,17 +142,19 @@ def along_texts(
 
 
 def check_sources(config: EvalConfig) -> None:
-    """Check that some source can be measured in some tier.
+    """Check that every source can be measured in some tier.
 
     Raises:
-        ValueError: none can.
+        ValueError: one cannot.
     """
     tiers = config.tiers()
-    reading = any(reads_text_alone(name, options) for name, options in config.drafter.items())
-    if not (LIVE in tiers or (REPLAY in tiers and reading) or (TEACHER_FORCED in tiers and "head" in config.drafter)):
+    takes = {name for name, options in config.drafter.items() if REPLAY in tiers and reads_text_alone(name, options)}
+    takes |= {"head"} if TEACHER_FORCED in tiers else set()
+    without = [name for name in config.drafter if name not in takes and (name != PLAIN or not takes)]
+    if LIVE not in tiers and without:
         raise ValueError(
-            f"tier is {', '.join(tiers)}, in which drafter={', '.join(config.drafter)} cannot be measured: replay "
-            "takes prompt_lookup and suffix, teacher_forced takes head; the others need tier=live"
+            f"tier is {', '.join(tiers)}, in which drafter={', '.join(without)} cannot be measured: replay takes "
+            "prompt_lookup and suffix, teacher_forced takes head; leave out the others, or add live to tier"
         )
 
 

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [{"id": f"p{i}", "text": " ".join(f"w{token}" for token in toys.prompt(i, 24))} for i in range(2)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), encoding="utf-8")
     _, tensors, config = eagle3_authors()
-    publish(folder / "theirs", tensors, config, "pytorch_model.bin")
+    publish(folder / "theirs", tensors, config, "model.safetensors")
     save_head(folder / "ours" / "head", toys.head("eagle3", target), target.spec, TREE)
     return folder
 

@@ -192,6 +192,7 @@ def test_trees_that_the_context_cannot_hold_are_not_tried(runs: Path, tmp_path: 
         ({"tier": TEACHER_FORCED, "repetition_penalty": 1.3}, "leave repetition_penalty=1"),
         ({"tier": REPLAY, "drafter": {"head": {}}}, "takes prompt_lookup and suffix"),
         ({"tier": TEACHER_FORCED, "drafter": {"suffix": SUFFIX}}, "teacher_forced takes head"),
+        ({"tier": REPLAY, "drafter": {"suffix": SUFFIX, "head": {}}}, "in which drafter=head cannot be measured"),
         ({"tier": [TEACHER_FORCED, REPLAY], "text": "recorded"}, "no answer to play back"),
     ],
 )

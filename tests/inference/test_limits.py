@@ -91,8 +91,10 @@ def test_no_tree_is_larger_than_its_policy_says(name: str) -> None:
 
 def test_a_policys_trees_are_counted_without_growing_one() -> None:
     begun = time.perf_counter()
-    with pytest.raises(ValueError, match="a tree of 1001001001 nodes is larger"):
-        check_tree(toys.target(), TreeConfig("sampled", 0, 0, 0, [], [1000, 1000, 1000]), "head")
+    with pytest.raises(ValueError, match="a tree of 16257 nodes is larger"):
+        check_tree(toys.target(), TreeConfig("sampled", 0, 0, 0, [], [127, 127]), "head")
+    with pytest.raises(ValueError, match="more than 16384 nodes"):
+        TreeConfig("sampled", 0, 0, 0, [], [1000, 1000, 1000])
     options = {
         **{"model": "nowhere", "match": "same", "dtype": None, "device": None, "trust_remote_code": False},
         **{"schedule": "constant", "confidence": 0.0, "tree": asdict(TreeConfig("chain", 160, 0, 0, [], []))},
