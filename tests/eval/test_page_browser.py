@@ -125,7 +125,9 @@ def test_text_with_a_script_in_it_is_shown_and_not_run(browser: Any, tmp_path: P
     evil = "</pre></script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
     made = report()
     shown = made.extras["answers"][0]
-    shown["question"] = shown["pieces"][0]["text"] = shown["pieces"][0]["top"][0][0] = evil
+    first = shown["pieces"][0]
+    shown["question"] = first["text"] = evil
+    first["top"] = [(evil, first["top"][0][1]), *first["top"][1:]]
     replace(made, target={"name": evil}, settings={**made.settings, evil: evil}).write(tmp_path)
     view = browser.new_page()
     view.goto((tmp_path / "report.html").as_uri())
