@@ -4,8 +4,9 @@ DFlash (arXiv 2602.06036): the block is the chosen token t+1 and one mask slot a
 t+1+d, which it predicts. In every layer keys and values are those of the fused target features up to row t and those of
 the block, by the same projections; features enter nowhere else. The embedding and lm_head are the target's.
 
-`causal`: a slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the depths' laws are coherent along
-a path; else all slots see each other, as in DFlash. `from_anchor`: the chosen token's slot drafts too, and each slot
+`mask_token`: the slots hold the target's embedding of a token, as in DFlash, and not a vector of their own. `causal`: a
+slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the depths' laws are coherent along a path;
+else all slots see each other, as in DFlash. `from_anchor`: the chosen token's slot drafts too, and each slot
 the token behind its own (DSpark, arXiv 2607.05147), so that a block has one slot less. `markov_rank` adds to a depth's
 logits a term of low rank that depends on the token drafted before it, and `confidence` a guess of each draft's
 acceptance (DSpark again).
@@ -38,6 +39,17 @@ class Drafted(NamedTuple):
     slots: Float[Tensor, "K D"]
 
 
+def _mask(token: int | None, ends: Ends) -> nn.Parameter:
+    """Return what a mask slot holds: a vector to train, or the target's embedding of a token; -1 is the last one."""
+    if token is None:
+        return nn.Parameter(torch.randn(ends.hidden_size) * 0.02)
+    if not -ends.vocab_size <= token < ends.vocab_size:
+        raise ValueError(f"head.mask_token is {token}: the target has {ends.vocab_size} tokens; give one of them")
+    place = ends.head_weight().device
+    row = ends.embed(torch.tensor(token % ends.vocab_size, device=place))
+    return nn.Parameter(row.detach().to("cpu", torch.get_default_dtype(), copy=True), requires_grad=False)
+
+
 class Block(nn.Module):
     """The block head. `depths` is the number of drafted tokens, and of mask slots unless the anchor drafts too."""
 
@@ -53,6 +65,7 @@ class Block(nn.Module):
         from_anchor: bool
         markov_rank: int | None
         confidence: bool
+        mask_token: int | None
         qk_norm: bool
         length: int | None
         num_heads: int | None
@@ -80,7 +93,7 @@ class Block(nn.Module):
         self.feature_layers = chosen_layers(config.feature_layers, FUSED, ends.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
         self.hidden_norm = RMSNorm(width, eps)
-        self.mask = nn.Parameter(torch.randn(width) * 0.02)
+        self.mask = _mask(config.mask_token, ends)
         self.layers = nn.ModuleList(
             Layer(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm) for _ in range(config.layers)
         )

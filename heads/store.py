@@ -30,7 +30,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # What a key says of a head that was saved before there was one.
 EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
-    "from_anchor": False, "rope_scaling": None,
+    "from_anchor": False, "rope_scaling": None, "mask_token": None,
 }  # fmt: skip
 
 

@@ -62,7 +62,8 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "mlp": {"heads": 4, "inner": 24, "tied": False, "scale_input": True, "draft_vocab": None},
     "mtp": {"qk_norm": False, "lm_head": "shared", "draft_vocab": None, **LAYER, "length": None},
     "block": {
-        "depths": 4, "layers": 2, "feature_layers": [0, 2], "causal": True, "from_anchor": False, "markov_rank": None,
+        "depths": 4, "layers": 2, "feature_layers": [0, 2], "causal": True, "from_anchor": False, "mask_token": None,
+        "markov_rank": None,
         "confidence": False, "qk_norm": True, "lm_head": "shared", "draft_vocab": None, **LAYER,
     },
 }  # fmt: skip

@@ -44,6 +44,7 @@ def read(source: Source, ends: Ends) -> Plan:
     anchor = told.get("sample_from_anchor", markov is not None)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
     source.settle("num_hidden_layers", layers)
+    made = {"mask": _mask(source, told, ends)} | _confidence(source, markov)
     config = {
         "depths": told["block_size"] - (0 if anchor else 1),
         "layers": layers,
@@ -52,12 +53,12 @@ def read(source: Source, ends: Ends) -> Plan:
         "from_anchor": bool(anchor),
         "markov_rank": None if markov is None else markov.shape[1],
         "confidence": NAMES["confidence.weight"] in source.tensors,
+        "mask_token": told["mask_token_id"],
         "qk_norm": "layers.0.self_attn.q_norm.weight" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
         "draft_vocab": None if ids is None else len(ids),
         **decoder(source, "layers.0.", ends),
     }
-    made = {"mask": _mask(source, told, ends)} | _confidence(source, markov)
     unread = {"d2t", "t2d", *(NAMES[name] for name in made if name in NAMES)} & source.tensors.keys()
     return Plan("block", config, lambda name: NAMES.get(name, name), made, unread, ids)
 

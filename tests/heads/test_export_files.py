@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from heads import HEADS
 from heads.export import Served, eagle3, export, files
 from heads.export.files import Foreign, check, put
 from heads.export.source import Source
-from tests.heads.exporting import exported, made, served
+from heads.published import load_published
+from tests import toys
+from tests.heads.exporting import TOKENS, exported, made, served, target
 
 Tensors = dict[str, Any]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -140,3 +143,28 @@ def test_a_target_that_says_little_of_itself_is_exported(tmp_path: Path) -> None
     said = json.loads((tmp_path / "config.json").read_text())
     assert "max_position_embeddings" not in said
     assert said["speculators_config"]["verifier"] == {"name_or_path": "deep", "architectures": []}
+
+
+def test_a_block_whose_slots_hold_a_token_stays_one_that_engines_serve(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        **toys.HEAD_CONFIGS["block"],
+        "name": "block",
+        "causal": False,
+        "mask_token": -1,
+        "length": None,
+    }
+    head: Any = HEADS["block"](HEADS["block"].Config(**config), target().ends)
+    optimizer = torch.optim.SGD([each for each in head.parameters() if each.requires_grad], 1.0)
+    token = torch.tensor([TOKENS[:-1]])
+    target().feature_layers = head.feature_layers
+    features = target().features(token, torch.zeros_like(token))
+    sum(draft.state.square().mean() for draft in head.unroll(features, 4)).backward()
+    optimizer.step()
+    folder = exported(head.requires_grad_(False), "dflash", tmp_path)
+    assert json.loads((folder / "config.json").read_text())["dflash_config"]["mask_token_id"] == toys.VOCAB - 1
+    again: Any = load_published(folder, target().ends)
+    assert torch.equal(again.mask, head.mask)
+    assert not again.mask.requires_grad
+    config["mask_token"] = toys.VOCAB
+    with pytest.raises(ValueError, match="head.mask_token is 40: the target has 40 tokens"):
+        HEADS["block"](HEADS["block"].Config(**config), target().ends)
