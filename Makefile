@@ -5,9 +5,12 @@ TORCH_INDEX ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# The engines' own environment: they ask for other versions than we do, and nothing of ours imports them.
+SERVING := .venv-serving
+SERVED := $(SERVING)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow fuzz lint format types same-loss bench
+.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -16,17 +19,30 @@ help: ## this list
 setup: $(STAMP) ## the environment in .venv: pinned torch, then everything else
 
 # Debian ships Python without ensurepip; its pip can then fill an environment that was made without one.
-$(STAMP): pyproject.toml Makefile
+define environment
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' || \
 		{ echo "setup: $(PYTHON) is not Python 3.10 to 3.13; name one that is: make PYTHON=python3.12" >&2; exit 1; }
-	@$(RUN) -m pip --version >/dev/null 2>&1 || \
-		if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --clear $(VENV); \
-		else $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(RUN) install --quiet pip; fi || \
-		{ echo "setup: cannot make $(VENV) without Python's ensurepip; install it (apt install python3-venv)" >&2; exit 1; }
-	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || \
+		if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv --clear $(1); \
+		else $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; fi || \
+		{ echo "setup: cannot make $(1) without Python's ensurepip; install it (apt install python3-venv)" >&2; exit 1; }
+	$(1)/bin/python -m pip install --quiet --upgrade pip
+	$(1)/bin/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+endef
+
+$(STAMP): pyproject.toml Makefile
+	$(call environment,$(VENV))
 	$(RUN) -m pip install -e '.[cluster,dev,quant,sweep]'
 	@touch $(STAMP)
+
+$(SERVED): tests/serving/requirements.txt tests/serving/engines.txt tests/serving/newest.txt Makefile
+	$(call environment,$(SERVING))
+	$(SERVING)/bin/python -m pip install -r tests/serving/requirements.txt
+	$(SERVING)/bin/python -m pip install --no-deps -r tests/serving/engines.txt
+	$(SERVING)/bin/python -m pip download --no-deps --only-binary=:all: --python-version 3.11 -d $(SERVING)/wheels -r tests/serving/newest.txt
+	$(SERVING)/bin/python tests/serving/unpack.py $(SERVING)/wheels $(SERVING)/newest
+	rm -r $(SERVING)/wheels
+	@touch $(SERVED)
 
 demo: setup ## distill an EAGLE head from the embedded target, verify it, write the report; bf16, as models are served
 	$(RUN) train/run.py overwrite=true eval.dtype=bfloat16
@@ -37,6 +53,9 @@ test: setup ## every test that needs no accelerator and no patience
 
 test-slow: setup ## the tests that take minutes
 	$(RUN) -m pytest -m "slow and not gpu"
+
+test-serving: setup $(SERVED) ## heads of ours in the engines that serve them, on the CPU; an environment of its own
+	$(RUN) -m pytest -m serving tests/serving
 
 fuzz: setup ## readers of files from outside, fed 100,000 broken ones
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "slow and not gpu" tests/test_fuzz.py

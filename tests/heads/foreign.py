@@ -84,18 +84,22 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
     return torch.ones(count, count, dtype=torch.bool).tril(), torch.arange(count)
 
 
-def eagle3(folder: Path, served: Served, token: list[int], steps: int, engine: str = "vllm") -> list[Tensor]:
+def eagle3(
+    folder: Path, served: Served, token: list[int], steps: int, engine: str = "vllm", capture: list[int] | None = None
+) -> list[Tensor]:
     """Return a chain's logits, greedy: `token` are those behind every row, the last one being the root.
 
     vLLM takes the layers from the top level of config.json and SGLang from within, where an id is one less. vLLM has
-    `input_layernorm` in the layers after the first, SGLang and TensorRT-LLM `hidden_norm`. The authors' layers are
-    fixed, and their first one is called midlayer.
+    `input_layernorm` in the layers after the first, SGLang and TensorRT-LLM `hidden_norm`. TensorRT-LLM is told the
+    layers when it is started, `capture`, or takes its own three. The authors' layers are fixed, and their first one is
+    called midlayer.
     """
     read, served_embedding = Reading(folder, served), served.embedding
     config, count = read.config, len(served.hs) - 1
     ids = {
         "vllm": lambda: config[IDS],
         "sglang": lambda: [i + 1 for i in config["eagle_config"][IDS]],
+        "trtllm": lambda: [i + 1 for i in capture or [1, count // 2 - 1, count - 4]],
         "authors": lambda: [2, count // 2, count - 3],
     }[engine]()
     first = "midlayer." if engine == "authors" else "layers.0."

@@ -45,14 +45,18 @@ def masked(head: Any) -> Any:
     return head
 
 
-SGLANG = partial(foreign.eagle3, engine="sglang")
+SGLANG, TRTLLM = (partial(foreign.eagle3, engine=engine) for engine in ("sglang", "trtllm"))
 BLOCK = {"causal": False, "feature_layers": [5, 2]}
 DSPARK = {**BLOCK, "causal": True, "from_anchor": True, "markov_rank": 6, "confidence": True}
 WINDOWLESS = {"layers": 1, "draft_vocab": None, "bias": False}
 CASES = {
     "EAGLE-3 vLLM": Case("eagle3", OWN_PLACE, "vllm", foreign.eagle3),
     "EAGLE-3 SGLang": Case("eagle3", OWN_PLACE, "sglang", SGLANG),
-    "EAGLE-3 TensorRT-LLM": Case("eagle3", OWN_PLACE, "trtllm", SGLANG),
+    "EAGLE-3 TensorRT-LLM": Case("eagle3", OWN_PLACE, "trtllm", TRTLLM),
+    "EAGLE-3.1 deep TensorRT-LLM": Case(
+        "eagle3", {"feature_layers": [2, 6], "layers": 2, "feature_norm": True, "norm_output": True}, "trtllm",
+        partial(TRTLLM, capture=[2, 6]),
+    ),
     "EAGLE-3 speculators": Case("eagle3", {**OWN_PLACE, "norm_before_residual": True}, "speculators", foreign.eagle3),
     "EAGLE-3 of one layer": Case("eagle3", {**LLAMA3, "feature_layers": [6]}, "vllm", foreign.eagle3),
     "EAGLE-3.1 deep": Case(

@@ -166,5 +166,5 @@ def test_a_block_whose_slots_hold_a_token_stays_one_that_engines_serve(tmp_path:
     assert torch.equal(again.mask, head.mask)
     assert not again.mask.requires_grad
     config["mask_token"] = toys.VOCAB
-    with pytest.raises(ValueError, match="head.mask_token is 40: the target has 40 tokens"):
+    with pytest.raises(ValueError, match=r"head\.mask_token is 40: the target has 40 tokens"):
         HEADS["block"](HEADS["block"].Config(**config), target().ends)

@@ -1,0 +1,34 @@
+"""Engines of other projects, run by the Python of their own environment; the tests speak with them in JSON."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from heads.resolvers import ROOT
+
+ENVIRONMENT = ROOT / ".venv-serving"
+TARGET = ROOT / "examples" / "tiny"
+HERE = Path(__file__).parent
+
+
+def asked(script: str, job: dict[str, Any], newest: str | None = None) -> dict[str, Any]:
+    """Return a script's answer to a job.
+
+    Args:
+        script: a file beside this one.
+        job: what it reads.
+        newest: the engine whose newest Python files it imports; None for the installed ones.
+    """
+    python = ENVIRONMENT / "bin" / "python"
+    assert python.exists(), "there is no environment for the engines: make test-serving makes it"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if newest is not None:
+        environment["PYTHONPATH"] = str(ENVIRONMENT / "newest" / newest)
+    done = subprocess.run(
+        [python, HERE / script], input=json.dumps(job), capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer

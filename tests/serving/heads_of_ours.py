@@ -1,0 +1,40 @@
+"""Heads of ours on the embedded target, exported with other weights than those that they would start with."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from heads import HEADS
+from heads.export import Served, export
+from heads.resolvers import ROOT
+from inference.bare import Bare
+from tests.serving.engines import TARGET
+
+
+@functools.cache
+def target() -> Bare:
+    return Bare.load(str(TARGET), "float32", "cpu", False)
+
+
+def made(kind: str, **options: Any) -> Any:
+    """Return a head as conf/head has it but for options, which looks back at all rows and has random weights."""
+    config: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "head" / f"{kind}.yaml"))
+    said = config["head"] | ({"length": None} if "length" in config["head"] else {}) | options
+    torch.manual_seed(0)
+    head: Any = HEADS[kind](HEADS[kind].Config(**said), target().ends)
+    for name, parameter in head.named_parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, mean=float("norm" in name), std=0.05)
+    if head.vocab is not None:
+        head.vocab.choose(torch.randint(100, (target().ends.vocab_size,)))
+    return head.requires_grad_(False)
+
+
+def exported(head: Any, form: str, folder: Path, tokens: int = 3) -> Path:
+    served = Served("tiny", target().config.to_dict(), torch.float32, tokens)
+    export(head, form, served, folder)
+    return folder

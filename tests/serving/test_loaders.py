@@ -1,0 +1,121 @@
+"""The newest engines' own classes load what we export, filling all tensors but those that are the target's.
+
+vLLM leaves a tensor that a file lacks as memory happened to be, and SGLang passes over names that it does not know,
+both without a word: each script fills all with NaN first and names what stayed so.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.serving.engines import TARGET, asked
+from tests.serving.heads_of_ours import exported, made
+
+pytestmark = pytest.mark.serving
+EMBEDDING = "model.embed_tokens.weight"
+PRUNED = {"draft_vocab": 700}
+PLAIN = {"feature_norm": False, "norm_output": False}
+DSPARK = {"from_anchor": True, "markov_rank": 16, "confidence": True}
+# kind, options, vLLM's method and class, SGLang's class
+HEADS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
+    "eagle": ("eagle", {}, "eagle", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+    "eagle deep": ("eagle", {"layers": 2}, "eagle", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+    "hass": ("hass", {}, "eagle", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+    "eagle3": ("eagle3", PLAIN, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+    "eagle3 pruned": ("eagle3", PLAIN | PRUNED, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+    "eagle3.1": ("eagle3", PRUNED, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+    "eagle3 deep": ("eagle3", {"layers": 3}, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+    "eagle3 of two": (
+        "eagle3", {"feature_layers": [3, 9]}, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"
+    ),
+    "eagle3 shared": ("eagle3", {"lm_head": "shared"}, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+    "dflash": ("block", {"causal": False}, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
+    "dspark": ("block", DSPARK, "dspark", "Qwen3DSparkForCausalLM", "Qwen3DSparkModel"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("heads")
+    return {
+        name: exported(made(kind, **options), "vllm", root / name.replace(" ", "-"))
+        for name, (kind, options, *_) in HEADS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def vllm(folders: dict[str, Path]) -> dict[str, Any]:
+    job = [{"folder": str(folders[name]), "method": HEADS[name][2], "tokens": 5} for name in HEADS]
+    answer = asked("load_vllm.py", {"target": str(TARGET), "heads": job}, newest="vllm")
+    assert answer["version"] == "0.33.0"
+    return dict(zip(HEADS, answer["heads"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def sglang(folders: dict[str, Path]) -> dict[str, Any]:
+    job = {"target": str(TARGET), "heads": [str(folders[name]) for name in HEADS]}
+    answer = asked("load_sglang.py", job, newest="sglang")
+    assert answer["version"] == "0.5.23"
+    return dict(zip(HEADS, answer["heads"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def speculators(folders: dict[str, Path]) -> dict[str, Any]:
+    names = [name for name in HEADS if name.startswith("eagle3")]
+    answer = asked("load_speculators.py", {"target": str(TARGET), "heads": [str(folders[name]) for name in names]})
+    assert answer["version"] == "0.9.0"
+    return dict(zip(names, answer["heads"], strict=True))
+
+
+def drafted(folder: Path) -> list[int] | None:
+    """Return the tokens that a head drafts, None where it drafts all."""
+    known = load_file(folder / "model.safetensors").get("t2d")
+    return None if known is None else known.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_vllm_fills_every_tensor_but_the_targets(name: str, vllm: dict[str, Any]) -> None:
+    kind, *_, expected, _ = HEADS[name]
+    own = {"block": {EMBEDDING, "lm_head.weight", "model.mask_embedding"}}.get(kind, {EMBEDDING})
+    assert vllm[name] == {"class": expected, "unfilled": sorted(own)}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_sglang_fills_every_tensor_but_the_targets(name: str, sglang: dict[str, Any], folders: dict[str, Path]) -> None:
+    kind, *_, expected = HEADS[name]
+    own = {"eagle3": [EMBEDDING], "block": []}.get(kind, ["lm_head.weight", EMBEDDING])
+    assert sglang[name] == {"class": expected, "unfilled": own, "drafted": drafted(folders[name])}
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if name.startswith("eagle3")])
+def test_speculators_fills_every_tensor(name: str, speculators: dict[str, Any], folders: dict[str, Path]) -> None:
+    assert speculators[name] == {"class": "Eagle3DraftModel", "unfilled": [], "drafted": drafted(folders[name])}
+
+
+def test_a_tensor_that_is_missing_is_seen_and_one_too_many(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Both engines load such files: what these tests see, nobody would be told."""
+    tensors = load_file(folders["eagle3"] / "model.safetensors")
+    less, more = tmp_path / "less-eagle3", tmp_path / "more-eagle3"
+    lacking = {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name}
+    for folder, held in ((less, lacking), (more, {**tensors, "extra.weight": tensors["norm.weight"].clone()})):
+        folder.mkdir()
+        save_file(held, folder / "model.safetensors")
+        (folder / "config.json").write_text((folders["eagle3"] / "config.json").read_text())
+    job = [{"folder": str(folder), "method": "eagle3", "tokens": 3} for folder in (less, more)]
+    first, second = asked("load_vllm.py", {"target": str(TARGET), "heads": job}, newest="vllm")["heads"]
+    assert first["unfilled"] == [EMBEDDING, "model.layers.0.hidden_norm.weight"]
+    assert "extra" in second["refused"]
+    job = {"target": str(TARGET), "heads": [str(less)]}
+    (found,) = asked("load_sglang.py", job, newest="sglang")["heads"]
+    assert found["unfilled"] == [EMBEDDING, "model.layers.0.hidden_norm.weight"]
+
+
+def test_the_newest_vllm_has_no_medusa(tmp_path: Path) -> None:
+    """As the card of a Medusa head says; the last version that serves one is tried in test_served.py."""
+    folder = exported(made("medusa"), "vllm", tmp_path / "medusa")
+    job = {"target": str(TARGET), "heads": [{"folder": str(folder), "method": "medusa", "tokens": 4}]}
+    (found,) = asked("load_vllm.py", job, newest="vllm")["heads"]
+    assert "medusa" in found["refused"]
+    assert "'eagle3'" in found["refused"]

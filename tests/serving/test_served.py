@@ -1,0 +1,121 @@
+"""vLLM on this CPU serves heads of ours: its text stays what it is without them, and it accepts what our verifier does.
+
+vLLM counts drafts behind the end of an answer as accepted, which are no tokens of it; answers therefore run past the
+target's own end to a length, and only their last pass can differ.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.workloads import load_workload
+from heads.hub import load_found, resolve_head
+from heads.resolvers import ROOT
+from inference.decode import Generation, Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.policy import TreeConfig
+from inference.sample import GREEDY
+from inference.target import Target
+from tests.serving import identity
+from tests.serving.engines import TARGET, asked
+
+pytestmark = pytest.mark.serving
+TOKENS = 256
+# kind: what is said on the command line beside it, and how many tokens a draft has
+TRAINED: dict[str, tuple[list[str], int]] = {
+    "eagle": ([], 3),
+    "eagle3": (["head.draft_vocab=1024"], 4),
+    "medusa": ([], 4),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    loaded = Target.load(str(TARGET), "float32", "cpu")
+    loaded.eos = frozenset()  # see above
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> list[list[int]]:
+    return [prompt.token for prompt in load_workload(str(TARGET / "prompts.jsonl"), target, 6)]
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[list[int]]) -> list[list[int]]:
+    """Return vLLM's own answers."""
+    answer = asked("serve_vllm.py", {"target": str(TARGET), "prompts": prompts, "tokens": TOKENS})
+    found: list[list[int]] = answer["tokens"]
+    return found
+
+
+@pytest.fixture(scope="module", params=TRAINED)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Train a head for two minutes, and write it as it would be published for vLLM."""
+    kind, folder = request.param, tmp_path_factory.mktemp("served")
+    said, _ = TRAINED[kind]
+    run = folder / "run"
+    train = [f"head={kind}", "trainer.steps=300", "trainer.eval_every=300", "eval=null", f"out={run}", *said]
+    publish = [f"run={run}", f"repo=me/tiny-{kind}", "format=vllm", "dtype=float32", "dry_run=true"]
+    out = folder / f"tiny-{kind}"
+    for command in (["train/run.py", *train], ["train/publish.py", *publish, f"out={out}"]):
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return kind, out
+
+
+def by_us(target: Target, folder: Path, prompts: list[list[int]], depth: int) -> list[Generation]:
+    head: Any = load_found(resolve_head(str(folder)), target.ends, target.spec)
+    tree = TreeConfig(kind="chain", depth=depth, top_k=0, nodes=0, paths=[], widths=[])
+    return speculate(target, HeadDrafter(head.float(), tree, "head"), prompts, Settings(TOKENS, GREEDY))
+
+
+def speculated(target: str, method: str, folder: Path, depth: int, prompts: list[list[int]]) -> dict[str, Any]:
+    said = {"method": method, "model": str(folder), "num_speculative_tokens": depth}
+    return asked("serve_vllm.py", {"target": target, "prompts": prompts, "tokens": TOKENS, "speculative": said})
+
+
+def test_vllm_writes_the_same_text_and_accepts_what_we_accept(
+    target: Target, prompts: list[list[int]], plain: list[list[int]], published: tuple[str, Path]
+) -> None:
+    kind, folder = published
+    depth = TRAINED[kind][1]
+    served = speculated(str(TARGET), kind, folder, depth, prompts)
+    assert served["tokens"] == plain
+    made = by_us(target, folder, prompts, depth)
+    steps = [step for each in made for step in each.steps]
+    ours = sum(step.committed for step in steps) / len(steps)
+    theirs = 1 + served["accepted_tokens"] / served["drafts"]
+    print(f"{kind}: {theirs:.3f} tokens a pass in vLLM, {ours:.3f} in our verifier, {served}")
+    assert ours > 1.3  # a head that is never accepted would prove nothing
+    assert theirs == pytest.approx(ours, rel=0.02)
+    assert served["drafts"] == pytest.approx(len(steps), rel=0.02)
+    for position, accepted in enumerate(served["accepted_tokens_per_pos"]):
+        mine = sum(step.accepted > position for step in steps)
+        assert accepted == pytest.approx(mine, abs=0.02 * len(steps))
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target]:
+    folder = tmp_path_factory.mktemp("repeating")
+    return folder, identity.target(folder / "target")
+
+
+def test_identity_heads_in_every_format_are_accepted_where_the_text_repeats_itself(
+    repeating: tuple[Path, Target],
+) -> None:
+    root, of = repeating
+    prompts = [[5, 7, 9 + i] for i in range(4)]
+    job = {"target": str(root / "target"), "prompts": prompts, "tokens": 100 + identity.DEPTH}
+    texts = asked("serve_vllm.py", job)["tokens"]
+    wanted = identity.expected(texts, 100, identity.DEPTH)
+    assert 0.1 < wanted["accepted_tokens"] / wanted["draft_tokens"] < 0.9
+    for kind in identity.KINDS:
+        said = {"method": kind, "num_speculative_tokens": identity.DEPTH}
+        said["model"] = str(identity.identity(kind, of, root / f"identity-{kind}"))
+        answer = asked("serve_vllm.py", {**job, "tokens": 100, "speculative": said})
+        assert answer.pop("tokens") == [text[:100] for text in texts], kind
+        assert answer == wanted, kind
