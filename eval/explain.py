@@ -1,4 +1,4 @@
-"""What another tree would give: any tree simulated along the texts, priced with this device's costs, under load too.
+"""What another tree would give: every tree simulated along the texts, priced with this device's costs, under load too.
 
 The tuner (eval/tune.py) decodes with the best ones and writes the winner; here nothing is decoded but for the costs.
 """
@@ -7,42 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from eval import costs as costing
 from eval.config import EvalConfig
-from eval.grid import OWN, Tried, distinct, proposed, sizes_for, tried, unlimited
-from eval.teacher_forced import record
+from eval.grid import OWN, Tried, distinct, sizes_for
+from eval.simulated import SIZES
 from eval.texts import Text
-from eval.tune import SIZES, halves, progress
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
 from inference.speed import Costs, Prediction, cycled, predict, stops_paying
 from inference.target import Target
-from inference.tuner import acceptance
 
 TIMED = 48  # tokens of an answer that costs are measured on: a step costs what it costs
 SWEPT = tuple(2**power for power in range(11))  # batch sizes between and up to the measured ones
-
-
-def simulate(config: EvalConfig, target: Target, drafter: HeadDrafter, texts: Sequence[Text]) -> list[Tried]:
-    """Play every tree that the tuner tries along the texts.
-
-    Args:
-        config: its `tuner` says which trees.
-        target: the target that wrote the texts, greedily.
-        drafter: the head with its own tree.
-        texts: half of them to choose from, and half to judge what was chosen.
-
-    Returns:
-        The trees with their steps; the head's own is among them, of the family OWN.
-    """
-    grid, own, head = config.tuner, drafter.config, drafter.head
-    deepest = min(head.max_depth, max(own.deepest, *grid.depths))
-    largest = unlimited(grid, own, deepest)
-    chosen, held = halves([record(target, head, text, largest, deepest) for text in progress("simulating", texts)])
-    table = acceptance(torch.tensor([row for each in chosen for row in each.rank]), max(grid.top_k))
-    return tried(proposed(grid, table, own, deepest, target.takes_trees), chosen, held)
 
 
 def price(
@@ -87,7 +63,7 @@ def explained(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> dict[str, A
             {
                 "batch_size": batch,
                 "own": None if mine is None else mine.speedup,
-                "best": _speedup(best, costs, batch),
+                "best": predict(cycled(best.held, batch), best.tree, costs, batch).speedup,
                 "tree": best.tree.label,
             }
         )
@@ -113,11 +89,6 @@ def explained(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> dict[str, A
 def _best(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int) -> Tried:
     """Return the tree that promises most on the texts to choose from."""
     return max(trees, key=lambda one: predict(cycled(one.chosen, batch), one.tree, costs, batch).speedup)
-
-
-def _speedup(one: Tried, costs: Mapping[int, Costs], batch: int) -> float | None:
-    found = _predicted(one, costs, batch)
-    return None if found is None else found.speedup
 
 
 def _predicted(one: Tried, costs: Mapping[int, Costs], batch: int) -> Prediction | None:

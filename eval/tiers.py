@@ -12,11 +12,12 @@ import torch
 
 from eval import replay, tally
 from eval.config import EvalConfig
-from eval.explain import explained, price, simulate
+from eval.explain import explained, price
 from eval.gates import settings_at
 from eval.ladder import PLAIN
 from eval.metrics import median_run
 from eval.row import LIVE, REPLAY, TEACHER_FORCED, Row
+from eval.simulated import simulate
 from eval.states import Within, in_states
 from eval.tally import Heading
 from eval.teacher_forced import Overlap, Record, expected, overlap, record
@@ -218,7 +219,7 @@ def other_trees(
     apart = -(-len(texts) // config.tuner.prompts) or 1
     found = {}
     for name, drafter in heads_of(drafters).items() if texts else ():
-        trees = simulate(config, target, drafter, texts[::apart])
+        trees = simulate(config.tuner, target, drafter, texts[::apart]).trees
         priced = LIVE in config.tiers() and name not in untrusted
         costs = price(config, target, drafter, trees, texts[::apart]) if priced else {}
         found[name] = explained(trees, costs)

@@ -6,25 +6,21 @@ against plain decoding beside the tree that the head has now. At further batch s
 are.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-from rich.console import Console
-from rich.progress import track
+from typing import Any
 
 from data.prompts import Prompt
 from eval import costs as costing
 from eval import metrics
 from eval.config import EvalConfig
-from eval.grid import Tried, distinct, hopeful, proposed, sizes_for, tried, unlimited
+from eval.grid import Tried, distinct, hopeful, sizes_for
 from eval.live import PLAIN, measure
 from eval.lossless import gate
 from eval.machine import device_facts, provenance
+from eval.simulated import SIZES, Simulated, halves, simulate
 from eval.sources import overlay
-from eval.teacher_forced import record
 from eval.texts import Text, write
 from eval.tuned import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.hub import resolve_head
@@ -39,16 +35,10 @@ from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
 from inference.speed import Costs, at_context, cycled, mean, predict, rising
 from inference.target import Target
-from inference.tuner import acceptance
 
 FINALISTS = 3  # of each family, priced again
 AGAIN = 4  # times as many samples for that
 
-# Drafted nodes whose verification is timed whatever is tried: from one row to a few the cost leaps, and a line from one
-# to many would pass below it.
-SIZES = (0, 1, 2, 4, 8)
-
-T = TypeVar("T")
 Group = Callable[[Tried], str]
 
 
@@ -82,13 +72,10 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     answered = [(each, text) for each in prompts for text in write(target, [each.token], settings)]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
-    deepest = min(head.max_depth, max(own.deepest, *grid.depths))
-    largest = unlimited(grid, own, deepest)
-    texts = [text for _, text in answered]
-    chosen, held = halves([record(target, head, text, largest, deepest) for text in progress("replaying", texts)])
-    table = acceptance(torch.tensor([row for each in chosen for row in each.rank]), max(grid.top_k))
-    trees = tried(proposed(grid, table, own, deepest, target.takes_trees), chosen, held)
-    bench = Bench(config, target, HeadDrafter(head, own, "head"), texts, halves([each for each, _ in answered])[1])
+    texts, drafter = [text for _, text in answered], HeadDrafter(head, own, "head")
+    simulated = simulate(grid, target, drafter, texts)
+    trees = simulated.trees
+    bench = Bench(config, target, drafter, texts, halves([each for each, _ in answered])[1])
     most = target.context - max(bench.sizes) - 1
     here = min(most, round(mean([text.start + text.made / 2 for text in texts])))  # the workload's context
     contexts = costing.verification(target, bench.sizes, [here, *grid.contexts], 2 * grid.samples, config.seed)
@@ -105,18 +92,7 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
             best = fastest(candidates)
             done = keep(best.tree, run, folder, saved) if best and not found else ""
             found.append(AtBatch(batch, costs[batch], candidates, best, conclude(batch, candidates, done)))
-    return Tuning(settings_of(config, target, len(chosen), len(held)), table.tolist(), contexts, found)
-
-
-def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Return every other item, and the rest; one item is both."""
-    return list(items[::2]), list(items[1::2] or items)
-
-
-def progress(what: str, texts: Sequence[Text]) -> Iterable[Text]:
-    """Return the texts; whoever watches sees how many are done."""
-    console = Console(stderr=True)
-    return track(texts, what, console=console, transient=True, disable=not console.is_terminal)
+    return Tuning(settings_of(config, target, simulated), simulated.table.tolist(), contexts, found)
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
@@ -238,14 +214,14 @@ def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> 
     return f"written to {folder}"
 
 
-def settings_of(config: EvalConfig, target: Target, chosen: int, held: int) -> dict[str, Any]:
+def settings_of(config: EvalConfig, target: Target, simulated: Simulated) -> dict[str, Any]:
     """Return what the numbers depend on."""
     keys = ("max_new_tokens", "seed", "repeats")
     return {
         "run": config.runs()[0],
         "target": target.name,
         "device": device_facts(target.device, target.dtype),
-        "texts": {"chosen": chosen, "held": held},
+        "texts": {"chosen": simulated.chosen, "held": simulated.held},
         **{key: getattr(config, key) for key in keys},
         "engine": config.engine.label,
         "tuner": asdict(config.tuner),
