@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -90,18 +92,11 @@ def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tenso
     """
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     _assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
-    new = folder.with_name(f".{folder.name}.new")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
-        for path in (new / WEIGHTS, new / CONFIG, new):
-            flush(path)
-        swap(new, folder)
+        with replacing(folder) as new:
+            save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+            (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(new, ignore_errors=True)
         reason = " ".join(str(error).split())
         raise OSError(f"{folder}: could not be saved ({reason}); free space, what was saved last is whole") from error
 
@@ -230,6 +225,26 @@ def last_good(folder: Path) -> Path:
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Give an empty folder to fill, which takes the place of `folder` whole when the block ends; an error drops it.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written.
+    """
+    new = folder.with_name(f".{folder.name}.new")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        yield new
+        for path in (*new.rglob("*"), new):
+            flush(path)
+        swap(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def swap(new: Path, folder: Path) -> None:
