@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Hub(ThreadingHTTPServer):
         self.requests: list[str] = []
         self.received: list[str] = []  # hashes of the large files that came whole
         self.faults: list[Fault] = []
+        self.watch: Callable[[str], None] = lambda _: None  # is told of each request before it is answered
         self.damage: str | None = None  # a file that downloads with one byte changed
         self.swapped: dict[str, bytes] = {}  # files that commits hold in place of those that were sent
 
@@ -82,6 +84,7 @@ class Handler(BaseHTTPRequestHandler):
         """Read the body, then let the endpoint answer."""
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{method} {path}")
+        self.server.watch(f"{method} {path}")
         fault = self.server.fault(f"{method} {path}")
         if fault == "cut":
             length = int(self.headers.get("Content-Length") or 0)

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from train.card.facts import Facts
 from train.card.measured import clocked
 
-TARGET = (
-    "The head serves the one target named above: another vocabulary, width, depth or other weights are refused on "
-    "loading by headstart; engines do not check and accept next to nothing."
-)
+TARGET = "The head serves the one target named above: {checked}; engines do not check, and accept next to nothing then."
+CHECKED = {
+    True: "another vocabulary, width, depth or other weights are refused on loading",
+    False: "headstart refuses another vocabulary or width on loading, and cannot tell other weights in this format",
+}
 WORKLOADS = (
     "The numbers hold for the named workloads, device and settings. Text unlike the training text is accepted less "
     "often, which costs speed; the verifier keeps the target's output what it was."
@@ -21,7 +22,7 @@ CHAIN = (
     "vLLM drafts and verifies one chain. The rows above with another tree than a chain do not hold there: expect fewer "
     "tokens a pass."
 )
-COLD = "Not measured above temperature 0, where acceptance is another, as a rule less."
+COLD = "Not measured above temperature 0, where fewer drafts are accepted as a rule."
 SINGLE = "Not measured in batches: with many sequences in a pass a draft is worth less."
 OWN = "The files are in headstart's own layout. Serving engines need an export (format=… of train/publish.py)."
 FOREIGN = "The files are as format={form} has them; headstart reads them too, where a tree is given (tree=chain)."
@@ -39,7 +40,7 @@ def section(facts: Facts) -> str:
 
 def _lines(facts: Facts) -> Iterator[str]:
     rows = [row for row in clocked(facts.report) if facts.own(row["drafter"])]
-    yield TARGET
+    yield TARGET.format(checked=CHECKED[facts.form is None])
     yield WORKLOADS
     if facts.config["head"].get("length"):
         yield LENGTH.format(n=facts.config["head"]["length"])

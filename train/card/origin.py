@@ -26,11 +26,13 @@ def _target(facts: Facts) -> str:
 
 def _data(facts: Facts) -> Iterator[str]:
     counts, sources = facts.provenance.get("data"), facts.provenance.get("sources") or []
-    if not counts and not sources:
-        yield NONE
-        return
+    asked = (facts.settings.get("data") or {}).get("path") or []
     counts = counts or {}
     names = [str(each["name"]) for each in sources] or list(counts.get("records", {}))
+    names = names or [str(each) for each in (asked if isinstance(asked, list) else [asked])]
+    if not names:
+        yield NONE
+        return
     told = {str(each["name"]): each for each in sources}
     for name in names:
         yield f"- {code(shown(name))}{_kept(name, counts)}{_identity(told.get(name, {}))}"
@@ -56,7 +58,7 @@ def _identity(source: dict[str, Any]) -> str:
     said = "".join(f", {key} {code(source[key])}" for key in ("revision", "sha256") if source.get(key))
     answers = source.get("answers")
     if answers:
-        said += "; its answers were written by " + ", ".join(
+        said += "; who wrote its answers: " + ", ".join(
             f"{escaped(key)} {code(value)}" for key, value in _flat(answers) if value not in (None, "", [], {})
         )
     return said

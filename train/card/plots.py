@@ -15,7 +15,8 @@ from train.card.facts import Facts
 from train.card.measured import clocked
 
 WIDTH = 620  # pixels, of which each is SCALE on a side
-SCALE = 2
+LOW = 170  # of several beneath each other
+SCALE = 1.6
 CONFIG = {
     "background": "white",
     "padding": 14,
@@ -48,13 +49,16 @@ def drawn(facts: Facts) -> dict[str, Drawn]:
 
 def _curves(facts: Facts) -> dict[str, Any]:
     """Return the training curves, of the run's own records, else of its report."""
-    found = extras.training({facts.kind: facts.run / "head"})
-    return found or {name: each for name, each in facts.report.get("training", {}).items() if facts.own(name)}
+    found: dict[str, Any] = extras.training({facts.kind: facts.run / "head"})
+    found = found or {name: each for name, each in facts.report.get("training", {}).items() if facts.own(name)}
+    return {name: {**each, "tau": each["tau"] if len(each["tau"]) > 1 else []} for name, each in found.items()}
 
 
 def _picture(parts: list[Plot]) -> Drawn:
     """Return plots beneath each other as one picture."""
     specs: list[Spec] = [{**_fixed(part.spec), "title": part.caption} for part in parts]
+    if len(specs) > 1:
+        specs = [{**spec, "height": LOW} for spec in specs]
     whole = {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "config": CONFIG,
