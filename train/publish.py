@@ -80,7 +80,7 @@ def _verified(out: Path, found: Place, commit: str, trial: Trial | str, api: HfA
     """
     try:
         with downloaded(out, found.repo, commit, api) as back:
-            tau = trial.check(back) if isinstance(trial, Trial) else None
+            tau = _compared(trial, back, found.repo) if isinstance(trial, Trial) else None
     except ValueError as error:
         before = "it was new" if found.made else f"before, it was {found.commit}"
         raise ValueError(
@@ -91,6 +91,13 @@ def _verified(out: Path, found: Place, commit: str, trial: Trial | str, api: HfA
         return f"{told}τ was not verified: {trial}"
     assert isinstance(trial, Trial)
     return f"{told}τ {tau:.2f} over {len(trial.prompts)} prompts, greedy by {trial.tree.label}, as the run's own head"
+
+
+def _compared(trial: Trial, back: Path, repo: str) -> float:
+    try:
+        return trial.check(back)
+    except ValueError as error:
+        raise ValueError(f"{repo}: the head that came back drafts otherwise, {error}") from error
 
 
 def _assert_has_head(run: Path) -> None:

@@ -200,7 +200,7 @@ def test_a_target_of_this_machine_is_no_hub_id() -> None:
             {**EAGLE3, "norm_before_residual": True},
             "eagle3",
             3,
-            "Not served by**\n\nSGLang 0.5.23 and T",
+            "served by**\n\nSGLang 0.5.23 and T",
         ),
         ("eagle", "sglang", {}, "eagle", 3, "TensorRT-LLM 1.4.0rc, which reads EAGLE-3 alone"),
         ("hass", "vllm", {}, "eagle", 3, "--speculative-algorithm EAGLE "),
