@@ -3,9 +3,12 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -40,6 +43,7 @@ def test_the_command_publishes_what_downloads_bit_for_bit(run: Path, hub: Hub, s
     assert done.returncode == 0, done.stderr
     assert re.search(f"published as {REPO} at [0-9a-f]{{8}}, downloaded again and equal", done.stdout)
     assert TOKEN not in done.stdout + done.stderr
+    assert "HTTP" not in done.stdout + done.stderr
     repo = hub.repos[REPO]
     assert repo.private
     assert repo.large == {"model.safetensors", *PLOTS}
@@ -141,6 +145,53 @@ def test_bad_runs_are_one_line(run: Path, hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="truncated, damaged"):
         publish(config(run), HfApi())
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("point", range(6))
+def test_a_crash_at_any_point_leaves_the_folder_of_before_or_the_new_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, point: int
+) -> None:
+    out = publish(config(run, dry_run=True), HfApi(), str)
+    before = {name: (out / name).read_bytes() for name in files_of(out)}
+    save_head(run / "head", medusa(1), TargetSpec("t", 11, 4, 3, "f00d"), {})
+    calls = 0
+
+    def cut(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > point:
+                raise OSError(28, "No space left on device")
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((shutil, "copyfile"), (os, "replace"), (os, "fsync")):
+            patch.setattr(owner, name, cut(getattr(owner, name)))
+        with pytest.raises(OSError, match=r"publish: could not be written .*No space left.*; free space"):
+            publish(config(run, dry_run=True), HfApi(), str)
+    assert {name: (out / name).read_bytes() for name in files_of(out)} == before
+    assert sorted(path.name for path in run.iterdir() if path.name.startswith(".")) == []
+
+
+def test_what_is_refused_leaves_the_folder_as_it_was(run: Path) -> None:
+    out = publish(config(run, dry_run=True), HfApi(), str)
+    before = {name: (out / name).read_bytes() for name in files_of(out)}
+    (run / "config.yaml").write_text(f"key: {TOKEN}\n")
+    with pytest.raises(ValueError, match="would hold an access token"):
+        publish(config(run, dry_run=True), HfApi(), str)
+    assert {name: (out / name).read_bytes() for name in files_of(out)} == before
+
+
+def test_a_folder_with_something_of_its_own_is_not_replaced(run: Path) -> None:
+    out = publish(config(run, dry_run=True), HfApi(), str)
+    (out / "plots" / "deep").mkdir()
+    (out / "notes").mkdir()
+    (out / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds notes/mine\.txt, which is no part of a published head"):
+        publish(config(run, dry_run=True), HfApi(), str)
+    assert (out / "notes" / "mine.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,10 @@ def test_rounding_in_an_export_is_no_fault(tiny: Path, hub: Hub, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("back", "token", "told"),
-    [([2, 0, 2, 2, 0], 1, "came back drafts otherwise, other tokens came out, τ is 2.20 by it, and 3.00 by"), ([2, 1, 3, 2], 1, "τ is 3.00 by it")],
+    [
+        ([2, 0, 2, 2, 0], 1, "came back drafts otherwise, other tokens came out, τ is 2.20 by it, and 3.00 by"),
+        ([2, 1, 3, 2], 1, "τ is 3.00 by it"),
+    ],
 )
 def test_a_head_that_came_back_with_another_tau_is_told(
     back: list[int], token: int, told: str, tiny: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
