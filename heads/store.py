@@ -7,9 +7,6 @@ whole head can be loaded.
 import json
 import logging
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,14 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import Ends
+from heads.folders import flush, last_good, replacing
 from heads.outside import names_code, parse_json, shown
 from heads.typed import typed
 from heads.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
+
+__all__ = ["flush", "last_good", "replacing"]  # beside its own, for those who write heads
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -215,61 +215,6 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors = read_weights(last_good(folder) / WEIGHTS)
     _assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors
-
-
-def last_good(folder: Path) -> Path:
-    """Return where the head of `folder` lies: set aside, if saving was cut off amid the swap."""
-    aside = _aside(folder)
-    return aside if aside.is_dir() and not folder.exists() else folder
-
-
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to fill, which takes the place of `folder` whole when the block ends; an error drops it.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written.
-    """
-    new = folder.with_name(f".{folder.name}.new")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        yield new
-        for path in (*new.rglob("*"), new):
-            flush(path)
-        swap(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def swap(new: Path, folder: Path) -> None:
-    """Put `new` in the place of `folder`, the old one aside until then; between the two moves `last_good` finds it."""
-    aside = _aside(folder)
-    if folder.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(folder, aside)
-    try:
-        os.replace(new, folder)
-    except OSError:
-        if aside.exists():
-            os.replace(aside, folder)
-        raise
-    flush(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """Push a file, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _kind(folder: Path, content: dict[str, Any]) -> Any:
