@@ -32,10 +32,10 @@ def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
         `tau`: each measurement by the verifier, with its interval.
     """
     files = {name: folder.parent / METRICS for name, folder in heads.items() if folder.name == "head"}
-    return {name: curves(list(_records(file))) for name, file in files.items() if file.is_file()}
+    return {name: curves(list(records(file))) for name, file in files.items() if file.is_file()}
 
 
-def _records(file: Path) -> Iterator[dict[str, Any]]:
+def records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield a run's records; a line that a killed run was writing is left out."""
     for line in file.read_text(encoding="utf-8").splitlines():
         try:

@@ -100,16 +100,22 @@ def hub_errors(repo: str, doing: str) -> Iterator[None]:
     """Turn what the Hub or the way to it raises into a ValueError of one line that says what to do."""
     try:
         yield
-    except HfHubHTTPError as error:
-        status = error.response.status_code
+    except (TRANSPORT, OSError, RuntimeError) as error:
+        raise _told(error, repo, doing) from error
+
+
+def _told(error: Exception, repo: str, doing: str) -> ValueError:
+    """Return the line; an upload wraps what the Hub answered into an error of its own."""
+    answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
+    if isinstance(answered, HfHubHTTPError):
+        status = answered.response.status_code
         if status in (401, 403, 404):
-            raise ValueError(
+            return ValueError(
                 f"{repo}: the Hub refused {doing} ({status}): no such repository, or the token lacks the right to it; "
                 "log in with `hf auth login` or set HF_TOKEN"
-            ) from error
-        said = error.server_message or one_line(error)
-        raise ValueError(f"{repo}: the Hub answered {status} while {doing} ({said}); try again later") from error
-    except (TRANSPORT, OSError, RuntimeError) as error:
-        cause = error.__cause__ or error
-        why = f"{type(cause).__name__}: {one_line(cause)}"
-        raise ValueError(f"{repo}: {doing} broke off ({why}); check the connection and try again") from error
+            )
+        said = one_line(ValueError(answered.server_message)) if answered.server_message else one_line(answered)
+        return ValueError(f"{repo}: the Hub answered {status} while {doing} ({said}); try again later")
+    cause = error.__cause__ or error
+    why = f"{type(cause).__name__}: {one_line(cause)}"
+    return ValueError(f"{repo}: {doing} broke off ({why}); check the connection and try again")

@@ -15,6 +15,7 @@ SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{16,}|\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
     r"|\bAKIA[0-9A-Z]{16}\b|\bwandb_v\d+_\w{16,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{4,}"
     r"|(?i:(?<=\bbearer )|(?<=\bbearer%20))[\w.~+/=-]{8,}|(?<=://)[^\s/@]+(?=@)"
+    r"|(?<=X-Amz-Signature=)[^&\s\"']+|(?<=X-Amz-Credential=)[^&\s\"']+|(?<=X-Amz-Security-Token=)[^&\s\"']+"
 )
 # Words in a tokenizer are tokens too: `eos_token=…` is no secret, nor is a number.
 PLAIN = r"(?:eos|bos|pad|unk|mask|sep|cls|image|special|stop|per|draft|drafted|next|first|last|new)_token"

@@ -7,7 +7,6 @@ whole head can be loaded.
 import json
 import logging
 import os
-import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,14 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import Ends
+from heads.folders import flush, last_good, replacing
 from heads.outside import names_code, parse_json, shown
 from heads.typed import typed
 from heads.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
+
+__all__ = ["flush", "last_good", "replacing"]  # beside its own, for those who write heads
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -90,18 +92,11 @@ def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tenso
     """
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     _assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
-    new = folder.with_name(f".{folder.name}.new")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
-        for path in (new / WEIGHTS, new / CONFIG, new):
-            flush(path)
-        swap(new, folder)
+        with replacing(folder) as new:
+            save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+            (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(new, ignore_errors=True)
         reason = " ".join(str(error).split())
         raise OSError(f"{folder}: could not be saved ({reason}); free space, what was saved last is whole") from error
 
@@ -220,41 +215,6 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors = read_weights(last_good(folder) / WEIGHTS)
     _assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors
-
-
-def last_good(folder: Path) -> Path:
-    """Return where the head of `folder` lies: set aside, if saving was cut off amid the swap."""
-    aside = _aside(folder)
-    return aside if aside.is_dir() and not folder.exists() else folder
-
-
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-def swap(new: Path, folder: Path) -> None:
-    """Put `new` in the place of `folder`, the old one aside until then; between the two moves `last_good` finds it."""
-    aside = _aside(folder)
-    if folder.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(folder, aside)
-    try:
-        os.replace(new, folder)
-    except OSError:
-        if aside.exists():
-            os.replace(aside, folder)
-        raise
-    flush(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """Push a file, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _kind(folder: Path, content: dict[str, Any]) -> Any:

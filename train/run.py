@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from data.batches import Batches, fingerprint, pack, token_counts
+from data.lineage import lineage
 from data.prompts import load_training, save_prompts
 from data.store_files import write_whole
 from eval.config import eval_config
@@ -162,6 +163,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
         origin = {
             **provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)),
             "data": counts.report(),
+            "sources": lineage(run.data),
             **start_of(run),
             **origin_of(source),
         }

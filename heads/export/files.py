@@ -5,7 +5,6 @@ that it does not know, and both then draft without an error and without success.
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.errors import one_line
-from heads.store import CONFIG, WEIGHTS, flush, swap
+from heads.store import CONFIG, WEIGHTS, replacing
 
 Shapes = dict[str, tuple[int, ...]]
 OFFSETS, KNOWN = "d2t", "t2d"  # over the draft's vocabulary an offset to the target's id, over the target's a mask
@@ -50,24 +49,16 @@ def put(folder: Path, foreign: Foreign, dtype: torch.dtype) -> None:
         OSError: the disk is full or the folder cannot be written.
     """
     tensors = {name: _stored(tensor, dtype) for name, tensor in foreign.tensors.items()}
-    new = folder.with_name(f".{folder.name}.new")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        (new / CONFIG).write_text(json.dumps(foreign.config, indent=2) + "\n", encoding="utf-8")
-        try:
-            check(new, foreign.shapes, dtype)
-        except ValueError as error:
-            raise ValueError(f"{folder}: not exported, {error}") from None
-        for path in (new / WEIGHTS, new / CONFIG, new):
-            flush(path)
-        swap(new, folder)
+        with replacing(folder) as new:
+            save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+            (new / CONFIG).write_text(json.dumps(foreign.config, indent=2) + "\n", encoding="utf-8")
+            try:
+                check(new, foreign.shapes, dtype)
+            except ValueError as error:
+                raise ValueError(f"{folder}: not exported, {error}") from None
     except (OSError, SafetensorError) as error:
         raise OSError(f"{folder}: could not be written ({one_line(error)}); free space") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
 
 def check(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:

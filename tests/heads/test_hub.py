@@ -7,7 +7,8 @@ import pytest
 from huggingface_hub import constants
 
 from heads.hub import on_hub, resolve_head
-from tests.train.hub_server import Hub, Repo, become
+from tests.train.hub_server import Hub, become
+from tests.train.hub_state import Fault, Repo
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "config.yaml": b"name: x\n", "README.md": b"# x\n"}
 
@@ -77,7 +78,7 @@ def test_a_whole_model_is_refused_before_its_weights_are_downloaded(hub: Hub) ->
 
 @pytest.mark.parametrize("drop", [None, "GET"])
 def test_what_the_hub_does_not_give_is_one_line(hub: Hub, drop: str | None) -> None:
-    hub.drop = drop
+    hub.faults = [Fault(drop, "cut")] if drop else []
     expected = r"downloading broke off" if drop else r"the Hub refused downloading \(404\)"
     with pytest.raises(ValueError, match=r"^me/nothing: " + expected) as caught:
         resolve_head("me/nothing")

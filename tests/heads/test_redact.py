@@ -14,6 +14,7 @@ SECRETS = [
     HUB, OPENAI, f"HF_TOKEN={HUB[:9]}", f"Authorization: Bearer {KEY}", f"wandb_api_key={KEY}",
     f"trainer.wandb_key={KEY}",
     "+hub.token='two words'", f"https://me:{KEY}@host/x", f"https://host/x?api_key={KEY}&y=1", "password=hunter2",
+    f"https://s3/x?X-Amz-Credential={KEY}&X-Amz-Date=1&X-Amz-Signature={KEY}",
     "ghp_" + "a1" * 15, "AKIA" + "A1B2" * 4,
 ]  # fmt: skip
 HARMLESS = (

@@ -3,9 +3,10 @@
 import base64
 import hashlib
 import json
+import re
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,11 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-TOKEN = "hf_" + "a1" * 17
-
-
-@dataclass
-class Repo:
-    """One repository: every commit's files, and the files that are large."""
-
-    private: bool
-    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    head: str = ""
-    large: set[str] = field(default_factory=set)
-
-    def commit(self, files: dict[str, bytes]) -> str:
-        """Record a new state of all files and return its hash."""
-        state = repr((len(self.commits), sorted(files.items()))).encode()
-        self.head = hashlib.sha1(state).hexdigest()
-        self.commits[self.head] = files
-        return self.head
+from tests.train.hub_state import ROLES, START, TOKEN, Fault, Repo, blob
 
 
 class Hub(ThreadingHTTPServer):
-    """The server and all that it keeps; `drop` names a method at which it closes the connection amid the body."""
+    """The server and all that it keeps."""
 
     daemon_threads = True
 
@@ -45,8 +29,11 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, Repo] = {}
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
-        self.drop: str | None = None
+        self.received: list[str] = []  # hashes of the large files that came whole
+        self.faults: list[Fault] = []
+        self.watch: Callable[[str], None] = lambda _: None  # is told of each request before it is answered
         self.damage: str | None = None  # a file that downloads with one byte changed
+        self.swapped: dict[str, bytes] = {}  # files that commits hold in place of those that were sent
 
     def __enter__(self) -> "Hub":
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -59,12 +46,21 @@ class Hub(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news."""
 
+    def fault(self, request: str) -> str | int | None:
+        """Return what goes wrong with a request."""
+        for each in self.faults:
+            if each.times and re.search(each.where, request):
+                each.times -= 1
+                return each.how
+        return None
+
 
 class Handler(BaseHTTPRequestHandler):
     """Answers by the path."""
 
     protocol_version = "HTTP/1.1"
     server: Hub
+    mute = False
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keep the tests' output clean."""
@@ -81,31 +77,49 @@ class Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         self.route("PUT")
 
+    def do_DELETE(self) -> None:
+        self.route("DELETE")
+
     def route(self, method: str) -> None:
         """Read the body, then let the endpoint answer."""
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{method} {path}")
-        if self.server.drop == method:
-            self.rfile.read(1 if method in ("POST", "PUT") else 0)
-            self.close_connection = True
-            self.connection.shutdown(2)
+        self.server.watch(f"{method} {path}")
+        fault = self.server.fault(f"{method} {path}")
+        if fault == "cut":
+            length = int(self.headers.get("Content-Length") or 0)
+            self.rfile.read(length // 2 or int(method in ("POST", "PUT")))
+            self.close()
             return
-        body = self.body()
+        body, self.mute = self.body(), fault == "mute"
         parts = path.strip("/").split("/")
-        if method == "PUT":
+        if isinstance(fault, int):
+            self.refuse(fault, "a fault of the test's")
+        elif method == "PUT":
             self.upload(parts[-1], body)
-        elif path == "/api/validate-yaml":
-            self.answer({"warnings": [], "errors": []})
+        elif path.startswith("/api/"):
+            self.api(parts[1:], body)
         elif path.endswith("/verify"):
             self.answer({})
-        elif path == "/api/repos/create":
-            self.create(json.loads(body))
         elif path.endswith(".git/info/lfs/objects/batch"):
-            self.batch(json.loads(body))
-        elif parts[:2] == ["api", "models"]:
-            self.models("/".join(parts[2:4]), parts[4:], body)
+            self.batch(parts[0] + "/" + parts[1].removesuffix(".git"), json.loads(body))
         elif len(parts) > 4 and parts[2] == "resolve":
             self.resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+        else:
+            self.refuse(404, "no such endpoint")
+
+    def api(self, parts: list[str], body: bytes) -> None:
+        """Answer what is asked of the API."""
+        if parts == ["validate-yaml"]:
+            self.answer({"warnings": [], "errors": []})
+        elif parts == ["whoami-v2"]:
+            self.whoami()
+        elif parts == ["repos", "create"]:
+            self.create(json.loads(body))
+        elif parts == ["repos", "delete"]:
+            self.delete(json.loads(body))
+        elif parts[0] == "models":
+            self.models("/".join(parts[1:3]), parts[3:], body)
         else:
             self.refuse(404, "no such endpoint")
 
@@ -120,8 +134,14 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return body
 
+    def close(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(2)
+
     def answer(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         """Send JSON, or bytes as they are."""
+        if self.mute:
+            return self.close()
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in (headers or {}).items():
@@ -130,69 +150,108 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+        return None
 
     def refuse(self, status: int, message: str, code: str | None = None) -> None:
         self.answer({"error": message}, status, {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {}))
 
-    def allowed(self) -> bool:
-        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
+    @property
+    def token(self) -> str:
+        return str(self.headers.get("Authorization") or "").removeprefix("Bearer ")
+
+    def allowed(self, name: str, writing: bool = False) -> bool:
+        """Whether the token may read, or write, in a namespace: all of them are of the user called me."""
+        role = ROLES.get(self.token)
+        return role == "write" and name.startswith("me/") if writing else role is not None
+
+    def whoami(self) -> None:
+        if self.token not in ROLES:
+            return self.refuse(401, "Invalid user token.")
+        role = {"displayName": "a token", "role": ROLES[self.token]}
+        return self.answer({"type": "user", "name": "me", "orgs": [], "auth": {"type": "token", "accessToken": role}})
 
     def create(self, wish: dict[str, Any]) -> None:
         name = f"{wish['organization']}/{wish['name']}"
-        if not self.allowed():
-            return self.refuse(401, "Invalid username or password.")
+        if not self.allowed(name, writing=True):
+            return self.refuse(403, "You don't have the rights to create a model under this namespace")
         if name in self.server.repos:
             return self.answer({"error": "You already created it", "url": f"{self.server.url}/{name}"}, 409)
         private = wish.get("private") or wish.get("visibility") == "private"  # older clients, newer ones
         repo = self.server.repos[name] = Repo(private=bool(private))
-        repo.commit({".gitattributes": b""})
+        repo.commit(dict(START))
         return self.answer({"url": f"{self.server.url}/{name}"})
 
-    def batch(self, wish: dict[str, Any]) -> None:
+    def delete(self, wish: dict[str, Any]) -> None:
+        name = f"{wish['organization']}/{wish['name']}"
+        if not self.allowed(name, writing=True):
+            return self.refuse(403, "Forbidden")
+        if self.server.repos.pop(name, None) is None:
+            return self.refuse(404, "Repository not found", "RepoNotFound")
+        return self.answer({})
+
+    def batch(self, name: str, wish: dict[str, Any]) -> None:
         def actions(item: dict[str, Any]) -> dict[str, Any]:
             if item["oid"] in self.server.blobs:
                 return item
             upload = {"href": f"{self.server.url}/lfs/{item['oid']}"}
             return {**item, "actions": {"upload": upload, "verify": {"href": f"{self.server.url}/lfs/verify"}}}
 
-        if not self.allowed():
-            return self.refuse(401, "Invalid username or password.")
+        if not self.allowed(name, writing=True):
+            return self.refuse(403, "Forbidden")
         return self.answer({"transfer": "basic", "objects": [actions(item) for item in wish["objects"]]})
 
     def upload(self, oid: str, body: bytes) -> None:
         if hashlib.sha256(body).hexdigest() != oid:
             return self.refuse(400, "wrong hash")
         self.server.blobs[oid] = body
+        self.server.received.append(oid)
         return self.answer({})
 
     def models(self, name: str, rest: list[str], body: bytes) -> None:
-        """The repository's API: its facts, its tree, the way each file is uploaded, commits."""
+        """The repository's API: its facts, its tree, the way each file is uploaded, commits, tags."""
         repo = self.server.repos.get(name)
-        if repo is None or (repo.private and not self.allowed()):
+        if repo is None or (repo.private and not self.allowed(name)):
             return self.refuse(401 if repo else 404, "Repository not found", "RepoNotFound")
         if rest[:1] == ["preupload"]:
-            return self.answer({"files": [self.mode(file) for file in json.loads(body)["files"]]})
+            return self.answer({"files": [self.mode(repo, file) for file in json.loads(body)["files"]]})
         if rest[:1] == ["commit"]:
             return self.commit(name, repo, body)
+        if rest[:1] == ["refs"]:
+            tags = [{"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": at} for tag, at in repo.tags.items()]
+            return self.answer({"branches": [], "converts": [], "tags": tags})
         revision = repo.head if not rest or rest[1] == "main" else rest[1]
+        return self.revision(name, repo, revision, rest[:1], body)
+
+    def revision(self, name: str, repo: Repo, revision: str, asked: list[str], body: bytes) -> None:
+        """A commit: its tag, its tree, or its facts."""
         if revision not in repo.commits:
             return self.refuse(404, "Revision not found", "RevisionNotFound")
-        if rest[:1] == ["tree"]:
+        if asked == ["tag"]:
+            tag = json.loads(body)["tag"]
+            if tag in repo.tags:
+                return self.refuse(409, "Tag exists")
+            repo.tags[tag] = revision
+            return self.answer({})
+        if asked == ["tree"]:
             return self.answer([self.entry(repo, path, data) for path, data in repo.commits[revision].items()])
         files = [{"rfilename": path} for path in repo.commits[revision]]
         return self.answer({"id": name, "sha": revision, "private": repo.private, "tags": [], "siblings": files})
 
-    def mode(self, file: dict[str, Any]) -> dict[str, Any]:
-        large = file["path"].endswith(".safetensors")
-        return {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+    def mode(self, repo: Repo, file: dict[str, Any]) -> dict[str, Any]:
+        path = file["path"]
+        large, there = path.endswith((".safetensors", ".png")), repo.files.get(path)
+        oid = None if there is None else hashlib.sha256(there).hexdigest() if large else blob(there)
+        return {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid}
 
     def commit(self, name: str, repo: Repo, body: bytes) -> None:
-        if not self.allowed():
+        if not self.allowed(name, writing=True):
             return self.refuse(403, "Forbidden")
-        files = dict(repo.commits[repo.head])
+        files = dict(repo.files)
         for line in body.splitlines():
             item = json.loads(line)
             value = item["value"]
+            if item["key"] == "header" and value.get("parentCommit", repo.head) != repo.head:
+                return self.refuse(412, "A commit has happened since. Please refresh and try again.")
             if item["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
@@ -200,7 +259,7 @@ class Handler(BaseHTTPRequestHandler):
                 repo.large.add(value["path"])
             elif item["key"] == "deletedFile":
                 del files[value["path"]]
-        commit = repo.commit(files)
+        commit = repo.commit(files | self.server.swapped)
         url = f"{self.server.url}/{name}/commit/{commit}"
         return self.answer({"success": True, "commitOid": commit, "commitUrl": url})
 
@@ -212,7 +271,7 @@ class Handler(BaseHTTPRequestHandler):
     def resolve(self, name: str, revision: str, path: str) -> None:
         """A file's bytes."""
         repo = self.server.repos.get(name)
-        if repo is None or (repo.private and not self.allowed()):
+        if repo is None or (repo.private and not self.allowed(name)):
             return self.refuse(401, "Repository not found", "RepoNotFound")
         commit = repo.head if revision == "main" else revision
         data = repo.commits[commit][path]
@@ -231,8 +290,3 @@ def become(hub: Hub, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(time, "sleep", lambda _: None)  # the client waits between its attempts
-
-
-def blob(data: bytes) -> str:
-    """Return git's hash of a file."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -3,94 +3,26 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
 from huggingface_hub import HfApi
-from torch import nn
 
-from heads import HEADS
 from heads.hub import resolve_head
+from heads.resolvers import ROOT
 from heads.store import TargetSpec, load_head, save_head
-from tests.eval.stubs import ROW
 from tests.heads.stub import TinyEnds, same
-from tests.train.hub_server import TOKEN, Hub, become
-from train.publish import PublishConfig, misleading, publish
-
-ROOT = Path(__file__).parents[2]
-REPO = "me/tiny-medusa"
-EVERYTHING = {
-    "README.md",
-    "config.json",
-    "config.yaml",
-    "model.safetensors",
-    "report.html",
-    "report.json",
-    "report.md",
-    "tokenizer_reference.json",
-}
-
-
-def medusa(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    kind: Any = HEADS["medusa"]
-    head: nn.Module = kind(kind.Config("medusa", 2, 1, "shared", None, None), TinyEnds()).to(torch.bfloat16)
-    for parameter in head.parameters():
-        nn.init.normal_(parameter)
-    return head
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> TargetSpec:
-    target = tmp_path / "secret" / "target"
-    target.mkdir(parents=True)
-    (target / "tokenizer.json").write_text("{}")
-    return TargetSpec(str(target), 11, 4, 3, "f00d")
-
-
-@pytest.fixture
-def run(tmp_path: Path, spec: TargetSpec) -> Path:
-    run = tmp_path / "outputs" / "tiny-medusa"
-    save_head(run / "head", medusa(0), spec, {"kind": "chain", "depth": 2})
-    (run / "config.yaml").write_text(f"name: tiny-medusa\nout: {ROOT}/outputs/tiny-medusa\n")
-    gate = {"checked": 16, "identical": 16, "near_tie": 0, "failed": 0}
-    row = asdict(
-        replace(
-            ROW, drafter="medusa", tau=2.345, tau_ci=(2.2, 2.5), accepted_by_depth=[0.8, 0.55], speedup=1.678,
-            speedup_ci=(1.5, 1.8), lossless=gate,
-        )
-    )  # fmt: skip
-    red = {"checked": 1, "identical": 0, "near_tie": 0, "failed": 1}
-    rows = [row, {**row, "lossless": red}, {**row, "batch_size": 4, "request_rate": 2.0}]
-    rows.append({**row, "tier": "teacher_forced", "tau": 9.87, "speedup": None, "workload": "my|log"})
-    report = {"schema": 1, "target": {}, "device": {"name": "a CPU"}, "settings": {}, "rows": rows}
-    (run / "report.json").write_text(json.dumps(report))
-    (run / "report.md").write_text("# Report\n")
-    (run / "report.html").write_text("<p>Report</p>")
-    (run / "provenance.json").write_text(
-        json.dumps({"git_revision": "c0ffee", "command": f"{ROOT}/train/run.py", "versions": {"torch": "9"}})
-    )
-    return run
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with Hub() as hub:
-        become(hub, monkeypatch, tmp_path / "cache")
-        yield hub
-
-
-def config(run: Path, **changes: Any) -> PublishConfig:
-    values = {"private": True, "license": "mit", "dry_run": False, "out": None, "reverify": True}
-    values |= {"format": None, "target": None, "dtype": "bfloat16", "draft_tokens": 3}
-    return PublishConfig(**({"run": str(run), "repo": REPO} | values | changes))
+from tests.train.hub_server import Hub
+from tests.train.hub_state import TOKEN
+from tests.train.publishing import EVERYTHING, PLOTS, REPO, config, medusa
+from train.publish import misleading, publish
+from train.publish_hub import files_of
 
 
 def command(run: Path, hub: Hub, token: str, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -109,11 +41,12 @@ def command(run: Path, hub: Hub, token: str, *overrides: str) -> subprocess.Comp
 def test_the_command_publishes_what_downloads_bit_for_bit(run: Path, hub: Hub, spec: TargetSpec) -> None:
     done = command(run, hub, TOKEN)
     assert done.returncode == 0, done.stderr
-    assert f"published as {REPO}, downloaded again and equal" in done.stdout
+    assert re.search(f"published as {REPO} at [0-9a-f]{{8}}, downloaded again and equal", done.stdout)
     assert TOKEN not in done.stdout + done.stderr
+    assert "HTTP" not in done.stdout + done.stderr
     repo = hub.repos[REPO]
     assert repo.private
-    assert repo.large == {"model.safetensors"}
+    assert repo.large == {"model.safetensors", *PLOTS}
     files = repo.commits[repo.head]
     assert {*EVERYTHING, ".gitattributes"} == set(files)
     assert files["model.safetensors"] == (run / "head" / "model.safetensors").read_bytes()
@@ -127,7 +60,7 @@ def test_a_refused_token_is_one_line_and_publishes_nothing(run: Path, hub: Hub) 
     done = command(run, hub, "hf_" + "wrong" * 7)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "me/tiny-medusa: the Hub refused creating the repository (401)" in done.stderr
+    assert "me/tiny-medusa: the Hub refused checking the token (401)" in done.stderr
     assert "wrongwrong" not in done.stdout + done.stderr
     assert hub.repos == {}
     assert not hub.blobs
@@ -143,83 +76,37 @@ def test_no_token_is_one_line_before_anything(run: Path, hub: Hub, monkeypatch: 
 def test_dry_run_writes_the_folder_and_contacts_nobody(run: Path, hub: Hub, spec: TargetSpec) -> None:
     out = publish(config(run, dry_run=True), HfApi())
     assert out == run / "publish"
-    assert {path.name for path in out.iterdir()} == EVERYTHING
+    assert set(files_of(out)) == EVERYTHING
     assert same(medusa(0), load_head(resolve_head(str(out)), TinyEnds(), spec))
     assert hub.requests == []
 
 
 def test_the_folder_names_no_path_of_this_machine(run: Path, hub: Hub) -> None:
     out = publish(config(run, dry_run=True), HfApi())
-    assert (out / "config.yaml").read_text() == "name: tiny-medusa\nout: outputs/tiny-medusa\n"
-    assert not any(f"{ROOT}/".encode() in path.read_bytes() for path in out.iterdir())
+    assert (out / "config.yaml").read_text().startswith("name: tiny-medusa\nout: outputs/tiny-medusa\n")
+    assert not any(f"{ROOT}/".encode() in path.read_bytes() for path in map(out.joinpath, files_of(out)))
     assert json.loads((out / "tokenizer_reference.json").read_text()) == {
         "base_model": "target",
         "tokenizer_sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
     }
 
 
-def test_the_card_says_what_was_measured(run: Path, hub: Hub) -> None:
-    text = (publish(config(run, dry_run=True), HfApi()) / "README.md").read_text()
-    meta = huggingface_hub.ModelCard(text).data.to_dict()
-    assert meta == {
-        "license": "mit",
-        "library_name": "headstart",
-        "tags": ["speculative-decoding", "draft-head", "medusa"],
-    }
-    assert "| medusa | tiny | 0 | 1 | 2.35 [2.20, 2.50] | 0.80 0.55 | 123.4 | 1.68 [1.50, 1.80] | 16/16 id" in text
-    assert "| medusa | tiny | 0 | 4 at 2 req/s | 2.35" in text
-    assert "| withheld | 0/1 identical, 1 FAILED |" in text
-    assert "9.87" not in text, "no clock measured that"
-    assert "`c0ffee`" in text
-    assert f"python eval/run.py run={REPO}" in text
-    assert "`train/run.py`" in text
-
-
-def test_a_target_on_the_hub_is_the_base_model(run: Path, hub: Hub, spec: TargetSpec) -> None:
-    save_head(run / "head", medusa(0), TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d"), {})
-    for name in ("report.json", "report.md", "report.html", "provenance.json"):
-        (run / name).unlink()
-    out = publish(config(run, dry_run=True), HfApi())
-    text = (out / "README.md").read_text()
-    assert huggingface_hub.ModelCard(text).data.to_dict()["base_model"] == "Someone/Target-8B"
-    assert f"run={REPO} model.path=Someone/Target-8B prompt" in text
-    assert "Not measured" in text
-    assert not (out / "report.json").exists()
-
-
-def test_a_targets_adapter_stands_in_the_card(run: Path, hub: Hub) -> None:
-    save_head(run / "head", medusa(0), TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d", "me/adapter"), {})
-    text = (publish(config(run, dry_run=True), HfApi()) / "README.md").read_text()
-    assert "model.path=Someone/Target-8B model.adapter=me/adapter" in text
-    assert 'Target.load("Someone/Target-8B", adapter="me/adapter")' in text
-
-
 def test_publishing_again_removes_what_no_longer_holds(run: Path, hub: Hub) -> None:
     publish(config(run), HfApi())
     hub.repos[REPO].commit({**hub.repos[REPO].commits[hub.repos[REPO].head], "mine.txt": b"kept"})
     (run / "report.json").unlink()
+    (run / "metrics.jsonl").unlink()
     save_head(run / "head", medusa(1), TargetSpec("t", 11, 4, 3, "f00d"), {})
     publish(config(run), HfApi())
     files = hub.repos[REPO].commits[hub.repos[REPO].head]
-    assert EVERYTHING - set(files) == {"report.json"}
+    assert EVERYTHING - set(files) == {"report.json", *PLOTS}
     assert "mine.txt" in files
     assert files["model.safetensors"] == (run / "head" / "model.safetensors").read_bytes()
 
 
-def test_a_lost_connection_is_one_line(run: Path, hub: Hub) -> None:
-    hub.drop = "PUT"
-    with pytest.raises(ValueError, match=r"me/tiny-medusa: uploading broke off .* check the connection") as caught:
-        publish(config(run), HfApi())
-    assert "\n" not in str(caught.value)
-    assert set(hub.repos[REPO].commits[hub.repos[REPO].head]) == {".gitattributes"}
-    hub.drop = None
-    publish(config(run), HfApi())
-    assert set(hub.repos[REPO].commits[hub.repos[REPO].head]) == {*EVERYTHING, ".gitattributes"}
-
-
 def test_a_hub_that_is_down_is_one_line(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="creating the repository broke off") as caught:
+    with pytest.raises(ValueError, match="checking the token broke off") as caught:
         publish(config(run), HfApi())
     assert "\n" not in str(caught.value)
 
@@ -260,6 +147,53 @@ def test_bad_runs_are_one_line(run: Path, hub: Hub, tmp_path: Path) -> None:
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("point", range(6))
+def test_a_crash_at_any_point_leaves_the_folder_of_before_or_the_new_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, point: int
+) -> None:
+    out = publish(config(run, dry_run=True), HfApi(), str)
+    before = {name: (out / name).read_bytes() for name in files_of(out)}
+    save_head(run / "head", medusa(1), TargetSpec("t", 11, 4, 3, "f00d"), {})
+    calls = 0
+
+    def cut(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > point:
+                raise OSError(28, "No space left on device")
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((shutil, "copyfile"), (os, "replace"), (os, "fsync")):
+            patch.setattr(owner, name, cut(getattr(owner, name)))
+        with pytest.raises(OSError, match=r"publish: could not be written .*No space left.*; free space"):
+            publish(config(run, dry_run=True), HfApi(), str)
+    assert {name: (out / name).read_bytes() for name in files_of(out)} == before
+    assert sorted(path.name for path in run.iterdir() if path.name.startswith(".")) == []
+
+
+def test_what_is_refused_leaves_the_folder_as_it_was(run: Path) -> None:
+    out = publish(config(run, dry_run=True), HfApi(), str)
+    before = {name: (out / name).read_bytes() for name in files_of(out)}
+    (run / "config.yaml").write_text(f"key: {TOKEN}\n")
+    with pytest.raises(ValueError, match="would hold an access token"):
+        publish(config(run, dry_run=True), HfApi(), str)
+    assert {name: (out / name).read_bytes() for name in files_of(out)} == before
+
+
+def test_a_folder_with_something_of_its_own_is_not_replaced(run: Path) -> None:
+    out = publish(config(run, dry_run=True), HfApi(), str)
+    (out / "plots" / "deep").mkdir()
+    (out / "notes").mkdir()
+    (out / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds notes/mine\.txt, which is no part of a published head"):
+        publish(config(run, dry_run=True), HfApi(), str)
+    assert (out / "notes" / "mine.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -281,4 +215,27 @@ def test_a_name_that_misleads_engines_is_remarked() -> None:
     assert misleading("me/tiny-medusa", "medusa") is None
     assert misleading("me/llama-eagle", "eagle") is None
     assert "says eagle3 but the head is eagle" in str(misleading("me/llama-EAGLE-3", "eagle"))
-    assert "says eagle but the head is medusa" in str(misleading("me/eagle-run", "medusa"))
+    assert "says eagle but the head is medusa" in str(misleading("me/run-eagle", "medusa"))
+    assert "says medusa but the head is eagle3" in str(misleading("me/medusa-eagle3", "eagle3"))
+
+
+@pytest.mark.parametrize(
+    ("repo", "head", "taken"),
+    [
+        ("me/Llama-EAGLE-3-8B", "eagle3", "EAGLE-1"),
+        ("eagle-team/llama-eagle3", "eagle3", "EAGLE-1"),
+        ("me/eagle-run", "medusa", "EAGLE-1"),
+        ("me/llama-eagle3", "eagle", "EAGLE-3"),
+        ("me/llama-eagle3", "hass", "EAGLE-3"),
+    ],
+)
+def test_a_name_that_vllm_takes_for_another_method_is_remarked(repo: str, head: str, taken: str) -> None:
+    said = str(misleading(repo, head))
+    assert said.startswith("note: vLLM takes a path that holds ")
+    assert f"such as {repo}, for {taken}, but the head is {head}; give it another name" in said
+    assert ("such as …-eagle3" in said) == (head == "eagle3")
+
+
+@pytest.mark.parametrize("named", ["me/llama-eagle3 eagle3", "me/eagle-llama eagle", "me/eagle-x hass", "me/x hass"])
+def test_a_name_that_vllm_takes_rightly_is_not(named: str) -> None:
+    assert misleading(*named.split()) is None

@@ -16,6 +16,7 @@ from heads.store import TargetSpec, save_head
 from inference.bare import Bare
 from inference.ends import TargetEnds
 from tests import toys
+from tests.train.publishing import VALUES
 from train.exporting import _assert_plain
 from train.publish import PublishConfig, publish
 
@@ -41,8 +42,7 @@ def run(folder: Path, target: Bare, kind: str, options: dict[str, Any], **said: 
 
 
 def config(run: Path, form: str | None, **changes: Any) -> PublishConfig:
-    values = {"private": True, "license": "mit", "dry_run": True, "out": None, "reverify": True, "target": None}
-    values |= {"repo": "me/tiny-eagle3", "dtype": "bfloat16", "draft_tokens": 4, "format": form}
+    values = {**VALUES, "dry_run": True, "repo": "me/tiny-eagle3", "draft_tokens": 4, "format": form}
     return PublishConfig(**{"run": str(run), **values, **changes})
 
 

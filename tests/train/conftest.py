@@ -1,0 +1,30 @@
+"""A run to publish, and a Hub to publish it on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from heads.store import TargetSpec
+from tests.train.hub_server import Hub, become
+from tests.train.publishing import write_run
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TargetSpec:
+    target = tmp_path / "secret" / "target"
+    target.mkdir(parents=True)
+    (target / "tokenizer.json").write_text("{}")
+    return TargetSpec(str(target), 11, 4, 3, "f00d")
+
+
+@pytest.fixture
+def run(tmp_path: Path, spec: TargetSpec) -> Path:
+    return write_run(tmp_path / "outputs" / "tiny-medusa", spec)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with Hub() as hub:
+        become(hub, monkeypatch, tmp_path / "cache")
+        yield hub

@@ -1,0 +1,247 @@
+"""What goes wrong on the way to the Hub: one line each, and the Hub holds what it held, or the whole."""
+
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi
+
+from tests.train.hub_server import Hub
+from tests.train.hub_state import FINE, READER, START, TOKEN, Fault, Repo
+from tests.train.publishing import EVERYTHING, REPO, config
+from train.card import plots
+from train.publish import publish
+from train.publish_hub import WAITS
+
+WHOLE = {*EVERYTHING, *START}
+COMMIT = f"^POST /api/models/{REPO}/commit"
+BATCH = "^POST .*objects/batch"
+WEIGHTS = "^PUT /lfs/"
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take time, and their content does not matter here."""
+    monkeypatch.setattr(plots, "_picture", lambda parts: plots.Drawn("a plot", parts[0].caption.encode()))
+
+
+def refusal(run: Path, hub: Hub, **changes: object) -> str:
+    """Return the line by which publishing ends."""
+    with pytest.raises(ValueError, match=r".") as caught:
+        publish(config(run, **changes), HfApi())
+    line = str(caught.value)
+    assert "\n" not in line
+    assert TOKEN not in line
+    return line
+
+
+def standing(hub: Hub, private: bool = True) -> Repo:
+    """Return a repository that stood before, with a file of its own."""
+    repo = hub.repos[REPO] = Repo(private)
+    repo.commit({**START, "mine.txt": b"mine"})
+    return repo
+
+
+def test_a_new_head_is_one_private_commit(run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(config(run, tag="v1"), HfApi())
+    repo = hub.repos[REPO]
+    assert repo.private
+    assert set(repo.files) == WHOLE
+    assert len(repo.commits) == 2, "the Hub's first, and one of ours"
+    assert repo.tags == {"v1": repo.head}
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"published as {REPO} at {repo.head[:8]}, tag v1, downloaded again and equal in every file")
+    assert line.endswith("τ was not verified: the run holds no prompts.jsonl")
+
+
+def test_large_files_are_sent_before_the_commit(run: Path, hub: Hub) -> None:
+    publish(config(run), HfApi())
+    commits = [i for i, each in enumerate(hub.requests) if re.match(COMMIT, each)]
+    assert len(commits) == 1
+    assert max(i for i, each in enumerate(hub.requests) if each.startswith("PUT")) < commits[0]
+
+
+def test_an_update_is_one_commit_and_keeps_what_is_not_ours(run: Path, hub: Hub) -> None:
+    repo = standing(hub)
+    repo.commit({**repo.files, "report.md": b"old", "plots/old.png": b"old", "plans/x.md": b"mine"})
+    before = len(repo.commits)
+    (run / "report.md").unlink()
+    publish(config(run), HfApi())
+    assert len(repo.commits) == before + 1
+    assert set(repo.files) == (WHOLE - {"report.md"}) | {"mine.txt", "plans/x.md"}
+
+
+def test_publishing_the_same_again_changes_nothing(run: Path, hub: Hub) -> None:
+    publish(config(run), HfApi())
+    head, sent = hub.repos[REPO].head, list(hub.received)
+    publish(config(run), HfApi())
+    assert hub.repos[REPO].head == head
+    assert hub.received == sent
+
+
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        (WEIGHTS, "cut"),
+        (WEIGHTS, 503),
+        (BATCH, "cut"),
+        (BATCH, 500),
+        (COMMIT, "cut"),
+        (COMMIT, 502),
+        (COMMIT, "mute"),
+        ("^POST /api/repos/create", "cut"),
+        ("^POST /api/repos/create", "mute"),
+        ("^GET /api/whoami", "cut"),
+        (f"^GET /api/models/{REPO}$", 503),
+        ("^GET /me/.*safetensors", "cut"),
+        ("^POST /api/models/.*/tag/", "mute"),
+    ],
+)
+def test_what_passes_by_is_tried_again(run: Path, hub: Hub, where: str, how: str | int) -> None:
+    hub.faults = [Fault(where, how, len(WAITS))]
+    publish(config(run, tag="v1"), HfApi())
+    repo = hub.repos[REPO]
+    assert hub.faults[0].times == 0 or how == "mute", "all of them happened"
+    assert set(repo.files) == WHOLE
+    assert len(repo.commits) == 2, "no commit came twice"
+    assert repo.tags == {"v1": repo.head}
+
+
+@pytest.mark.parametrize("how", ["cut", 503])
+@pytest.mark.parametrize("where", [WEIGHTS, BATCH, COMMIT])
+def test_a_connection_lost_for_good_leaves_no_repository_of_ours(
+    run: Path, hub: Hub, where: str, how: str | int
+) -> None:
+    hub.faults = [Fault(where, how)]
+    line = refusal(run, hub)
+    assert line.startswith(f"{REPO}: uploading broke off" if how == "cut" else f"{REPO}: the Hub answered 503 while")
+    assert line.endswith("; the repository that this call made is deleted again")
+    assert hub.repos == {}
+
+
+def test_a_repository_that_cannot_be_deleted_again_is_told(run: Path, hub: Hub) -> None:
+    hub.faults = [Fault(COMMIT, "cut"), Fault("^DELETE", "cut")]
+    assert "could not be deleted: delete it on the Hub, or publish again" in refusal(run, hub)
+    assert hub.repos[REPO].files == START
+
+
+@pytest.mark.parametrize("where", [WEIGHTS, BATCH, COMMIT])
+def test_a_connection_lost_for_good_leaves_a_repository_as_it_was(run: Path, hub: Hub, where: str) -> None:
+    repo = standing(hub)
+    before = repo.head
+    hub.faults = [Fault(where, "cut")]
+    assert refusal(run, hub).endswith(f"; the repository stands at {before[:8]} as before")
+    assert repo.head == before
+    assert list(repo.commits) == [before]
+
+
+def test_another_call_goes_on_where_one_broke_off(run: Path, hub: Hub) -> None:
+    repo = standing(hub)
+    hub.faults = [Fault(COMMIT, "cut")]
+    refusal(run, hub)
+    sent = sorted(hub.received)
+    assert len(sent) == 5, "the head and four plots"
+    hub.faults = []
+    publish(config(run), HfApi())
+    assert sorted(hub.received) == sent, "no large file is sent twice"
+    assert set(repo.files) == WHOLE | {"mine.txt"}
+
+
+def test_a_connection_that_is_gone_altogether_says_what_is_known(run: Path, hub: Hub) -> None:
+    repo = standing(hub)
+
+    def cable(request: str) -> None:
+        if request.startswith("PUT"):
+            hub.faults = [Fault(".", "cut")]
+
+    hub.watch = cable
+    assert f"how the repository stands cannot be asked; before, it was {repo.head[:8]}" in refusal(run, hub)
+    assert len(repo.commits) == 1
+
+
+def test_a_commit_whose_every_answer_is_lost_is_known_by_its_files(run: Path, hub: Hub) -> None:
+    repo = standing(hub)
+    hub.faults = [Fault(COMMIT, "mute")]
+    publish(config(run), HfApi())
+    assert len(repo.commits) == 2
+    assert set(repo.files) == WHOLE | {"mine.txt"}
+
+
+def test_someone_elses_commit_is_not_overwritten(run: Path, hub: Hub) -> None:
+    repo = standing(hub)
+
+    def meddle(request: str) -> None:
+        if re.match(BATCH, request):
+            repo.commit({**repo.files, "theirs.txt": b"theirs"})
+
+    hub.watch = meddle
+    line = refusal(run, hub)
+    assert f"{REPO}: someone else has committed to it, {repo.head[:8]}; publish again" in line
+    assert set(repo.files) == {*START, "mine.txt", "theirs.txt"}
+
+
+@pytest.mark.parametrize(
+    ("token", "told"),
+    [
+        (READER, "the token of me may only read; make one that may write"),
+        ("hf_" + "d4" * 17, r"the Hub refused checking the token \(401\)"),
+        (FINE, r"the Hub refused creating the repository \(403\).* the token lacks the right"),
+    ],
+)
+def test_a_token_without_rights_changes_nothing(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, token: str, told: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    line = refusal(run, hub)
+    assert re.search(told, line)
+    assert token not in line
+    assert (hub.repos, hub.blobs) == ({}, {})
+
+
+def test_a_token_that_may_not_write_to_a_repository_leaves_it(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = standing(hub)
+    monkeypatch.setenv("HF_TOKEN", FINE)
+    line = refusal(run, hub)
+    assert re.search(r"the Hub refused uploading \(403\).* as before$", line)
+    assert (len(repo.commits), hub.blobs) == (1, {})
+
+
+def test_a_name_of_someone_else_is_refused(run: Path, hub: Hub) -> None:
+    theirs = hub.repos["you/taken"] = Repo(private=False)
+    theirs.commit(dict(START))
+    assert "you/taken: the repository is public; make it private" in refusal(run, hub, repo="you/taken")
+    line = refusal(run, hub, repo="you/taken", private=False)
+    assert re.search(r"the Hub refused uploading \(403\).* as before$", line)
+    assert r"the Hub refused creating the repository (403)" in refusal(run, hub, repo="you/new")
+    assert set(hub.repos) == {"you/taken"}
+    assert (theirs.files, hub.blobs) == (START, {})
+
+
+def test_a_tag_that_exists_is_refused_before_anything_is_sent(run: Path, hub: Hub) -> None:
+    repo = standing(hub)
+    repo.tags["v1"] = repo.head
+    assert f"{REPO}: has a tag v1 already, nothing was uploaded; give another tag=…" in refusal(run, hub, tag="v1")
+    assert (len(repo.commits), hub.blobs) == (1, {})
+
+
+@pytest.mark.parametrize("tag", ["", "-v1", "a b", "v..1", "main", "x.lock"])
+def test_a_tag_that_is_no_name_is_refused(run: Path, tag: str) -> None:
+    with pytest.raises(ValueError, match=r"tag is .*: give letters, digits"):
+        config(run, tag=tag)
+
+
+def test_a_download_that_differs_says_what_to_do(run: Path, hub: Hub) -> None:
+    repo = standing(hub)
+    before = repo.head
+    hub.damage = "model.safetensors"
+    line = refusal(run, hub, tag="v1")
+    assert f"{REPO}: model.safetensors came back different from what was uploaded; the repository stands at" in line
+    assert f"{repo.head}, before, it was {before}: publish again, or take it down on the Hub" in line
+    assert repo.tags == {}, "nothing is tagged that was not verified"
+
+
+def test_a_commit_that_holds_something_else_is_noticed(run: Path, hub: Hub) -> None:
+    hub.swapped = {"config.json": b"{}"}
+    assert "config.json came back different" in refusal(run, hub)

@@ -1,0 +1,35 @@
+"""Text for Markdown: names and values from outside are shown as they are, and are no markup."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MARKUP = re.compile(r"([\\`*_\[\]<>~&#!|])")
+
+
+def escaped(text: str) -> str:
+    """Return a text in one line, every sign of Markdown and HTML in it as itself."""
+    return MARKUP.sub(r"\\\1", " ".join(text.split()))
+
+
+def code(value: object) -> str:
+    """Return a value as code, whatever backticks it holds."""
+    text = " ".join(str(value).split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    pad = " " if text[:1] == "`" or text[-1:] == "`" else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def block(text: str, language: str = "") -> str:
+    """Return lines as a block of code."""
+    return f"```{language}\n{text}\n```"
+
+
+def bullets(values: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield a nested list of everything that is set."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}- {escaped(str(key))}:"
+            yield from bullets(value, indent + "  ")
+        elif value not in (None, [], {}, ""):
+            yield f"{indent}- {escaped(str(key))}: {code(value)}"

@@ -1,0 +1,126 @@
+"""The folder that is published: a run's head with its card, report and plots, put in place whole or not at all."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from eval.reading import read_report
+from heads.errors import one_line
+from heads.hub import on_hub, target_path
+from heads.outside import parse_json, parse_yaml
+from heads.resolvers import ROOT
+from heads.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors, replacing
+from train.card import Facts, card
+from train.exporting import exported
+from train.publish_config import PublishConfig
+from train.publish_hub import files_of, one_of, sha256
+
+TOKENIZER = "tokenizer_reference.json"
+COPIED = ("config.yaml", "report.json", "report.md", "report.html")
+FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", "custom_generate/*")  # patterns
+PLAIN = "custom_generate/generate.py"
+TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+
+
+def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
+    """Write what is published. The head lies at the top, so that the folder, and so the repository, loads as a head.
+
+    Raises:
+        ValueError: the head or a file beside it is damaged, cannot take the format, or holds a token of the Hub; or
+            `out` holds something else. The folder is then as it was.
+        OSError: the disk is full or the folder cannot be written.
+    """
+    head = last_good(run / "head")
+    content = read_config(head)
+    read_tensors(head)
+    _assert_free(out, head)
+    name = content["target"]["name"]
+    reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": tokenizer_sha256(name)}
+    with exported(head, config.format, config.target, config.dtype, config.draft_tokens) as source:
+        files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
+        files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
+        files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
+        files |= card(_facts(run, config, content, files, reference["tokenizer_sha256"]))
+        try:
+            with replacing(out.resolve()) as new:
+                for name, data in files.items():
+                    (new / name).parent.mkdir(exist_ok=True)
+                    (new / name).write_bytes(data if isinstance(data, bytes) else _safe(run, name, data).encode())
+                shutil.copyfile(source / WEIGHTS, new / WEIGHTS)
+        except OSError as error:
+            raise OSError(
+                f"{out}: could not be written ({one_line(error)}); free space, or give another out"
+            ) from error
+
+
+def _facts(
+    run: Path, config: PublishConfig, content: dict[str, Any], files: Mapping[str, str | bytes], tokenizer: str | None
+) -> Facts:
+    report = run / "report.json"
+    return Facts(
+        repo=config.repo,
+        license=config.license,
+        run=run,
+        config=content,
+        served=json.loads(files[CONFIG]),
+        tokenizer_sha256=tokenizer,
+        form=config.format,
+        draft_tokens=config.draft_tokens,
+        plain=PLAIN in files,
+        report=read_report(report) if report.is_file() else {},
+        provenance=_read(run / "provenance.json", parse_json),
+        settings=_read(run / "config.yaml", parse_yaml),
+    )
+
+
+def _assert_free(out: Path, head: Path) -> None:
+    """Refuse to replace a folder that holds more than an earlier publication."""
+    if out.resolve() == head.resolve():
+        raise ValueError(f"{out}: that is the run's own head; give another out=FOLDER")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out}: that is a file; give another out=FOLDER")
+    ours = one_of(FILES)
+    others = [name for name in files_of(out) if not ours(name)] if out.is_dir() else []
+    if others:
+        raise ValueError(f"{out}: holds {others[0]}, which is no part of a published head; give another out=FOLDER")
+
+
+def tokenizer_sha256(model: str) -> str | None:
+    """Return the hash of the target's tokenizer.json where this machine has it, without asking the Hub."""
+    local = Path(target_path(model)) / "tokenizer.json"
+    if not local.is_file() and on_hub(model):
+        cached = try_to_load_from_cache(model, "tokenizer.json")
+        local = Path(cached) if isinstance(cached, str) else local
+    return sha256(local) if local.is_file() else None
+
+
+def portable(text: str) -> str:
+    """Return the text without this machine's paths: the checkout's are relative, the home is ~."""
+    return text.replace(f"{ROOT}/", "").replace(str(Path.home()) + "/", "~/")
+
+
+def _safe(run: Path, name: str, text: str) -> str:
+    """Return a file's text as it may be published.
+
+    Raises:
+        ValueError: it holds a token of the Hub.
+    """
+    if TOKEN.search(text):
+        raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
+    return portable(text)
+
+
+def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+    """Return a file's mapping, empty where the run has none."""
+    if not path.is_file():
+        return {}
+    try:
+        content = parse(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); write it again by evaluating the run, or remove it") from None
+    return content if isinstance(content, dict) else {}
