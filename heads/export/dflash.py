@@ -38,6 +38,10 @@ def engines(source: Source) -> Foreign:
         raise source.refusal("confidence=true without a Markov term", "which is DSpark's; give head.markov_rank a rank")
     if markov is not None and not options.from_anchor:
         raise source.refusal("markov_rank with from_anchor=false", "and DSpark drafts from its anchor")
+    if markov is None and options.from_anchor:
+        raise source.refusal(
+            "from_anchor=true", "and DFlash drafts from its mask slots alone; train with head.from_anchor=false"
+        )
     outputs, order = source.outputs()
     config = {
         "architectures": ["DFlashDraftModel" if markov is None else "Qwen3DSparkModel"],
@@ -46,6 +50,8 @@ def engines(source: Source) -> Foreign:
         "num_hidden_layers": options.layers,
         **source.decoder(),
         "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * options.layers,
+        "is_causal": options.causal,  # of a slot's sight; SGLang reads it here alone
         "block_size": source.head.size,
         "dflash_config": {
             "mask_token_id": _mask_token(source),

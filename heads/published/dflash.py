@@ -49,7 +49,7 @@ def read(source: Source, ends: Ends) -> Plan:
         "depths": told["block_size"] - (0 if anchor else 1),
         "layers": layers,
         "feature_layers": _layers(source, told, ends),
-        "causal": bool(told.get("causal_head") or told.get("causal")),
+        "causal": bool(told.get("is_causal", told.get("causal_head") or told.get("causal"))),
         "from_anchor": bool(anchor),
         "markov_rank": None if markov is None else markov.shape[1],
         "confidence": NAMES["confidence.weight"] in source.tensors,

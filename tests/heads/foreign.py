@@ -200,7 +200,7 @@ def dflash(folder: Path, served: Served, token: list[int], steps: int) -> list[T
     x = served.embedding[[token[-1], *[told["mask_token_id"]] * (size - 1)]]
     place = torch.arange(before + size)
     own = torch.ones(size, size, dtype=torch.bool)
-    mask = torch.cat([torch.ones(size, before, dtype=torch.bool), own.tril() if told["causal"] else own], 1)
+    mask = torch.cat([torch.ones(size, before, dtype=torch.bool), own.tril() if read.config["is_causal"] else own], 1)
     for i in range(read.config["num_hidden_layers"]):
         name = f"layers.{i}.self_attn."
         y = read.norm(f"layers.{i}.input_layernorm", x)

@@ -212,6 +212,7 @@ def test_an_identity_head_drafts_the_targets_own_next_token(name: str, tmp_path:
         ("block", {**BLOCK, "lm_head": "own"}, "vllm", "lm_head=own"),
         ("block", {**BLOCK, "draft_vocab": 30}, "sglang", "draft_vocab=30"),
         ("block", {**BLOCK, "confidence": True}, "vllm", "confidence=true without a Markov term"),
+        ("block", {**BLOCK, "from_anchor": True}, "sglang", "from_anchor=true, and DFlash drafts from its mask slots"),
         ("block", {**BLOCK, "markov_rank": 4}, "vllm", "markov_rank with from_anchor=false"),
         ("mlp", {}, "vllm", "not one of a head of kind mlp, .*its own"),
         ("medusa", {}, "sglang", "kind medusa, which can take the form of vllm, medusa"),

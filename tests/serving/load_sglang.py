@@ -33,10 +33,12 @@ def load(folder: str) -> dict[str, Any]:
     model.load_weights(iter(load_file(Path(folder) / "model.safetensors").items()))
     unfilled = [name for name, tensor in model.named_parameters() if bool(tensor.isnan().any())]
     drafted = getattr(model, "hot_token_id", None)
+    layers = getattr(model, "layers", [])  # of block heads; others are causal whatever is said
     return {
         "class": found.__name__,
         "unfilled": sorted(unfilled),
         "drafted": None if drafted is None else drafted.tolist(),
+        **({"causal": [layer.self_attn.attn_type.name == "DECODER" for layer in layers]} if layers else {}),
     }
 
 

@@ -41,7 +41,8 @@ def load(target: str, folder: str, method: str, tokens: int) -> dict[str, Any]:
                     parameter.fill_(float("nan"))
         DefaultModelLoader(config.load_config).load_weights(model, draft)
     unfilled = [name for name, tensor in model.named_parameters() if bool(tensor.isnan().any())]
-    return {"class": type(model).__name__, "unfilled": sorted(unfilled)}
+    found = {"class": type(model).__name__, "unfilled": sorted(unfilled)}
+    return found | ({"causal": model.get_draft_attn_causal()} if method in ("dflash", "dspark") else {})
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ HEADS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "eagle3", {"feature_layers": [3, 9]}, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"
     ),
     "eagle3 shared": ("eagle3", {"lm_head": "shared"}, "eagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+    "dflash causal": ("block", {}, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
     "dflash": ("block", {"causal": False}, "dflash", "DFlashQwen3ForCausalLM", "DFlashDraftModel"),
     "dspark": ("block", DSPARK, "dspark", "Qwen3DSparkForCausalLM", "Qwen3DSparkModel"),
 }  # fmt: skip
@@ -75,18 +76,24 @@ def drafted(folder: Path) -> list[int] | None:
     return None if known is None else known.nonzero()[:, 0].tolist()
 
 
+def sight(name: str) -> dict[str, list[bool]]:
+    """Return what an engine says of a block's layers: whether a slot sees the slots before it alone."""
+    kind, options, *_ = HEADS[name]
+    return {"causal": [options.get("causal", True)] * 2} if kind == "block" else {}
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_vllm_fills_every_tensor_but_the_targets(name: str, vllm: dict[str, Any]) -> None:
     kind, *_, expected, _ = HEADS[name]
     own = {"block": {EMBEDDING, "lm_head.weight", "model.mask_embedding"}}.get(kind, {EMBEDDING})
-    assert vllm[name] == {"class": expected, "unfilled": sorted(own)}
+    assert vllm[name] == {"class": expected, "unfilled": sorted(own)} | sight(name)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_sglang_fills_every_tensor_but_the_targets(name: str, sglang: dict[str, Any], folders: dict[str, Path]) -> None:
     kind, *_, expected = HEADS[name]
     own = {"eagle3": [EMBEDDING], "block": []}.get(kind, ["lm_head.weight", EMBEDDING])
-    assert sglang[name] == {"class": expected, "unfilled": own, "drafted": drafted(folders[name])}
+    assert sglang[name] == {"class": expected, "unfilled": own, "drafted": drafted(folders[name])} | sight(name)
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if name.startswith("eagle3")])

@@ -54,11 +54,11 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=TRAINED)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """Train a head for two minutes, and write it as it would be published for vLLM."""
+    """Train a head for a minute or two, and write it as it would be published for vLLM."""
     kind, folder = request.param, tmp_path_factory.mktemp("served")
     said, _ = TRAINED[kind]
     run = folder / "run"
-    train = [f"head={kind}", "trainer.steps=300", "trainer.eval_every=300", "eval=null", f"out={run}", *said]
+    train = [f"head={kind}", "trainer.steps=200", "trainer.eval_every=200", "eval.prompts=0", f"out={run}", *said]
     publish = [f"run={run}", f"repo=me/tiny-{kind}", "format=vllm", "dtype=float32", "dry_run=true"]
     out = folder / f"tiny-{kind}"
     for command in (["train/run.py", *train], ["train/publish.py", *publish, f"out={out}"]):

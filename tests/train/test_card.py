@@ -157,7 +157,7 @@ def test_every_kind_of_head_has_a_title_and_every_format_its_engines() -> None:
 
 
 EAGLE3 = {"norm_before_residual": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 20]}}
-DFLASH = {"architectures": ["DFlashDraftModel"], "block_size": 8}
+DFLASH = {"architectures": ["DFlashDraftModel"], "block_size": 8, "dflash_config": {"sample_from_anchor": False}}
 
 
 def speculative(text: str) -> dict[str, Any]:

@@ -88,7 +88,8 @@ def _medusa(facts: Facts) -> Iterator[Part]:
 
 def _dflash(facts: Facts) -> Iterator[Part]:
     method = "dspark" if "DSpark" in facts.served["architectures"][0] else "dflash"
-    yield VLLM, _vllm(facts, method, facts.served["block_size"] - 1)
+    idle = 0 if facts.served["dflash_config"]["sample_from_anchor"] else 1  # the anchor's slot
+    yield VLLM, _vllm(facts, method, facts.served["block_size"] - idle)
     if "draft_vocab_size" in facts.served:
         yield "Not served by", f"{SGLANG}, which reads no pruned vocabulary of these heads."
     else:
