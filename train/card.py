@@ -73,7 +73,12 @@ def _use(facts: Facts, base: str, hub: bool, adapter: str | None) -> str:
         "```python\nfrom heads.hub import load_found, resolve_head\n"
         "from inference.target import Target\n\n"
         f'target = Target.load("{base}"{carried})\n'
-        f'head = load_found(resolve_head("{repo}"), target.ends, target.spec)\n```'
+        f'head = load_found(resolve_head("{repo}"), target.ends, target.spec)\n```\n\n'
+        "or in plain transformers, whose output it does not change, with the code in `custom_generate`:\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{base}")\nmodel = AutoModelForCausalLM.from_pretrained("{base}")\n'
+        'prompt = tokenizer("...", return_tensors="pt")\n'
+        f'tokens = model.generate(**prompt, custom_generate="{repo}", trust_remote_code=True)\n```'
     )
 
 

@@ -27,6 +27,7 @@ from heads import HEADS
 from heads.errors import user_errors
 from heads.export import assert_known
 from heads.hub import REPO, hub_errors, on_hub
+from heads.plain import FOLDER, files
 from heads.resolvers import ROOT
 from heads.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors
 from heads.typed import typed
@@ -36,7 +37,7 @@ from train.exporting import exported
 
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
-FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED)
+FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, *files())
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 
 
@@ -91,7 +92,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
     head = last_good(run / "head")
     content = read_config(head)
     read_tensors(head)
-    others = sorted(path.name for path in out.glob("*") if path.name not in FILES)
+    others = sorted(path.name for path in out.glob("*") if path.name not in {*FILES, FOLDER})
     if others:
         raise ValueError(f"{out}: holds {others[0]}, which is no part of a published head; give another out=FOLDER")
     if out.resolve() == head.resolve():
@@ -109,6 +110,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": facts.tokenizer_sha256}
     texts = {"README.md": card(facts)}
     texts[TOKENIZER] = json.dumps(reference, indent=2) + "\n"
+    texts |= files()
     texts |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
     with exported(head, config.format, config.target, config.dtype, config.draft_tokens) as source:
         texts[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
@@ -116,7 +118,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
         for name, text in texts.items():
             if TOKEN.search(text):
                 raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
-        out.mkdir(parents=True, exist_ok=True)
+        (out / FOLDER).mkdir(parents=True, exist_ok=True)
         for name in FILES:
             (out / name).unlink(missing_ok=True)
         for name, text in texts.items():
@@ -150,9 +152,10 @@ def verify(folder: Path, repo: str, revision: str, api: HfApi) -> None:
         with hub_errors(repo, "downloading for verification"):
             api.snapshot_download(repo, revision=revision, local_dir=temporary)
         back = Path(temporary)
-        for path in sorted(folder.iterdir()):
-            if not (back / path.name).is_file() or sha256(back / path.name) != sha256(path):
-                raise ValueError(f"{repo}: {path.name} came back different from what was uploaded; publish again")
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = path.relative_to(folder)
+            if not (back / name).is_file() or sha256(back / name) != sha256(path):
+                raise ValueError(f"{repo}: {name} came back different from what was uploaded; publish again")
         ours, theirs = read_tensors(folder), read_tensors(back)
         equal = ours.keys() == theirs.keys() and all(
             ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours

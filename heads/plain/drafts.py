@@ -7,7 +7,7 @@ returns the logits of the next one. Logits (V,) are minus infinity for tokens th
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from .target import Ends, Seen
 MLP_EPS = 1e-6
 
 
+@runtime_checkable
 class Drafts(Protocol):
     """What every kind has: which of the model's layers it reads, how many tokens it drafts at most, three methods."""
 

@@ -77,7 +77,9 @@ def generate(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
-        _check_mode(generation_config, model_kwargs)
+        _check_mode(generation_config, model_kwargs, len(input_ids))
+        if kwargs.get("prefix_allowed_tokens_fn") is not None and len(input_ids) > 1:
+            raise ValueError("prefix_allowed_tokens_fn asks by rows of a batch: generate them one by one")
         settings = Settings(
             logits_processor,
             stopping_criteria,
@@ -112,7 +114,7 @@ def _check(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{name} {ELSE}")
 
 
-def _check_mode(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _check_mode(config: GenerationConfig, model_kwargs: dict[str, Any], rows: int) -> None:
     """Refuse ways to generate that are not speculative decoding of one sequence."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -123,6 +125,8 @@ def _check_mode(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     more = sorted(name for name, value in model_kwargs.items() if value is not None and name not in TAKEN)
     if more:
         raise ValueError(f"{more[0]} {ELSE}")
+    if rows > 1 and (config.output_scores or config.output_logits):
+        raise ValueError("output_scores and output_logits are given of one sequence: generate them one by one")
 
 
 def _rows(
@@ -144,6 +148,8 @@ def _answer(rows: list[Written], config: GenerationConfig) -> Any:
     """Return the sequences, those that ended early padded, as a tensor or with what else was asked for."""
     longest = max(row.ids.shape[1] for row in rows)
     pad: Any = config._pad_token_tensor
+    if pad is None and any(row.ids.shape[1] < longest for row in rows):
+        raise ValueError("the sequences ended at different lengths: give generate a pad_token_id")
     padded = [
         row.ids
         if row.ids.shape[1] == longest
@@ -153,8 +159,6 @@ def _answer(rows: list[Written], config: GenerationConfig) -> Any:
     sequences = torch.cat(padded)
     if not config.return_dict_in_generate:
         return sequences
-    if len(rows) > 1 and (config.output_scores or config.output_logits):
-        raise ValueError("output_scores and output_logits are given of one sequence: generate them one by one")
     passes, tokens = sum(row.passes for row in rows), sum(row.verified for row in rows)
     output: Any = SpeculativeOutput  # whose fields are annotated for types that torch does not make
     return output(

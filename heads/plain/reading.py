@@ -139,4 +139,5 @@ def _tried(where: str, kind: str, config: dict[str, Any], weights: Weights, ends
         raise ValueError(f"{where}: the head does not fit the model that it is to draft for ({reason})") from None
     if logits.shape != (ends.vocab_size,):
         raise ValueError(f"{where}: the head drafts of {len(logits)} tokens and the model has {ends.vocab_size}")
+    drafts.restart()
     return drafts

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import HfApi
 from torch import nn
 
-from heads import HEADS
+from heads import HEADS, plain
 from heads.hub import resolve_head
 from heads.store import TargetSpec, load_head, save_head
 from tests.eval.stubs import ROW
@@ -115,7 +115,7 @@ def test_the_command_publishes_what_downloads_bit_for_bit(run: Path, hub: Hub, s
     assert repo.private
     assert repo.large == {"model.safetensors"}
     files = repo.commits[repo.head]
-    assert {*EVERYTHING, ".gitattributes"} == set(files)
+    assert {*EVERYTHING, *plain.files(), ".gitattributes"} == set(files)
     assert files["model.safetensors"] == (run / "head" / "model.safetensors").read_bytes()
     assert not any(TOKEN.encode() in data for data in files.values())
     back = resolve_head(REPO)
@@ -143,7 +143,7 @@ def test_no_token_is_one_line_before_anything(run: Path, hub: Hub, monkeypatch: 
 def test_dry_run_writes_the_folder_and_contacts_nobody(run: Path, hub: Hub, spec: TargetSpec) -> None:
     out = publish(config(run, dry_run=True), HfApi())
     assert out == run / "publish"
-    assert {path.name for path in out.iterdir()} == EVERYTHING
+    assert {path.name for path in out.iterdir()} == {*EVERYTHING, plain.FOLDER}
     assert same(medusa(0), load_head(resolve_head(str(out)), TinyEnds(), spec))
     assert hub.requests == []
 
@@ -151,7 +151,7 @@ def test_dry_run_writes_the_folder_and_contacts_nobody(run: Path, hub: Hub, spec
 def test_the_folder_names_no_path_of_this_machine(run: Path, hub: Hub) -> None:
     out = publish(config(run, dry_run=True), HfApi())
     assert (out / "config.yaml").read_text() == "name: tiny-medusa\nout: outputs/tiny-medusa\n"
-    assert not any(f"{ROOT}/".encode() in path.read_bytes() for path in out.iterdir())
+    assert not any(f"{ROOT}/".encode() in path.read_bytes() for path in out.rglob("*.*"))
     assert json.loads((out / "tokenizer_reference.json").read_text()) == {
         "base_model": "target",
         "tokenizer_sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
@@ -214,7 +214,7 @@ def test_a_lost_connection_is_one_line(run: Path, hub: Hub) -> None:
     assert set(hub.repos[REPO].commits[hub.repos[REPO].head]) == {".gitattributes"}
     hub.drop = None
     publish(config(run), HfApi())
-    assert set(hub.repos[REPO].commits[hub.repos[REPO].head]) == {*EVERYTHING, ".gitattributes"}
+    assert set(hub.repos[REPO].commits[hub.repos[REPO].head]) == {*EVERYTHING, *plain.files(), ".gitattributes"}
 
 
 def test_a_hub_that_is_down_is_one_line(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
