@@ -33,6 +33,9 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     counted.
     """
 
+    sequences: Any = None
+    scores: Any = None  # (1, V) a token, of which the class above is annotated to hold one alone
+    logits: Any = None
     passes: int | None = None
     tokens_per_pass: float | None = None
 
@@ -160,8 +163,7 @@ def _answer(rows: list[Written], config: GenerationConfig) -> Any:
     if not config.return_dict_in_generate:
         return sequences
     passes, tokens = sum(row.passes for row in rows), sum(row.verified for row in rows)
-    output: Any = SpeculativeOutput  # whose fields are annotated for types that torch does not make
-    return output(
+    return SpeculativeOutput(
         sequences=sequences,
         scores=tuple(rows[0].scores) if config.output_scores else None,
         logits=tuple(rows[0].logits) if config.output_logits else None,
