@@ -1,4 +1,4 @@
-"""The block head (DFlash, JetSpec, DSpark): one pass drafts all depths, from keys and values of the model's features."""
+"""The block head (DFlash, JetSpec, DSpark): all depths in one pass, from keys and values of the model's features."""
 
 from typing import Any
 

@@ -154,9 +154,7 @@ def test_a_streamer_gets_what_it_gets_without_a_head(text: list[int], monkeypatc
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6])
-def test_no_more_tokens_are_written_than_wanted(
-    count: int, text: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_tokens_are_written_than_wanted(count: int, text: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     drafting(monkeypatch, toys.target(), Known(text, set()))
     found = drafted(toys.target(), prompt(), max_new_tokens=count)
     assert found.sequences.tolist() == [text[: 7 + count]]

@@ -80,7 +80,8 @@ def test_an_exported_head_drafts_the_same(name: str, tmp_path: Path) -> None:
     token = torch.tensor([exporting.TOKENS[:-1]])
     features = of.features(token, torch.zeros_like(token))
     torch.testing.assert_close(features.last[0], hidden[-1])
-    found = [drafts.commit(Seen(features.hidden[0], features.last[0], torch.empty(0)), torch.tensor(exporting.TOKENS[1:]))]
+    seen = Seen(features.hidden[0], features.last[0], torch.empty(0))
+    found = [drafts.commit(seen, torch.tensor(exporting.TOKENS[1:]))]
     found += [drafts.draft(each.argmax()[None]) for each in ours[:-1]]
     exporting.assert_same(found, ours)
 
