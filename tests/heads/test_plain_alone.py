@@ -1,4 +1,4 @@
-"""A published folder runs where this package is not: in another process and folder, every import of ours refused."""
+"""A published head runs where this package is not, from a folder and from the Hub: every import of ours is refused."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from tests import toys
 from tests.heads import exporting
 from tests.heads.shipped import published, shipped
+from tests.train.hub_server import TOKEN, Hub, Repo
 
 SCRIPT = """
 import importlib.abc, json, sys
@@ -59,18 +60,24 @@ def test_it_runs_alone(tmp_path: Path) -> None:
     ]
     near = "./mlp/head/"  # as one writes it
     asked = {
-        saved(toy.model, tmp_path / "toy"): [*map(str, own), near, str(other)],
+        saved(toy.model, tmp_path / "toy"): [*map(str, own), near, "me/toy", str(other)],
         saved(deep.model, tmp_path / "deep"): [str(folder) for folder in forms],
     }
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    env |= {"HF_HOME": str(tmp_path / "hf"), "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    env |= {"HF_HOME": str(tmp_path / "hf"), "HF_MODULES_CACHE": str(tmp_path / "modules"), "NO_PROXY": "127.0.0.1"}
     words = [sys.executable, "-I", "-c", SCRIPT]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    with Hub() as hub:
+        hub.repos["me/toy"] = Repo(private=True)
+        files = {str(path.relative_to(own[1])): path.read_bytes() for path in own[1].rglob("*.*")}
+        commit = hub.repos["me/toy"].commit(files)
+        env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["ours"] == []
     found = said["found"]
     assert "made for another model, deep: its num_layers is not that of" in found.pop(str(other))
-    assert len(found) == len(KINDS) + 1 + len(FORMS)
+    assert len(found) == len(KINDS) + 2 + len(FORMS)
+    assert any(commit in path.parts for path in (tmp_path / "modules").rglob("generate.py"))
     assert all(same and passes > 0 for same, passes in found.values()), found

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import plain
+from heads import HEADS, plain
 from heads.base import DraftHead, Features
-from heads.plain import recurrent
+from heads.plain import drafts, recurrent
 from heads.plain.reading import load
 from heads.plain.target import Seen
 from tests import toys
@@ -109,6 +109,10 @@ def test_an_engines_count_of_drafted_tokens_is_taken(tmp_path: Path) -> None:
     head = exporting.made("eagle3", feature_layers=[1, 3, 4])
     folder = exporting.exported(head, "speculators", tmp_path / "head", draft_tokens=7)
     assert load(str(folder), exporting.target().model, {}).draft_tokens == 7
+
+
+def test_every_kind_of_head_is_known() -> None:
+    assert set(drafts.KINDS) == set(HEADS)
 
 
 def test_the_code_imports_nothing_else() -> None:
