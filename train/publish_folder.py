@@ -13,6 +13,8 @@ from eval.reading import read_report
 from heads.errors import one_line
 from heads.hub import on_hub, target_path
 from heads.outside import parse_json, parse_yaml
+from heads.plain import FOLDER
+from heads.plain import files as plain_files
 from heads.resolvers import ROOT
 from heads.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors, replacing
 from train.card import Facts, card
@@ -22,8 +24,7 @@ from train.publish_hub import files_of, one_of, sha256
 
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
-FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", "custom_generate/*")  # patterns
-PLAIN = "custom_generate/generate.py"
+FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{FOLDER}/*")  # patterns
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 
 
@@ -44,6 +45,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
     with exported(head, config.format, config.target, config.dtype, config.draft_tokens) as source:
         files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
+        files |= plain_files()
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
         files |= card(_facts(run, config, content, files, reference["tokenizer_sha256"]))
         try:
@@ -71,7 +73,6 @@ def _facts(
         tokenizer_sha256=tokenizer,
         form=config.format,
         draft_tokens=config.draft_tokens,
-        plain=PLAIN in files,
         report=read_report(report) if report.is_file() else {},
         provenance=_read(run / "provenance.json", parse_json),
         settings=_read(run / "config.yaml", parse_yaml),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heads import HEADS
+from heads import HEADS, plain
 from heads.resolvers import ROOT
 from heads.store import TargetSpec, save_head
 from tests.eval.stubs import ROW
@@ -19,7 +19,7 @@ REPO = "me/tiny-medusa"
 PLOTS = {"plots/tau.png", "plots/speedup.png", "plots/acceptance.png", "plots/training.png"}
 EVERYTHING = {
     "README.md", "config.json", "config.yaml", "model.safetensors", "report.html", "report.json", "report.md",
-    "tokenizer_reference.json", *PLOTS,
+    "tokenizer_reference.json", *PLOTS, *plain.files(),
 }  # fmt: skip
 VALUES: dict[str, Any] = {
     "repo": REPO, "private": True, "license": "mit", "dry_run": False, "out": None, "reverify": True, "format": None,

@@ -36,7 +36,7 @@ def facts(kind: str, form: str | None, served: dict[str, Any], name: str = "Some
     settings = {"head": head, "target": target, "tree": {"kind": "chain", "depth": 3}}
     return Facts(
         repo="me/head", license="mit", run=Path("run"), config=settings, served=served, tokenizer_sha256=None,
-        form=form, draft_tokens=3, plain=False, report={}, provenance={}, settings={},
+        form=form, draft_tokens=3, report={}, provenance={}, settings={},
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Bare) 
     out = publish(config(made, "vllm"), HfApi())
     assert out == made / "publish"
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "model.safetensors", "README.md", "tokenizer_reference.json",
+        "config.json", "model.safetensors", "README.md", "tokenizer_reference.json", "custom_generate",
     }  # fmt: skip
     said = json.loads((out / "config.json").read_text())
     assert said["eagle_aux_hidden_state_layer_ids"] == [2, 12, 21]

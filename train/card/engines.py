@@ -26,8 +26,7 @@ METHODS = {"hass": "eagle"}  # heads that are served as another
 def section(facts: Facts) -> str:
     """Return how to serve the head: engines, transformers, headstart."""
     parts = list(_engines(facts))
-    if facts.plain:
-        parts.append(("transformers, without further packages", _plain(facts)))
+    parts.append(("transformers, without further packages", _plain(facts)))
     parts.append(("headstart", _headstart(facts)))
     warned = misleading(facts.repo, facts.kind)
     text = "\n\n".join(f"**{name}**\n\n{how}" for name, how in parts)

@@ -20,7 +20,6 @@ class Facts:
         tokenizer_sha256: of the target's tokenizer.json.
         form: the format, None for our own.
         draft_tokens: a pass, in the command lines of engines.
-        plain: whether the repository carries code for transformers' `custom_generate`.
         report: its report.json.
         provenance: its provenance.json.
         settings: its config.yaml.
@@ -34,7 +33,6 @@ class Facts:
     tokenizer_sha256: str | None
     form: str | None
     draft_tokens: int
-    plain: bool
     report: dict[str, Any]
     provenance: dict[str, Any]
     settings: dict[str, Any]

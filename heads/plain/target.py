@@ -1,0 +1,127 @@
+"""The model that is decoded with: its passes over one sequence, and the hidden states that a draft head reads of it.
+
+Layer i is the output of the decoder layer i, from 0, before the final norm; `last` the final layer's after that norm.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of which a cache can forget its last rows
+
+
+class Seen(NamedTuple):
+    """A pass over T tokens: hidden states (T, L, D) of the layers asked for, the last ones (T, D), logits (K, V)."""
+
+    hidden: Tensor
+    last: Tensor
+    logits: Tensor
+
+    def rows(self, count: int) -> "Seen":
+        """Return the first rows."""
+        return Seen(self.hidden[:count], self.last[:count], self.logits[:count])
+
+
+class Ends:
+    """The model's embedding and lm_head, and its sizes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config()
+        self.embedding: Any = model.get_input_embeddings()
+        self.lm_head: Any = model.get_output_embeddings()
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.num_layers: int = config.num_hidden_layers
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.context: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self.device: torch.device = model.device
+
+    def embed(self, token: Tensor) -> Tensor:
+        """Return the input embeddings (T, D) of tokens (T,)."""
+        return self.embedding(token)
+
+    def logits(self, hidden: Tensor, rows: nn.Linear | None = None) -> Tensor:
+        """Return the logits of final-normed states, by some rows of the lm_head alone if given."""
+        head = self.lm_head if rows is None else rows
+        logits = head(hidden.to(head.weight.device, head.weight.dtype)).to(hidden.device)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def rows(self, ids: Tensor) -> nn.Linear:
+        """Return the lm_head's rows of these tokens."""
+        weight: Tensor = self.lm_head.weight
+        bias: Tensor | None = self.lm_head.bias
+        some = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+        some.weight = nn.Parameter(weight[ids.to(weight.device)], requires_grad=False)
+        if bias is not None:
+            some.bias = nn.Parameter(bias[ids.to(bias.device)], requires_grad=False)
+        return some
+
+
+class Target:
+    """The model with a cache of one sequence. It notes what `layers` give while `noting` is open."""
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]) -> None:
+        self.model, self.layers = model, layers
+        # Without the model's configuration no layer forgets what its window has passed; the mask still hides it.
+        self.cache = DynamicCache()
+        self.noted: dict[int, Tensor] = {}
+        self.last: Tensor | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note layers' outputs until the block ends."""
+        stack = decoder_layers(self.model)
+        handles = [stack[i].register_forward_hook(self._note(i)) for i in self.layers]
+        handles.append(self.model.base_model.register_forward_hook(self._note_last))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, i: int) -> Any:
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            self.noted[i] = output[0] if isinstance(output, tuple) else output
+
+        return note
+
+    def _note_last(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self.last = output[0]
+
+    def run(self, token: Tensor, scored: int) -> Seen:
+        """Append tokens (T,) to the cache; return the logits of the last `scored` of them."""
+        model: Any = self.model
+        keep = {"logits_to_keep": scored} if model._supports_logits_to_keep() else {}
+        out = model(input_ids=token[None], past_key_values=self.cache, use_cache=True, return_dict=True, **keep)
+        assert self.last is not None
+        last = self.last[0].to(token.device)
+        layers = [self.noted[i][0].to(token.device) for i in self.layers]
+        hidden = torch.stack(layers, 1) if layers else last.new_zeros(len(last), 0, last.shape[-1])
+        return Seen(hidden, last, out.logits[0, -scored:])
+
+    def forget(self, count: int) -> None:
+        """Take the last rows out of the cache."""
+        if count > 0:
+            self.cache.crop(-count)  # how many go, and not how many stay, in every version of transformers
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the model's decoder layers.
+
+    Raises:
+        ValueError: there is no such stack, or it remembers by other means than attention.
+    """
+    config, name = model.config.get_text_config(), type(model).__name__
+    kinds = set(getattr(config, "layer_types", None) or ATTENTION)
+    if model.config.is_encoder_decoder or not kinds <= ATTENTION:
+        what = "an encoder" if model.config.is_encoder_decoder else f"layers of {sorted(kinds - ATTENTION)[0]}"
+        raise ValueError(f"{name}: has {what}, with which this head does not draft; generate without custom_generate")
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
+            return module
+    raise ValueError(f"{name}: no stack of decoder layers found; generate without custom_generate")

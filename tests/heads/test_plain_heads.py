@@ -1,0 +1,129 @@
+"""The code that a published head carries drafts what the head drafts here: every kind, option and layout."""
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import HEADS, plain
+from heads.base import DraftHead, Features
+from heads.plain import drafts, recurrent
+from heads.plain.reading import load
+from heads.plain.target import Seen
+from tests import toys
+from tests.heads import exporting
+from tests.heads.shipped import CHAIN, published
+from tests.heads.test_export import CASES, Case, masked
+
+KINDS = [*toys.HEAD_CONFIGS, *toys.OPTIONS]
+LENGTH, MORE = 17, 3  # of the text, and rows that come later; toys look back less far than that
+STEPS = 3
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    assert torch.equal(one.isinf(), other.isinf())
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * max(1.0, float(other[other.isfinite()].abs().max())))
+
+
+def drafted(head: Any, features: Features, token: Tensor, state: Any) -> tuple[Any, list[Tensor]]:
+    """Return our own head's logits of a greedy chain behind new rows."""
+    assert isinstance(head, DraftHead)
+    state, level = head.extend(state, features, token)
+    found = [level.logits[0]]
+    for step in range(1, STEPS):
+        token, parent = found[-1].argmax()[None], torch.tensor([0])
+        level = head.expand(state, level, token, parent, torch.ones(1, step, dtype=torch.bool))
+        found.append(level.logits[0])
+    return state, found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_head_drafts_the_same_here_and_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "ROWS", 4)  # a prompt is taken in in pieces
+    target = toys.target("llama")
+    head: Any = toys.head(name, target)
+    loaded = load(str(published(tmp_path / "head", head, target)), target.model, {})
+    assert loaded.draft_tokens == CHAIN["depth"]
+    token = torch.tensor([toys.prompt(7, LENGTH + MORE)])
+    target.feature_layers = head.feature_layers
+    features = target.features(token, torch.zeros_like(token))
+    assert loaded.drafts.feature_layers == head.feature_layers
+    state, before = None, torch.empty(0)
+    for part in (slice(0, LENGTH - 1), slice(LENGTH - 1, LENGTH + MORE - 1)):  # the drafts in between leave no trace
+        rows = Features(*(each[:, part] for each in features))
+        chosen = token[0, part.start + 1 : part.stop + 1]
+        state, ours = drafted(head, rows, chosen, state)
+        found = [loaded.drafts.commit(Seen(rows.hidden[0], rows.last[0], torch.empty(0)), chosen)]
+        found += [loaded.drafts.draft(each.argmax()[None]) for each in ours[:-1]]
+        for one, other in zip(found, ours, strict=True):
+            close(one, other)
+        assert not torch.equal(before, found[0])
+        before = found[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_exported_head_drafts_the_same(name: str, tmp_path: Path) -> None:
+    case: Case = CASES[name]
+    head = masked(exporting.made(case.kind, **case.options))
+    folder = exporting.exported(head, case.form, tmp_path / "head")
+    steps = min(head.max_depth, 4)
+    ours = exporting.chain(head, steps)
+    drafts = load(str(folder), exporting.target().model, {}).drafts
+    assert drafts.depth == head.max_depth
+    hidden = exporting.told().hs
+    of = exporting.target()
+    of.feature_layers = drafts.feature_layers
+    token = torch.tensor([exporting.TOKENS[:-1]])
+    features = of.features(token, torch.zeros_like(token))
+    torch.testing.assert_close(features.last[0], hidden[-1])
+    seen = Seen(features.hidden[0], features.last[0], torch.empty(0))
+    found = [drafts.commit(seen, torch.tensor(exporting.TOKENS[1:]))]
+    found += [drafts.draft(each.argmax()[None]) for each in ours[:-1]]
+    exporting.assert_same(found, ours)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("eagle3", (1, 3, 4)), ("block", (1, 2, 3, 4, 5))])
+def test_layers_that_are_not_said_are_the_default_ones(kind: str, layers: tuple[int, ...], tmp_path: Path) -> None:
+    of = exporting.target()
+    head: Any = exporting.made(kind, feature_layers=None)
+    assert head.feature_layers == layers
+    assert load(str(published(tmp_path / "head", head, of)), of.model, {}).drafts.feature_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("tree", "count"),
+    [({"kind": "static", "depth": 0, "paths": [[0], [0, 1, 0]], "widths": []}, 3),
+     ({"kind": "sampled", "depth": 0, "paths": [], "widths": [3, 2]}, 2), ({"kind": "chain", "depth": 6}, 6)],
+)  # fmt: skip
+def test_as_many_tokens_are_drafted_as_the_tree_is_deep(tree: dict[str, Any], count: int, tmp_path: Path) -> None:
+    of = toys.target("llama")
+    folder = published(tmp_path / "head", toys.head("medusa", of), of, tree)
+    assert load(str(folder), of.model, {}).draft_tokens == count
+
+
+def test_an_engines_count_of_drafted_tokens_is_taken(tmp_path: Path) -> None:
+    head = exporting.made("eagle3", feature_layers=[1, 3, 4])
+    folder = exporting.exported(head, "speculators", tmp_path / "head", draft_tokens=7)
+    assert load(str(folder), exporting.target().model, {}).draft_tokens == 7
+
+
+def test_every_kind_of_head_is_known() -> None:
+    assert set(drafts.KINDS) == set(HEADS)
+
+
+def test_the_code_imports_nothing_else() -> None:
+    here = Path(plain.__file__).parent
+    assert {*plain.NAMES, "__init__.py"} == {path.name for path in here.glob("*.py")}
+    known = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
+    for name, text in plain.files().items():
+        if name.endswith(".py"):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Import):
+                    assert {each.name.split(".")[0] for each in node.names} <= known, name
+                elif isinstance(node, ast.ImportFrom):
+                    near = node.level == 1 and f"{node.module}.py" in plain.NAMES
+                    assert near or (node.level == 0 and str(node.module).split(".")[0] in known), name
