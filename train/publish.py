@@ -31,6 +31,7 @@ from heads.resolvers import ROOT
 from heads.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors
 from heads.typed import typed
 from inference.target import DTYPES
+from train import doctor
 from train.card import Facts, card
 from train.exporting import exported
 
@@ -107,6 +108,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
         provenance=_read_json(run / "provenance.json"),
     )
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": facts.tokenizer_sha256}
+    reference |= {key: facts.provenance[key] for key in (doctor.TEMPLATE,) if key in facts.provenance}
     texts = {"README.md": card(facts)}
     texts[TOKENIZER] = json.dumps(reference, indent=2) + "\n"
     texts |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
@@ -217,7 +219,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 @user_errors()
 def main(cfg: DictConfig) -> None:
     """Run the command."""
-    config = typed(PublishConfig, cfg)
+    if cfg.doctor is not None:
+        text, status = doctor.report(typed(doctor.DoctorConfig, doctor.part(cfg)))
+        print(text)
+        raise SystemExit(status)
+    config = typed(PublishConfig, doctor.other_part(cfg))
     out = publish(config, HfApi(library_name="headstart"))
     print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     head = read_config(last_good(Path(config.run).expanduser() / "head"))["head"]
