@@ -58,7 +58,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
         found += [each._replace(check=name) for each in _checked(check, head, target)]
     loaded, why = _loaded(head, target)
     if target.ends is not None:
-        found.append(tensors.loads(head, why)._replace(check="loads"))
+        found.append(tensors.loads(why)._replace(check="loads"))
     if target.whole is None or loaded is None:
         found += [unknown(target.why or "the head does not load")._replace(check=name) for name in checkup.CHECKS]
     else:

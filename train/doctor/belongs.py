@@ -79,6 +79,6 @@ def template(head: Examined, against: Against) -> Findings:
     was, is_ = (f"the hash {each[:12]}…" if isinstance(each, str) else "none" for each in (said, now))
     yield wrong(
         f"the template of the training had {was}, the target's now has {is_}",
-        "chats are asked in other words than those it was trained on: acceptance falls in every engine, without an error",
+        "chats are asked in other words than those it was trained on: acceptance falls in every engine, no error",
         "serve the target with the template of the training (--chat-template), or train again with this one",
     )

@@ -76,7 +76,8 @@ def acceptance(head: Examined, said: Row | None, measured: Measured) -> Findings
         yield unknown("no answer is longer than a token; give checkup.workload=FILE with other prompts")
         return
     spread = interval or (found.tau, found.tau)
-    here = f"τ {_shown(found.tau, spread)} on {len(measured.made)} prompts of {measured.workload}, tree {measured.tree.label}"
+    count, label = len(measured.made), measured.tree.label
+    here = f"τ {_shown(found.tau, spread)} on {count} prompts of {measured.workload}, tree {label}"
     if spread[1] < NOTHING:
         yield wrong(
             f"next to nothing is accepted: {here}",

@@ -12,7 +12,7 @@ from inference.limits import check_tree
 from inference.policy import TreeConfig
 from inference.sample import GREEDY
 from inference.target import Target
-from train.doctor import card, measured
+from train.doctor import card, layers, measured
 from train.doctor.against import Against
 from train.doctor.config import CheckupConfig
 from train.doctor.examined import Examined
@@ -38,6 +38,9 @@ def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig
     target = against.whole
     assert target is not None
     drafting = loaded.to(device=target.device, dtype=target.dtype).eval()
+    told = layers.as_read(head)
+    if told is not None and len(told) == len(drafting.feature_layers) and 0 <= min(told) <= max(told) < against.layers:
+        drafting.feature_layers = tuple(told)  # our own reader forgives ids that are counted in the other way
     try:
         decoded, said = _decoded(head, target, drafting, config)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The head that is examined, as it lies on disk: nothing is checked here, and what cannot be read is noted, not raised."""
+"""The head that is examined, as it lies on disk: what cannot be read is noted, not raised, and nothing is checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +19,22 @@ from heads.store import CONFIG, WEIGHTS, last_good
 from heads.weights import read_weights
 
 OWN = "headstart"  # the form of our own heads; that of others is a key of heads.published.FORMATS
-SIDES = ("report.json", "tokenizer_reference.json", "provenance.json", "config.yaml")
 PROMPTS = "prompts.jsonl"
 BY_ARCHITECTURE = {"Eagle3": "eagle3", "EAGLE3": "eagle3", "Eagle": "eagle", "Medusa": "medusa", "DFlash": "dflash",
                    "DSpark": "dflash"}  # fmt: skip
+
+
+def _json(path: Path) -> Any:
+    return parse_json(path.read_bytes())
+
+
+def _yaml(path: Path) -> Any:
+    return parse_yaml(path.read_bytes())
+
+
+SIDES = {
+    "report.json": read_report, "tokenizer_reference.json": _json, "provenance.json": _json, "config.yaml": _yaml,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,17 +143,9 @@ def read(run_or_repo: str) -> Examined:
 
     config = taken(CONFIG, _json, last_good(folder) / CONFIG)
     own = "format" in config
-    tensors = (
-        taken(WEIGHTS, read_weights, last_good(folder) / WEIGHTS) if own else taken(WEIGHTS, stored_tensors, folder)
-    )
-    report, reference, origin = (
-        beside(name, each) for name, each in zip(SIDES, (read_report, _json, _json), strict=False)
-    )
-    run = beside("config.yaml", lambda path: parse_yaml(path.read_bytes()))
+    weights, place = (read_weights, last_good(folder) / WEIGHTS) if own else (stored_tensors, folder)
+    tensors = taken(WEIGHTS, weights, place)
+    report, reference, origin, run = (beside(name, parse) for name, parse in SIDES.items())
     in_run = [place for place in (folder, folder.parent) if local and (place / "head").is_dir()]
     prompts = next((str(place / PROMPTS) for place in in_run if (place / PROMPTS).is_file()), None)
     return Examined(run_or_repo, folder, config, tensors, report, reference, origin, run, prompts, trouble)
-
-
-def _json(path: Path) -> Any:
-    return parse_json(path.read_bytes())

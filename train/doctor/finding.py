@@ -1,4 +1,4 @@
-"""What a check says: that something is right, wrong, or cannot be known here; and for what is wrong its cost and remedy."""
+"""What a check says: that something is right, wrong or not to be known here; of what is wrong its cost and remedy."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -54,7 +54,7 @@ def meant_for(found: Finding, engine: str | None) -> Finding:
 
 
 def written(findings: Sequence[Finding]) -> str:
-    """Return the findings as lines for the terminal, and their count."""
+    """Return the findings as lines for the terminal, and their counts."""
     wide, name = max(map(len, VERDICTS)), max((len(found.check) for found in findings), default=0)
     lines = []
     for found in findings:

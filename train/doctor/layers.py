@@ -32,6 +32,14 @@ def declared(head: Examined, against: Against) -> Findings:
     yield from found or [ok(_said(head))]
 
 
+def as_read(head: Examined) -> list[int] | None:
+    """Return whose outputs the engines read, vLLM first, None where no ids say it."""
+    top, nested = head.config.get(LAYERS), head.part("eagle_config").get(LAYERS)
+    if head.form != "eagle3" or (top is None and nested is None):
+        return None
+    return [i - 1 for i in top] if top is not None else list(nested or [])
+
+
 def _said(head: Examined) -> str:
     if head.form == "eagle3":
         top, nested = head.config.get(LAYERS), head.part("eagle_config").get(LAYERS)
@@ -61,18 +69,18 @@ def _eagle3(head: Examined, against: Against) -> Findings:
             yield wrong(
                 f"{LAYERS} is missing, and fc.weight joins {joined} layers of a target of {layers}",
                 f"every engine takes {default} for it, and {SILENT}, or stops at the shape of fc",
-                f"set {LAYERS} to the layers it was trained on, counted from the embedding, and {WITHIN} one lower each",
+                f"set {LAYERS} to what it was trained on, counted from the embedding, and {WITHIN} one lower each",
             )
         return
     yield from _places(top, nested, default)
-    ids = top if top is not None else nested
+    ids: list[int] = top if top is not None else nested or []
     yield from _counted(head, ids, nested, joined)
     shifted = COUNTED_BY_FIRST & set(against.config.get("architectures") or [])
     if shifted and nested is not None and nested[0] != 1:
         yield wrong(
             f"{WITHIN} begins with {nested[0]}",
             f"SGLang counts those of {min(shifted)} one lower unless the first is 1: {SILENT}",
-            f"train on layers of which the first is 1, or serve it in vLLM: python train/publish.py format=vllm",
+            "train on layers of which the first is 1, or serve it in vLLM: python train/publish.py format=vllm",
             "sglang",
         )
 
@@ -98,7 +106,7 @@ def _places(top: Any, nested: Any, default: list[int]) -> Findings:
     elif nested != [i - 1 for i in top]:
         yield wrong(
             f"{LAYERS} is {top}, {WITHIN} is {nested}: not the same layers",
-            f"vLLM reads the states {top} and SGLang {[i + 1 for i in nested]}, off by one or more in one of them: {SILENT}",
+            f"vLLM reads the states {top} and SGLang {[i + 1 for i in nested]}; in one of them {SILENT}",
             f"set {WITHIN} to {[i - 1 for i in top]} if {LAYERS} is right, else {LAYERS} to {[i + 1 for i in nested]}",
         )
 

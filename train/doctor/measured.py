@@ -1,16 +1,17 @@
 """Checks by measurement: whether the head drafts best as its files declare it, and whether its card's τ is true."""
 
-from typing import Any
+from collections.abc import Mapping
 
-from heads.rope import Rope
 from heads.export.files import LAYERS
+from heads.published.decoder import THETA
+from heads.rope import Rope
 from heads.store import CONFIG
 from train.doctor import positions
 from train.doctor.against import Against
 from train.doctor.examined import OWN, Examined
 from train.doctor.finding import Findings, ok, unknown, wrong
 from train.doctor.layers import BLOCK, WITHIN
-from train.doctor.trials import Trials
+from train.doctor.trials import Compared, Trials
 
 SILENT = "every engine reads as declared: acceptance stays at the lower of both, without an error"
 
@@ -33,7 +34,8 @@ def layers(head: Examined, trials: Trials) -> Findings:
     elif not tried and normed is None:
         yield unknown("no layers beside its own to compare with")
     else:
-        yield ok(_best(trials))
+        others = {f"layers {by:+d}": found for by, found in tried} | ({} if normed is None else {"no norm": normed})
+        yield ok(_best(trials, others))
 
 
 def _layer_keys(head: Examined, outputs: list[int]) -> str:
@@ -42,9 +44,10 @@ def _layer_keys(head: Examined, outputs: list[int]) -> str:
     return f"set {BLOCK if head.form == 'dflash' else 'head.feature_layers'} to {outputs} in {CONFIG}"
 
 
-def _best(trials: Trials) -> str:
+def _best(trials: Trials, others: Mapping[str, Compared]) -> str:
     share = float(trials.declared.float().mean())
-    return f"best as declared: {share:.0%} of {len(trials.declared)} drafts right"
+    beside = "; ".join(f"{name}: {found.other / max(found.drafts, 1):.0%}" for name, found in others.items())
+    return f"as declared {share:.0%} of {len(trials.declared)} drafts right" + (f"; {beside}" if beside else "")
 
 
 def tokens(_head: Examined, trials: Trials) -> Findings:
@@ -57,7 +60,7 @@ def tokens(_head: Examined, trials: Trials) -> Findings:
             "shift the tokens by one in its trainer (row t holds feature t and token t+1) and train again",
         )
     else:
-        yield ok(_best(trials))
+        yield ok(_best(trials, {"token before": found}))
 
 
 def moved(_head: Examined, trials: Trials) -> Findings:
@@ -72,7 +75,7 @@ def moved(_head: Examined, trials: Trials) -> Findings:
             "correct the positions of drafted rows in its trainer (row t at depth d at t + d - 1) and train again",
         )
     else:
-        yield ok(_best(trials) if tried else "it has no positions")
+        yield ok(_best(trials, dict(tried)) if tried else "it has no positions")
 
 
 def rope(head: Examined, against: Against, trials: Trials) -> Findings:
@@ -81,12 +84,12 @@ def rope(head: Examined, against: Against, trials: Trials) -> Findings:
     if own is None or head.form == OWN:
         yield ok("none" if own is None else "as it was trained")
         return
-    others = {"rope_theta": Rope(positions.THETA, None), **positions.ropes(head.layer), "the target": against.rope}
-    tried: list[tuple[Rope, Any]] = []
+    others = {"rope_theta": Rope(THETA, None), **positions.ropes(head.layer), "the target": against.rope}
+    tried: list[tuple[Rope, Compared]] = []
     for other in others.values():
         if other is not None and positions.known(other) and other != own and other not in [each for each, _ in tried]:
             tried.append((other, trials.turned(other)))
-    better = [(other, found) for other, found in tried if found is not None and found.better]
+    better = [(other, found) for other, found in tried if found.better]
     if better:
         other, found = max(better, key=lambda each: each[1].other)
         yield wrong(
@@ -94,7 +97,7 @@ def rope(head: Examined, against: Against, trials: Trials) -> Findings:
             f"it was trained by other angles than {CONFIG} says; {SILENT}",
             f"set {positions.remedy(other)} in {CONFIG}",
         )
-    elif not tried or all(found is not None and found.worse for _, found in tried):
-        yield ok(_best(trials))
+    elif all(found.worse for _, found in tried):
+        yield ok(_best(trials, {positions.shown(other): found for other, found in tried}))
     else:
         yield unknown(f"{positions.shown(own)} and the target's differ too little here to tell which it was trained by")

@@ -75,7 +75,7 @@ def _eagle(said: set[str]) -> Findings:
     if not vllm or not sglang:
         yield wrong(
             f"architectures is {sorted(said)}",
-            "vLLM prepends Eagle to a name of a target's and SGLang wants one that ends with Eagle: the other one stops",
+            "vLLM prepends Eagle to a target's name and SGLang wants one that ends with Eagle: the other one stops",
             f'set "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"] in {CONFIG}',
             *(["vllm"] if not vllm else []), *(["sglang"] if not sglang else []),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checks of rotary positions and of how long a text may be, as config.json says them; what it was trained with decides."""
+"""Checks of rotary positions and of the length of texts, as config.json says them: what the training had decides."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def theta(head: Examined, against: Against) -> Findings:
     elif recorded is not None and shown(recorded) != shown(own or Rope(THETA, None)):
         yield wrong(
             f"{CONFIG} says {shown(own or Rope(THETA, None))}, the training's config.yaml {shown(recorded)}",
-            "attention is turned by other angles than in training: acceptance falls with the distance, without an error",
+            "attention is turned by other angles than in training: acceptance falls with the distance, no error",
             f"set {remedy(recorded)} in {CONFIG}",
         )
     elif own is None:
@@ -118,7 +118,7 @@ def twice(head: Examined, _against: Against) -> Findings:
         yield wrong(
             f"{key} is {head.config[key]}, and within transformer_layer_config {inner[key]}",
             "vLLM, SGLang and TensorRT-LLM read the one and speculators the other",
-            f"set both to the one that it was trained with",
+            "set both to the one that it was trained with",
         )
     if not odd:
         yield ok("nothing is said twice and differently")

@@ -19,6 +19,7 @@ LOST = "train again from an earlier checkpoint, or export again from a good one"
 # Tensors that engines make themselves, or that a check of their own speaks of.
 ELSEWHERE = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "fc.bias", "input_norm.weight", "mask_hidden")
 SKIPPED = ("rotary_emb.inv_freq", ".q_norm.weight", ".k_norm.weight")  # by every loader, or of a Qwen3 draft
+FEW = 3  # names that are shown
 CHAINED = ("eagle", "eagle3", "dflash")  # the forms that engines read by names without a prefix
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 DTYPES = {"float32", "bfloat16", "float16"}
@@ -52,9 +53,7 @@ def names(head: Examined, against: Against) -> Findings:
     except (ValueError, OSError) as error:
         yield wrong(one_line(error), "no loader can make the head", f"correct {CONFIG}, or {EXPORT}")
         return
-    if shapes is None:
-        if not prefixed:
-            yield unknown("the form is checked by loading it alone")
+    if shapes is None:  # the check of loading says it
         return
     found = list(_differences(head, shapes))
     yield from found or ([] if prefixed and head.form in CHAINED else [ok(f"{len(head.tensors)} as {CONFIG} has them")])
@@ -105,27 +104,35 @@ def completed(head: Examined) -> dict[str, Any]:
 def _differences(head: Examined, shapes: dict[str, tuple[int, ...]]) -> Findings:
     own = head.form == OWN
     tensors = {name: tensor for name, tensor in head.bare.items() if name in shapes or not name.endswith(SKIPPED)}
-    for name in sorted(shapes.keys() - tensors.keys()):
-        if own or name not in ELSEWHERE:
-            yield wrong(
-                f"{name} is missing",
-                "vLLM leaves it as memory happened to be and SGLang makes it random: no draft is accepted, no error",
-                f"{EXPORT}, or add {name} {shapes[name]}",
-            )
-    for name in sorted(tensors.keys() - shapes.keys()):
-        if own or not (name in ELSEWHERE or name.endswith("embed_tokens.weight")):
-            yield wrong(
-                f"{name} is none of the format's",
-                "vLLM stops at it, SGLang passes over it",
-                f"remove {name} from {WEIGHTS}",
-            )
-    for name in sorted(tensors.keys() & shapes.keys()):
-        if tuple(tensors[name].shape) != shapes[name]:
-            yield wrong(
-                f"{name} is {tuple(tensors[name].shape)} where {CONFIG} makes it {shapes[name]}",
-                "engines stop at it",
-                f"correct the number in {CONFIG} that says so, or {EXPORT}",
-            )
+    exempt = () if own else ELSEWHERE
+    missing = [name for name in sorted(shapes.keys() - tensors.keys()) if name not in exempt]
+    extra = [name for name in sorted(tensors.keys() - shapes.keys()) if own or not name.endswith(exempt)]
+    other = [name for name in sorted(tensors.keys() & shapes.keys()) if tuple(tensors[name].shape) != shapes[name]]
+    if missing:
+        yield wrong(
+            f"{_few(missing)} missing",
+            "vLLM leaves it as memory happened to be and SGLang makes it random: no draft is accepted, no error",
+            f"{EXPORT}, or add {', '.join(f'{name} {shapes[name]}' for name in missing[:FEW])}",
+        )
+    if extra:
+        yield wrong(
+            f"{_few(extra)} none of the format's",
+            "vLLM stops at it, SGLang passes over it",
+            f"remove {', '.join(extra)} from {WEIGHTS}",
+        )
+    if other:
+        name = other[0]
+        yield wrong(
+            f"{name} is {tuple(tensors[name].shape)} where {CONFIG} makes it {shapes[name]}"
+            + (f", and {len(other) - 1} more" if other[1:] else ""),
+            "engines stop at it",
+            f"correct the number in {CONFIG} that says so, or {EXPORT}",
+        )
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if names[FEW:] else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
 
 
 def values(head: Examined, _against: Against) -> Findings:
@@ -182,7 +189,7 @@ def dtype(head: Examined, against: Against) -> Findings:
         yield ok(f"{said}, as the tensors are; the target's files are in {served or 'a dtype that they do not say'}")
 
 
-def loads(head: Examined, why: str) -> Finding:
+def loads(why: str) -> Finding:
     """Return what our own loader makes of it."""
     if not why:
         return ok("headstart loads it for this target")

@@ -7,6 +7,7 @@ answers are written once, its features kept, and the head drafts from all rows a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from inference.target import Target
 DEPTHS = 3  # of the drafts that are compared
 FEWEST = 50  # drafts, below which nothing is concluded
 CLEAR = 4.0  # standard deviations of the difference (McNemar, 1947), rows of one text being alike
-SHARE = 1.1  # of what is accepted as declared, at least
+SHARE = 1.02  # of what is accepted as declared, at least
 Hits = Bool[Tensor, "N"]
 Move = Callable[[Int[Tensor, "B T"]], Int[Tensor, "B T"]]
 
@@ -50,20 +51,23 @@ MOVES: dict[str, Move] = {
 }
 
 
+def _moved(move: Move, rotary: Rotary, _width: int) -> Moved:
+    return Moved(rotary, move)
+
+
 class Compared(NamedTuple):
     """How many drafts are right as declared, how many in another way, of how many; and whether that is clearly more."""
 
     declared: int
     other: int
-    count: int
+    drafts: int
     better: bool
     worse: bool
 
     def shares(self) -> str:
         """Return both shares for reading."""
-        return (
-            f"{self.other / self.count:.0%} of {self.count} drafts right, as declared {self.declared / self.count:.0%}"
-        )
+        right, declared = self.other / self.drafts, self.declared / self.drafts
+        return f"{right:.0%} of {self.drafts} drafts right, as declared {declared:.0%}"
 
 
 class Trials:
@@ -113,7 +117,7 @@ class Trials:
         for by in (-1, 1) if own else ():
             shifted = [i + by for i in own]
             if all(i in self.kept for i in shifted):
-                yield by, self.compared(self.hits(lambda features, at=shifted: self.of_layers(features, at)))
+                yield by, self.compared(self.hits(partial(self.of_layers, layers=shifted)))
 
     def before_norm(self) -> Compared | None:
         """Return what the last state gives before the final norm, None for heads that read other layers."""
@@ -135,13 +139,12 @@ class Trials:
     def positions(self) -> Iterator[tuple[str, Compared]]:
         """Yield where drafted rows are put, and what that gives; nothing for heads without attention."""
         for name, move in MOVES.items() if self._attentions() else ():
-            with self._turned(lambda rotary, _, move=move: Moved(rotary, move)):
-                yield name, self.compared(self._as_declared())
+            with self._turned(partial(_moved, move)):
+                found = self.compared(self._as_declared())
+            yield name, found
 
-    def turned(self, rope: Rope) -> Compared | None:
-        """Return what other rotary positions give, None for heads without attention."""
-        if not self._attentions():
-            return None
+    def turned(self, rope: Rope) -> Compared:
+        """Return what other rotary positions give."""
         with self._turned(lambda _, width: Rotary(width, rope)):
             return self.compared(self._as_declared())
 

@@ -42,7 +42,8 @@ def vocabulary(head: Examined, against: Against) -> Findings:
             f'set "draft_vocab_size": {full if offset is None else len(offset)} in {CONFIG}',
             "sglang", "trtllm",
         )  # fmt: skip
-    size = said if isinstance(said, int) else full
+    silent = full if offset is None else len(offset)
+    size = said if isinstance(said, int) else silent if "draft_vocab_size" not in head.layer else full
     if offset is None:
         if size < full:
             yield wrong(
