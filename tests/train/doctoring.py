@@ -160,14 +160,19 @@ def published(kind: str, form: str | None, head: Any, target: Target, folder: Pa
 
 def change(folder: Path, **edits: Callable[[dict[str, Any]], object]) -> None:
     """Plant a fault: edit `config`, `tensors`, `report` or `reference` of a head's folder."""
-    files = {"config": "config.json", "report": "report.json", "reference": "tokenizer_reference.json"}
+    files = {
+        "config": "config.json",
+        "report": "report.json",
+        "reference": "tokenizer_reference.json",
+        "run": "config.yaml",
+    }
     for name, edit in edits.items():
         if name == "tensors":
             held: dict[str, Any] = load_file(folder / "model.safetensors")
             edit(held)
             save_file({key: tensor.contiguous() for key, tensor in held.items()}, folder / "model.safetensors")
         else:
-            said = json.loads((folder / files[name]).read_text())
+            said = json.loads((folder / files[name]).read_text()) if (folder / files[name]).is_file() else {}
             edit(said)
             (folder / files[name]).write_text(json.dumps(said))
 

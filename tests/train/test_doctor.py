@@ -65,6 +65,15 @@ FAULTS = {
     "a wrong count of layers": Fault(
         {"config": set_to(num_aux_hidden_states=4)}, "layers", "is 4 and there are 3", "num_aux_hidden_states to 3"
     ),
+    "other layers than were trained": Fault(
+        {"run": set_to(head={"name": "eagle3", "feature_layers": [0, 2, 5], "rope_theta": 1e4})}, "layers",
+        "read the outputs of layers [1, 3, 4], and it was trained on [0, 2, 5]",
+        f"set {IDS} to [1, 3, 6] and eagle_config.{IDS} to [0, 2, 5]",
+    ),
+    "another theta than was trained": Fault(
+        {"run": set_to(head={"name": "eagle3", "rope_theta": 5e5, "rope_scaling": None})}, "rope",
+        "the training's config.yaml theta 500000", 'set "rope_theta": 500000',
+    ),
     "theta said twice": Fault(
         {"config": set_to(rope_parameters={"rope_type": "default", "rope_theta": 5e5})}, "rope",
         "rope_parameters says theta 500000", "theta 10000",

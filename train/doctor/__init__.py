@@ -10,6 +10,7 @@ from typing import Any
 
 from heads.errors import one_line
 from heads.hub import load_found
+from heads.store import CONFIG, WEIGHTS
 from train.doctor import against, belongs, checkup, examined, layers, options, positions, tensors, vocabulary
 from train.doctor.against import Against
 from train.doctor.belongs import TEMPLATE
@@ -19,6 +20,12 @@ from train.doctor.finding import WRONG, Finding, Findings, meant_for, unknown, w
 
 __all__ = ["CHECKS", "TEMPLATE", "DoctorConfig", "examine", "other_part", "part", "report"]
 
+# Which checks say nothing where a file cannot be read.
+NEEDED = {
+    CONFIG: {"architectures", "tensors", "dtype", "keys", "said twice", "biases", "vocabulary", "lm_head", "layers",
+             "rope", "length"},
+    WEIGHTS: {"tensors", "values", "dtype", "biases", "vocabulary", "lm_head", "embedding"},
+}  # fmt: skip
 # The checks of what the files say, in the order in which they are told; those by measurement follow.
 CHECKS: dict[str, Callable[[Examined, Against], Findings]] = {
     "files": tensors.readable,
@@ -55,7 +62,9 @@ def examine(config: DoctorConfig) -> list[Finding]:
     target = against.load(config.target, head, config.checkup.dtype, config.checkup.measure)
     found = []
     for name, check in CHECKS.items():
-        found += [each._replace(check=name) for each in _checked(check, head, target)]
+        unread = [file for file, names in NEEDED.items() if name in names and file in head.trouble]
+        said = [unknown(f"{unread[0]} cannot be read")] if unread else _checked(check, head, target)
+        found += [each._replace(check=name) for each in said]
     loaded, why = _loaded(head, target)
     if target.ends is not None:
         found.append(tensors.loads(why)._replace(check="loads"))

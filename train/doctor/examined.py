@@ -25,11 +25,18 @@ BY_ARCHITECTURE = {"Eagle3": "eagle3", "EAGLE3": "eagle3", "Eagle": "eagle", "Me
 
 
 def _json(path: Path) -> Any:
-    return parse_json(path.read_bytes())
+    return _parsed(path, parse_json)
 
 
 def _yaml(path: Path) -> Any:
-    return parse_yaml(path.read_bytes())
+    return _parsed(path, parse_yaml)
+
+
+def _parsed(path: Path, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); download or write it again") from None
 
 
 SIDES = {
@@ -133,7 +140,7 @@ def read(run_or_repo: str) -> Examined:
             trouble[name] = one_line(error)
             return {}
         if not isinstance(content, dict):
-            trouble[name] = f"{path}: holds no mapping"
+            trouble[name] = f"{path}: holds no mapping; download or write it again"
             return {}
         return content
 

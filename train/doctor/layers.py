@@ -8,14 +8,14 @@ from typing import Any
 
 from heads.export.eagle3 import COUNTED_BY_FIRST
 from heads.export.files import LAYERS
-from heads.fusion import FUSED
+from heads.fusion import FUSED, chosen_layers
 from train.doctor.against import Against
 from train.doctor.examined import OWN, Examined
 from train.doctor.finding import Findings, ok, wrong
 
 WITHIN = f"eagle_config.{LAYERS}"
 BLOCK, FLAT = "dflash_config.target_layer_ids", "aux_hidden_state_layer_ids"
-SILENT = "it reads other layers than those it was trained on: acceptance falls to a fraction, without an error"
+SILENT = "it reads other layers than those it was trained on: acceptance falls, often to nothing, without an error"
 
 
 def declared(head: Examined, against: Against) -> Findings:
@@ -29,7 +29,28 @@ def declared(head: Examined, against: Against) -> Findings:
     else:
         yield ok("reads the target's last state alone")
         return
-    yield from found or [ok(_said(head))]
+    yield from found or list(_recorded(head, against)) or [ok(_said(head))]
+
+
+def _recorded(head: Examined, against: Against) -> Findings:
+    """Compare the ids with the layers that the training's own config.yaml names."""
+    if "feature_layers" not in head.trained or head.form == OWN:
+        return
+    said = head.trained["feature_layers"]
+    count = FUSED if head.form == "eagle3" else _joined(head, against)
+    right = sorted(chosen_layers(said, count, against.layers))
+    read = as_read(head) if head.form == "eagle3" else head.part("dflash_config")["target_layer_ids"]
+    if read is not None and read != right:
+        remedy = (
+            f"set {LAYERS} to {[i + 1 for i in right]} and {WITHIN} to {right}"
+            if head.form == "eagle3"
+            else f"set {BLOCK} to {right}"
+        )
+        yield wrong(
+            f"engines read the outputs of layers {read}, and it was trained on {right} (config.yaml)",
+            SILENT,
+            remedy,
+        )
 
 
 def as_read(head: Examined) -> list[int] | None:

@@ -35,7 +35,10 @@ def layers(head: Examined, trials: Trials) -> Findings:
         yield unknown("no layers beside its own to compare with")
     else:
         others = {f"layers {by:+d}": found for by, found in tried} | ({} if normed is None else {"no norm": normed})
-        yield ok(_best(trials, others))
+        if all(found.worse for _, found in tried):
+            yield ok(_best(trials, others))
+        else:
+            yield unknown(f"the layers beside give too much the same to tell: {_best(trials, others)}")
 
 
 def _layer_keys(head: Examined, outputs: list[int]) -> str:

@@ -9,7 +9,7 @@ from heads.export.files import KNOWN, OFFSETS
 from heads.store import CONFIG, WEIGHTS
 from train.doctor.against import Against
 from train.doctor.examined import OWN, Examined
-from train.doctor.finding import Findings, ok, unknown, wrong
+from train.doctor.finding import WRONG, Findings, ok, unknown, wrong
 
 LM_HEAD, IDS = "lm_head.weight", "vocab.ids"
 PRUNED = ("eagle3", "dflash")
@@ -54,7 +54,8 @@ def vocabulary(head: Examined, against: Against) -> Findings:
         else:
             yield ok(f"all {full} tokens")
         return
-    yield from _maps(offset.long(), known, size, full)
+    maps = _maps(offset.long(), known, size, full)
+    yield from maps if "draft_vocab_size" in head.layer else (each for each in maps if each.verdict == WRONG)
 
 
 def _maps(offset: Tensor, known: Tensor | None, size: int, full: int) -> Findings:
