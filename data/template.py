@@ -1,5 +1,6 @@
 """The tokenizer's side of a text: its chat template, its encoding, and the tokens that end a turn."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,15 @@ TEMPLATE_DAY = datetime(2024, 7, 26)  # Llama 3's own default; without it a resu
 DATE: dict[str, Any] = {"date_string": TEMPLATE_DAY.strftime("%d %b %Y")}
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the hash of the chat template, None without one, so that a change of it can be noticed later."""
+    found: Any = tokenizer.chat_template
+    if not found:
+        return None
+    text = found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def is_tagged(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> bool:

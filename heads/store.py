@@ -136,7 +136,7 @@ def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
     """
     content = read_config(folder)
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
-    kind, config = _kind(folder, content), _head_config(folder, content)
+    kind, config = _kind(folder, content), head_config(folder, content)
     check_fit(last_good(folder) / WEIGHTS, outline(kind, config, ends, f"{folder}/{CONFIG}: "), CONFIG)
     head: nn.Module = kind(config, ends)
     fill(head, folder)
@@ -166,7 +166,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     content = read_folder(folder, "head", ("head", "target", "tree"))
     if not isinstance(content["tree"], dict):
         raise ValueError(f"{folder}/{CONFIG}: tree is {shown(content['tree'])}, expected a mapping")
-    _head_config(folder, content)
+    head_config(folder, content)
     return content
 
 
@@ -226,7 +226,7 @@ def _kind(folder: Path, content: dict[str, Any]) -> Any:
     return HEADS[name]
 
 
-def _head_config(folder: Path, content: dict[str, Any]) -> Any:
+def head_config(folder: Path, content: dict[str, Any]) -> Any:
     """Return the head's typed configuration."""
     schema = _kind(folder, content).Config
     names = {field.name for field in fields(schema)}

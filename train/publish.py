@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from heads.errors import user_errors
 from heads.store import last_good, read_config
 from heads.typed import typed
-from train import publish_trial
+from train import doctor, publish_trial
 from train.card.engines import misleading
 from train.publish_config import PublishConfig
 from train.publish_folder import FILES, write_folder
@@ -116,7 +116,11 @@ def main(cfg: DictConfig) -> None:
     """Run the command."""
     for name in ("httpx", "httpx2"):  # of huggingface_hub, which log every request with its URL
         logging.getLogger(name).setLevel(logging.WARNING)
-    publish(typed(PublishConfig, cfg), HfApi(library_name="headstart"))
+    if cfg.doctor is not None:
+        text, status = doctor.report(typed(doctor.DoctorConfig, doctor.part(cfg)))
+        print(text)
+        raise SystemExit(status)
+    publish(typed(PublishConfig, doctor.other_part(cfg)), HfApi(library_name="headstart"))
 
 
 if __name__ == "__main__":

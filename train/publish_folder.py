@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from heads.plain import files as plain_files
 from heads.resolvers import ROOT
 from heads.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors, replacing
 from train.card import Facts, card
+from train.doctor import TEMPLATE
 from train.exporting import exported
 from train.publish_config import PublishConfig
 from train.publish_hub import files_of, one_of, sha256
@@ -41,13 +42,17 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
     read_tensors(head)
     _assert_free(out, head)
     name = content["target"]["name"]
+    provenance = _read(run / "provenance.json", parse_json)
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": tokenizer_sha256(name)}
+    reference |= {key: provenance[key] for key in (TEMPLATE,) if key in provenance}
     with exported(head, config.format, config.target, config.dtype, config.draft_tokens) as source:
         files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
         files |= plain_files()
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
-        files |= card(_facts(run, config, content, files, reference["tokenizer_sha256"]))
+        files |= card(
+            _facts(run, config, content, json.loads(files[CONFIG]), reference["tokenizer_sha256"], provenance)
+        )
         try:
             with replacing(out.resolve()) as new:
                 for name, data in files.items():
@@ -61,7 +66,12 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
 
 
 def _facts(
-    run: Path, config: PublishConfig, content: dict[str, Any], files: Mapping[str, str | bytes], tokenizer: str | None
+    run: Path,
+    config: PublishConfig,
+    content: dict[str, Any],
+    served: dict[str, Any],
+    tokenizer: str | None,
+    provenance: dict[str, Any],
 ) -> Facts:
     report = run / "report.json"
     return Facts(
@@ -69,12 +79,12 @@ def _facts(
         license=config.license,
         run=run,
         config=content,
-        served=json.loads(files[CONFIG]),
+        served=served,
         tokenizer_sha256=tokenizer,
         form=config.format,
         draft_tokens=config.draft_tokens,
         report=read_report(report) if report.is_file() else {},
-        provenance=_read(run / "provenance.json", parse_json),
+        provenance=provenance,
         settings=_read(run / "config.yaml", parse_yaml),
     )
 

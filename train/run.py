@@ -31,6 +31,7 @@ from data.batches import Batches, fingerprint, pack, token_counts
 from data.lineage import lineage
 from data.prompts import load_training, save_prompts
 from data.store_files import write_whole
+from data.template import template_sha256
 from eval.config import eval_config
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
@@ -162,6 +163,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = {
             **provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)),
+            "chat_template_sha256": template_sha256(target.tokenizer),
             "data": counts.report(),
             "sources": lineage(run.data),
             **start_of(run),

@@ -27,6 +27,7 @@ from rich.console import Console
 from data.batches import Batches, fingerprint, pack
 from data.prompts import load_training, save_prompts
 from data.store_files import write_whole
+from data.template import template_sha256
 from heads.base import parameter_count
 from heads.errors import user_errors
 from heads.redact import redacted_values
@@ -94,7 +95,8 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
         prepare_out(run, resolved, lock)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)) | {
-            "data": counts.report()
+            "chat_template_sha256": template_sha256(target.tokenizer),
+            "data": counts.report(),
         }
         write_whole(Path(run.out, "provenance.json"), (json.dumps(origin, indent=2) + "\n").encode())
         console.print(counts.line(run.data), highlight=False)

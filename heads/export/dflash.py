@@ -66,13 +66,13 @@ def engines(source: Source) -> Foreign:
     tensors["fc.weight"] = source.in_order(tensors["fc.weight"], order)
     if source.head.vocab is not None:
         tensors |= {"lm_head.weight": source.read_out("lm_head"), **source.vocabulary()}
-    shapes = _shapes(config)
+    found = shapes(config)
     if options.confidence:
-        shapes |= {NAMES["confidence.weight"]: (1, config["hidden_size"] + markov), NAMES["confidence.bias"]: (1,)}
-    return Foreign(config, tensors, shapes)
+        found |= {NAMES["confidence.weight"]: (1, config["hidden_size"] + markov), NAMES["confidence.bias"]: (1,)}
+    return Foreign(config, tensors, found)
 
 
-def _shapes(config: dict[str, Any]) -> Shapes:
+def shapes(config: dict[str, Any]) -> Shapes:
     """Return the shapes but for the confidence's, of which config.json does not speak."""
     width, full = config["hidden_size"], config["vocab_size"]
     drafted, rank = config.get("draft_vocab_size", full), config.get("markov_rank")

@@ -62,12 +62,19 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: as `names_of`.
     """
+    return {PREFIX.sub("", name): tensor for name, tensor in stored_tensors(folder).items()}
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors by their names as they stand in the files.
+
+    Raises:
+        ValueError: as `names_of`.
+    """
     if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
         files = sorted(set(_shards(folder).values()))
-        found = {name: tensor for file in files for name, tensor in weights.read_weights(inside(folder, file)).items()}
-    else:
-        found = weights.read_weights(_weights(folder))
-    return {PREFIX.sub("", name): tensor for name, tensor in found.items()}
+        return {name: tensor for file in files for name, tensor in weights.read_weights(inside(folder, file)).items()}
+    return weights.read_weights(_weights(folder))
 
 
 def further_files(folder: Path) -> list[str]:

@@ -1,0 +1,220 @@
+"""The doctor as a command: what it prints and its exit status, heads that are damaged, the Hub, and bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.template import template_sha256
+from heads.resolvers import ROOT
+from heads.store import save_head
+from tests import toys
+from tests.train.doctoring import TREE, Ward, asked, change, examine, faults, rope, set_to, turned, unchecked, without
+from tests.train.hub_server import Hub, Repo, become
+from train import publish
+from train.doctor.examined import read
+from train.doctor.finding import OK, UNKNOWN, WRONG, Finding, meant_for, written
+from train.publish import PublishConfig, write_folder
+
+
+@pytest.fixture(scope="module")
+def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
+    with unchecked():
+        yield Ward(tmp_path_factory.mktemp("target"))
+
+
+def untrained(ward: Ward, folder: Path, form: str | None = "vllm") -> Path:
+    """Write a head that nothing was measured of; not trained, which files do not show."""
+    return ward.published(folder, "eagle3", form, {}, steps=0)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(ROOT / "train" / "publish.py"), *words]
+    return subprocess.run(script, env=dict(os.environ), capture_output=True, text=True, check=False)
+
+
+def test_the_command_needs_no_run_and_says_by_its_status_that_something_is_wrong(tmp_path: Path, ward: Ward) -> None:
+    folder = untrained(ward, tmp_path / "head")
+    words = (f"doctor={folder}", f"target={ward.target.name}", "checkup.measure=false")
+    done = command(*words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert ", 0 wrong, 5 not known" in done.stdout
+    change(folder, config=rope(max_position_embeddings=2048))
+    done = command(*words)
+    assert done.returncode == 1, done.stderr + done.stdout
+    lines = done.stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("wrong"))
+    assert "length" in lines[at]
+    assert lines[at + 1].strip().startswith("costs: vLLM caps the context that it serves at 2048")
+    assert lines[at + 2].strip() == 'remedy: set "max_position_embeddings": 4096 in config.json'
+    assert ", 1 wrong, " in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["doctor={empty}", "target={target}"], "no head in it"),
+        (["doctor={empty}/nowhere", "target={target}"], "no such folder"),
+        (["doctor={head}", "target={empty}"], "no model there"),
+        (["doctor={head}", "target={empty}/nowhere"], "no model there"),
+        (["doctor={bare}"], "do not say its target; give target="),
+        (["doctor={head}", "target={target}", "format=gguf"], "format is 'gguf'"),
+        (["doctor={head}", "target={target}", "checkup.prompts=0"], "checkup.prompts is 0"),
+        (["doctor={head}", "target={target}", "checkup.depth=deep"], "checkup.depth"),
+        (["doctor={head}", "target={target}", "checkup.workload={empty}/none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], told: str, tmp_path: Path, ward: Ward, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "empty").mkdir()
+    bare = untrained(ward, tmp_path / "bare")
+    change(bare, config=without("speculators_config"))
+    places = {
+        "empty": str(tmp_path / "empty"), "target": ward.target.name, "bare": str(bare),
+        "head": str(untrained(ward, tmp_path / "head", None)),
+    }  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["publish.py", *[word.format(**places) for word in words]])
+    with pytest.raises(SystemExit) as ended:
+        publish.main()
+    assert ended.value.code == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(said) == 1
+    assert told in said[0]
+
+
+def test_a_repository_is_examined_with_what_lies_beside_the_head(
+    tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = untrained(ward, tmp_path / "head")
+    with Hub() as hub:
+        become(hub, monkeypatch, tmp_path / "cache")
+        hub.repos["me/tiny-eagle-3"] = Repo(False)
+        hub.repos["me/tiny-eagle-3"].commit({path.name: path.read_bytes() for path in folder.iterdir()})
+        found = {each.check: each for each in examine(asked(Path("me/tiny-eagle-3"), ward.target, False))}
+        assert found["name"].verdict == WRONG
+        assert "taken for eagle, and it is eagle3" in found["name"].says
+        assert "tiny-eagle3" in found["name"].remedy
+        assert found["tokenizer"].verdict == OK
+        assert found["target"].verdict == OK
+        with pytest.raises(ValueError, match=r"me/none: the Hub refused downloading \(404\)"):
+            examine(asked(Path("me/none"), ward.target, False))
+
+
+DAMAGES: dict[str, tuple[Any, str, str]] = {
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "files", "config.json: damaged"),
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "files", "holds no mapping"),
+    "half the weights": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:900]), "files",
+        "truncated",
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "files", "no weights"),
+    "a pickle": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "files", "a pickle, which can hold code",
+    ),
+    "other tensors": (
+        lambda f: change(f, tensors=lambda t: [t.clear(), t.update(x=torch.ones(2))]), "loads",
+        "are of no published head",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_head_is_examined_as_far_as_it_goes(name: str, tmp_path: Path, ward: Ward) -> None:
+    damage, check, told = DAMAGES[name]
+    folder = untrained(ward, tmp_path / "head")
+    damage(folder)
+    found = examine(asked(folder, ward.target, True))
+    assert any(told in each.says for each in found if each.check == check and each.verdict == WRONG), written(found)
+    if check == "files":
+        assert {each.check for each in found if each.verdict == WRONG} == {"files", "loads"}
+    assert next(each for each in found if each.check == "tokenizer").verdict == OK
+    assert next(each for each in found if each.check == "acceptance").verdict == UNKNOWN
+
+
+@pytest.mark.parametrize("value", [None, "x", 7, [], {}, [None], {"a": []}, -1, 1e300, True])
+@pytest.mark.parametrize("form", ["vllm", None])
+def test_no_value_of_another_kind_stops_it(value: Any, form: str | None, tmp_path: Path, ward: Ward) -> None:
+    folder = untrained(ward, tmp_path / "head", form)
+    whole = (folder / "config.json").read_text()
+    for key in json.loads(whole):
+        if key != "format":
+            change(folder, config=set_to(**{key: value}))
+            assert examine(asked(folder, ward.target, False))
+            (folder / "config.json").write_text(whole)
+    (folder / "report.json").write_text(json.dumps(value))
+    (folder / "tokenizer_reference.json").write_text(json.dumps(value))
+    assert examine(asked(folder, ward.target, False))
+
+
+def test_what_is_not_recorded_or_cannot_be_loaded_is_not_known(tmp_path: Path, ward: Ward) -> None:
+    folder = untrained(ward, tmp_path / "head")
+    for name in ("report.json", "tokenizer_reference.json"):
+        (folder / name).unlink()
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_bytes((Path(ward.target.name) / "config.json").read_bytes())
+    config = asked(folder, ward.target, True)
+    found = examine(type(config)(config.doctor, str(target), None, config.checkup))
+    assert [each for each in found if each.verdict == WRONG] == []
+    unsure = {each.check: each.says for each in found if each.verdict == UNKNOWN}
+    assert {"target", "tokenizer", "chat template", "acceptance", "layers, measured"} <= unsure.keys()
+    assert "the target does not load" in unsure["acceptance"]
+
+
+def test_one_engine_is_not_told_of_what_harms_another(tmp_path: Path, ward: Ward) -> None:
+    folder = ward.published(tmp_path / "head", "eagle", "sglang", {}, steps=0)
+    change(folder, tensors=turned("fc.bias", lambda bias: bias + 1))
+    assert [each.check for each in faults(folder, ward.target)] == ["biases"]
+    assert [each.check for each in faults(folder, ward.target, form="vllm")] == ["biases"]
+    assert faults(folder, ward.target, form="sglang") == []
+    harmless = meant_for(Finding(WRONG, "x", "y", "z", ("vllm",), "biases"), "sglang")
+    assert harmless == Finding(OK, "x, which harms vLLM alone", check="biases")
+
+
+def test_a_run_is_examined_on_its_own_prompts_and_its_records_are_published(tmp_path: Path, ward: Ward) -> None:
+    run = tmp_path / "run"
+    save_head(run / "head", ward.head("eagle3", {}, steps=0), ward.target.spec, TREE)
+    (run / "prompts.jsonl").write_bytes((Path(ward.target.name) / "prompts.jsonl").read_bytes())
+    tokenizer: Any = ward.target.tokenizer
+    origin = {"chat_template_sha256": template_sha256(tokenizer)}
+    (run / "provenance.json").write_text(json.dumps(origin))
+    assert read(str(run)).prompts == str(run / "prompts.jsonl")
+    found = {each.check: each for each in examine(asked(run, ward.target, False))}
+    assert (found["chat template"].verdict, found["tokenizer"].verdict) == (OK, UNKNOWN)
+    out = run / "publish"
+    said: dict[str, Any] = {
+        "private": True,
+        "license": "mit",
+        "dry_run": True,
+        "out": None,
+        "reverify": False,
+        "format": None,
+    }
+    said |= {"target": None, "dtype": "float32", "draft_tokens": 3}
+    write_folder(run, out, PublishConfig(run=str(run), repo="me/t-eagle3", **said))
+    assert json.loads((out / "tokenizer_reference.json").read_text()).items() >= origin.items()
+    assert read(str(out)).prompts == str(run / "prompts.jsonl")
+    template = Path(ward.target.name) / "chat_template.jinja"
+    kept = template.read_text()
+    try:
+        template.write_text("another")
+        assert [each.check for each in faults(out, ward.target)] == ["chat template"]
+    finally:
+        template.write_text(kept)
+
+
+def test_a_template_has_a_hash_of_its_own() -> None:
+    tokenizer: Any = toys.tokenizer()
+    assert template_sha256(tokenizer) is None
+    tokenizer.chat_template = "a"
+    one = template_sha256(tokenizer)
+    tokenizer.chat_template = {"default": "a", "tools": "b"}
+    assert len({one, template_sha256(tokenizer), None}) == 3
