@@ -13,22 +13,23 @@ TARGET = ROOT / "examples" / "tiny"
 HERE = Path(__file__).parent
 
 
-def asked(script: str, job: dict[str, Any], newest: str | None = None) -> dict[str, Any]:
+def asked(script: str, job: dict[str, Any], newest: str | None = None, hub: dict[str, str] | None = None) -> Any:
     """Return a script's answer to a job.
 
     Args:
         script: a file beside this one.
         job: what it reads.
         newest: the engine whose newest Python files it imports; None for the installed ones.
+        hub: the environment by which the Hub is found; None for no Hub.
     """
     python = ENVIRONMENT / "bin" / "python"
     assert python.exists(), "there is no environment for the engines: make test-serving makes it"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1"} if hub is None else hub
     if newest is not None:
         environment["PYTHONPATH"] = str(ENVIRONMENT / "newest" / newest)
     done = subprocess.run(
         [python, HERE / script], input=json.dumps(job), capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return json.loads(done.stdout.splitlines()[-1])

@@ -4,8 +4,7 @@ vLLM counts drafts behind the end of an answer as accepted, which are no tokens 
 target's own end to a length, and only their last pass can differ.
 """
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,18 @@ import pytest
 
 from eval.workloads import load_workload
 from heads.hub import load_found, resolve_head
-from heads.resolvers import ROOT
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig
 from inference.sample import GREEDY
 from inference.target import Target
 from tests.serving import identity
+from tests.serving.conftest import command
 from tests.serving.engines import TARGET, asked
 
 pytestmark = pytest.mark.serving
 TOKENS = 256
-# kind: what is said on the command line beside it, and how many tokens a draft has
-TRAINED: dict[str, tuple[list[str], int]] = {
-    "eagle": ([], 3),
-    "eagle3": (["head.draft_vocab=1024"], 4),
-    "medusa": ([], 4),
-}
+TOKENS_DRAFTED = {"eagle": 3, "eagle3": 4, "medusa": 4}
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +46,15 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(scope="module", params=TRAINED)
-def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """Train a head for a minute or two, and write it as it would be published for vLLM."""
-    kind, folder = request.param, tmp_path_factory.mktemp("served")
-    said, _ = TRAINED[kind]
-    run = folder / "run"
-    train = [f"head={kind}", "trainer.steps=200", "trainer.eval_every=200", "eval.prompts=0", f"out={run}", *said]
-    publish = [f"run={run}", f"repo=me/tiny-{kind}", "format=vllm", "dtype=float32", "dry_run=true"]
-    out = folder / f"tiny-{kind}"
-    for command in (["train/run.py", *train], ["train/publish.py", *publish, f"out={out}"]):
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@pytest.fixture(scope="module", params=TOKENS_DRAFTED)
+def published(
+    request: pytest.FixtureRequest, run_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """Return a kind of head and its folder, written as it would be published for vLLM."""
+    kind = request.param
+    out = tmp_path_factory.mktemp("served") / f"tiny-{kind}"
+    said = [f"run={run_of(kind)}", f"repo=me/tiny-{kind}", "format=vllm", "dtype=float32", "dry_run=true", f"out={out}"]
+    command("train/publish.py", *said)
     return kind, out
 
 
@@ -82,14 +73,14 @@ def test_vllm_writes_the_same_text_and_accepts_what_we_accept(
     target: Target, prompts: list[list[int]], plain: list[list[int]], published: tuple[str, Path]
 ) -> None:
     kind, folder = published
-    depth = TRAINED[kind][1]
+    depth = TOKENS_DRAFTED[kind]
     served = speculated(str(TARGET), kind, folder, depth, prompts)
     assert served["tokens"] == plain
     made = by_us(target, folder, prompts, depth)
     steps = [step for each in made for step in each.steps]
     ours = sum(step.committed for step in steps) / len(steps)
     theirs = 1 + served["accepted_tokens"] / served["drafts"]
-    print(f"{kind}: {theirs:.3f} tokens a pass in vLLM, {ours:.3f} in our verifier, {served}")
+    print(f"{kind}: {theirs:.3f} tokens a pass in vLLM, {ours:.3f} in our verifier")
     assert ours > 1.3  # a head that is never accepted would prove nothing
     assert theirs == pytest.approx(ours, rel=0.02)
     assert served["drafts"] == pytest.approx(len(steps), rel=0.02)

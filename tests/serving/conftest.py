@@ -1,0 +1,39 @@
+"""Heads trained for the engines, once for all tests."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from heads.resolvers import ROOT
+
+# What is said on the command line beside the kind of head.
+SAID = {"eagle": [], "eagle3": ["head.draft_vocab=1024"], "medusa": []}
+
+
+def command(script: str, *words: str, **environment: str) -> str:
+    """Run one of our commands as a user does, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, script, *words], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the run of a kind of head on the embedded target, trained for a minute or two."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def trained(kind: str) -> Path:
+        run = root / kind
+        if not run.exists():
+            steps = ["trainer.steps=200", "trainer.eval_every=200", "eval.prompts=0"]
+            command("train/run.py", f"head={kind}", *steps, f"out={run}", *SAID[kind])
+        return run
+
+    return trained
