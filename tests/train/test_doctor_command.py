@@ -17,6 +17,7 @@ from heads.store import save_head
 from tests import toys
 from tests.train.doctoring import TREE, Ward, asked, change, examine, faults, rope, set_to, turned, unchecked, without
 from tests.train.hub_server import Hub, Repo, become
+from tests.train.publishing import VALUES
 from train import publish
 from train.doctor.examined import read
 from train.doctor.finding import OK, UNKNOWN, WRONG, Finding, meant_for, written
@@ -190,16 +191,8 @@ def test_a_run_is_examined_on_its_own_prompts_and_its_records_are_published(tmp_
     found = {each.check: each for each in examine(asked(run, ward.target, False))}
     assert (found["chat template"].verdict, found["tokenizer"].verdict) == (OK, UNKNOWN)
     out = run / "publish"
-    said: dict[str, Any] = {
-        "private": True,
-        "license": "mit",
-        "dry_run": True,
-        "out": None,
-        "reverify": False,
-        "format": None,
-    }
-    said |= {"target": None, "dtype": "float32", "draft_tokens": 3}
-    write_folder(run, out, PublishConfig(run=str(run), repo="me/t-eagle3", **said))
+    said = {**VALUES, "run": str(run), "repo": "me/t-eagle3", "dtype": "float32"}
+    write_folder(run, out, PublishConfig(**said))
     assert json.loads((out / "tokenizer_reference.json").read_text()).items() >= origin.items()
     assert read(str(out)).prompts == str(run / "prompts.jsonl")
     template = Path(ward.target.name) / "chat_template.jinja"
