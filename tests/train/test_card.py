@@ -129,6 +129,13 @@ def test_plots_are_pictures_on_an_opaque_ground(run: Path) -> None:
         assert re.search(rf"!\[[^\]]+\]\(plots/{name}\.png\)", text)
 
 
+def test_a_training_curve_of_an_earlier_version_is_not_drawn(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    report = json.loads((run / "report.json").read_text()) | {"training": {"medusa": {"steps": []}}}
+    (run / "report.json").write_text(json.dumps(report))
+    assert "plots/training.png" not in card_of(run)
+
+
 def test_names_from_outside_are_no_markup(run: Path) -> None:
     report = json.loads((run / "report.json").read_text())
     evil = "<script>alert(1)</script>|[x](javascript:1)`\n# head"
