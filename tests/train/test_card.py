@@ -150,6 +150,19 @@ def test_names_from_outside_are_no_markup(run: Path) -> None:
     assert "- note \\<b\\>: ``` ``a`` <script> ```" in text
 
 
+def test_a_targets_name_is_no_markup_and_no_code(run: Path) -> None:
+    evil = '/x/``` <b> "; import os; "'
+    save_head(run / "head", medusa(0), TargetSpec(evil, 11, 4, 3, "f00d", "$(id) `x`"), {})
+    text = card_of(run)
+    base = Path(evil).name
+    assert "# A Medusa head for \\`\\`\\` \\<b\\> " in text
+    assert f"It drafts tokens for ```` {base} ````, which" in text
+    served = section(text, "Serve it")
+    assert served.count("````") == 4, "a fence that the name cannot close"
+    assert f"AutoTokenizer.from_pretrained({json.dumps('path/to/' + base)})" in served
+    assert "model.adapter='$(id) `x`'" in served
+
+
 def test_markup_is_escaped() -> None:
     assert escaped("a_b *c* <i> [d](e) `f` | g\nh") == r"a\_b \*c\* \<i\> \[d\](e) \`f\` \| g h"
     assert code("plain") == "`plain`"
