@@ -98,10 +98,10 @@ def _check_extras(told: dict[str, Any], file: Path) -> None:
         raise ValueError(f"report {file} has damaged {what}: evaluate again to write it anew")
     for part in RECORDS.keys() & told.keys():
         records = told[part].items() if isinstance(told[part], dict) else enumerate(told[part])
-        for name, record in records:
+        for of, record in records:
             if wrong := damage(part, record):
                 raise ValueError(
-                    f"report {file} has damaged {part}, that of {shown(name)}: {wrong}; evaluate again to write it anew"
+                    f"report {file} has damaged {part}, that of {shown(of)}: {wrong}; evaluate again to write it anew"
                 )
 
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 
 from heads.export import assert_known
 from heads.hub import REPO

@@ -65,7 +65,7 @@ def place(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterator[Pla
         with hub_errors(repo, "creating the repository"):
             # exist_ok: a first attempt whose answer was lost has made it, or another call just now.
             lasting(lambda: api.create_repo(repo, private=private, exist_ok=True))
-            info = lasting(lambda: api.repo_info(repo))
+            info = lasting(lambda: api.model_info(repo))
     else:
         info = there
     empty = {each.rfilename for each in info.siblings or []} <= BARE
