@@ -21,6 +21,7 @@ from data.config import DataConfig
 from data.files import content_hash
 from data.records import Record
 from data.sources import open_source
+from heads.redact import redacted_values
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALON
             f"{answerer.context} tokens; lower it"
         )
     answers = Answers(out)
-    settings = {**answerer.describe(), "data": work.source, **asdict(work.settings)}
+    settings = {**redacted_values(answerer.describe()), "data": work.source, **asdict(work.settings)}
     if share.rank:
         share.wait()
         _answer(work, answerer, answers, share)
@@ -83,7 +84,7 @@ def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALON
         before = len(answers.settled())
         _answer(work, answerer, answers, share)
         share.wait()
-        notes = {**work.notes, "world_size": share.world, "settled_before": before}
+        notes = {**redacted_values(work.notes), "world_size": share.world, "settled_before": before}
         meta = answers.merge([record.id for record in work.records], settings, notes)
     for kind in ("shortened", "left_out", "failed"):
         if meta["counts"][kind]:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from eval import metrics
+from eval.forms import RECORDS, damage, damage_of_settings
 from eval.law import LawTest
 from eval.lossless import Divergence, Gate, SampledGate
 from eval.report import SCHEMA, Report
@@ -21,6 +22,7 @@ EXTRAS = {  # by eval/extras.py and the tiers, and where reports stand side by s
 }  # fmt: skip
 GATES = ("gate", "sampled_gate")  # of its settings
 COUNTS = ("checked", "identical", "near_tie", "failed")
+TEXTS = [each.name for each in fields(Row) if each.type is str]  # which `typed` makes of numbers too
 SPEEDUPS = ("speedup", "speedup_ci", "speedup_hf", "whole_speedup", "whole_speedup_ci")
 
 
@@ -92,6 +94,15 @@ def _check_extras(told: dict[str, Any], file: Path) -> None:
         name = "drafter" if key == "answers" else "name"
         if not all(isinstance(each, dict) and isinstance(each.get(name), str) for each in told.get(key, [])):
             raise ValueError(f"report {file} has damaged {key}: evaluate again to write it anew")
+    if what := damage_of_settings(told["settings"]):
+        raise ValueError(f"report {file} has damaged {what}: evaluate again to write it anew")
+    for part in RECORDS.keys() & told.keys():
+        records = told[part].items() if isinstance(told[part], dict) else enumerate(told[part])
+        for of, record in records:
+            if wrong := damage(part, record):
+                raise ValueError(
+                    f"report {file} has damaged {part}, that of {shown(of)}: {wrong}; evaluate again to write it anew"
+                )
 
 
 def row_of(told: Any) -> Row:
@@ -104,6 +115,10 @@ def row_of(told: Any) -> Row:
         raise ValueError(f"{shown(told)} is no row")
     row = typed(Row, {key: value for key, value in told.items() if key != "ladder"})
     typed(Gate, {**row.lossless})
+    if odd := [key for key, value in told.items() if key in TEXTS and not isinstance(value, str)]:
+        raise ValueError(f"{odd[0]} is {shown(told[odd[0]])}, expected a text")
+    if len(row.accepted_by_depth) != len(row.conditional_by_depth):
+        raise ValueError("accepted_by_depth and conditional_by_depth differ in length")
     if missing := [part for part in metrics.seconds([]) if part not in row.seconds]:
         raise ValueError(f"seconds.{missing[0]} is missing")
     gaps = row.agreement.get("gaps", [])  # null stands for a gap that is not finite

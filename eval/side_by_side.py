@@ -162,7 +162,10 @@ def _readable(key: str, each: Any) -> bool:
     """Whether a part of a report beside its rows has what the page shows of it."""
     records = list(each.values()) if isinstance(each, Mapping) else each
     known = key in EXTRAS and isinstance(records, list)
-    return known and all(isinstance(one, Mapping) and set(one) >= EXTRAS[key] for one in records)
+    return known and all(
+        set(one) >= EXTRAS[key] and not any(isinstance(piece, list) for piece in one.get("pieces", []))
+        for one in records
+    )
 
 
 def _extras(found: Mapping[str, Report]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any
 
 HIDDEN = "[redacted]"
 SHAPES = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{16,}|\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
+    r"\bhf_(?:jwt|oauth)_[\w.-]{20,}|\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{16,}|\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
     r"|\bAKIA[0-9A-Z]{16}\b|\bwandb_v\d+_\w{16,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{4,}"
     r"|(?i:(?<=\bbearer )|(?<=\bbearer%20))[\w.~+/=-]{8,}|(?<=://)[^\s/@]+(?=@)"
+    r"|(?<=[?&]Signature=)[^&\s\"']+|(?<=[?&]Policy=)[^&\s\"']+|(?<=[?&]sig=)[^&\s\"']+"
     r"|(?<=X-Amz-Signature=)[^&\s\"']+|(?<=X-Amz-Credential=)[^&\s\"']+|(?<=X-Amz-Security-Token=)[^&\s\"']+"
 )
 # Words in a tokenizer are tokens too: `eos_token=…` is no secret, nor is a number.

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, get_token
 from omegaconf import DictConfig
 
 from heads.errors import user_errors
-from heads.store import last_good, read_config
+from heads.store import CONFIG, last_good, read_config
 from heads.typed import typed
 from train import doctor, publish_trial
 from train.card.engines import misleading
@@ -106,6 +106,8 @@ def _assert_has_head(run: Path) -> None:
         others = sorted(path.parent.parent.name for path in run.parent.glob("*/head/config.json"))
         there = f"; runs with a head there: {', '.join(others)}" if others else ""
         raise ValueError(f"run={run}: no such folder{there}")
+    if (run / CONFIG).is_file():
+        raise ValueError(f"run={run}: that is a head's folder; give the folder of the run that trained it")
     if not last_good(run / "head").is_dir():
         raise ValueError(f"run={run}: it holds no head/; train it to its first evaluation, or name another run")
 

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from huggingface_hub.utils._validators import validate_repo_id
+
 from heads.export import assert_known
 from heads.hub import REPO
 from inference.target import DTYPES
@@ -32,6 +34,7 @@ class PublishConfig:
     def __post_init__(self) -> None:
         if not REPO.fullmatch(self.repo):
             raise ValueError(f"repo is {self.repo!r}: give OWNER/NAME")
+        validate_repo_id(self.repo)  # the Hub's own rules, such as on length and doubled signs
         if self.format is not None:
             assert_known(self.format)
         if self.dtype not in DTYPES or self.draft_tokens < 1:

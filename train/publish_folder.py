@@ -26,7 +26,7 @@ from train.publish_hub import files_of, one_of, sha256
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
 FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{FOLDER}/*")  # patterns
-TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
 def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
@@ -50,9 +50,14 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
         files |= plain_files()
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
-        files |= card(
-            _facts(run, config, content, json.loads(files[CONFIG]), reference["tokenizer_sha256"], provenance)
-        )
+        facts = _facts(run, config, content, json.loads(files[CONFIG]), reference["tokenizer_sha256"], provenance)
+        try:
+            files |= card(facts)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{run}: provenance.json, config.yaml or metrics.jsonl is damaged, not as training writes it "
+                f"({type(error).__name__}: {one_line(error)}); restore it, or remove it"
+            ) from error
         try:
             with replacing(out.resolve()) as new:
                 for name, data in files.items():
@@ -97,6 +102,8 @@ def _assert_free(out: Path, head: Path) -> None:
         raise ValueError(f"{out}: that is a file; give another out=FOLDER")
     ours = one_of(FILES)
     others = [name for name in files_of(out) if not ours(name)] if out.is_dir() else []
+    if files_of(out) and not (out / TOKENIZER).is_file():  # a README.md or a head of the user's own
+        raise ValueError(f"{out}: holds {files_of(out)[0]}, and is no earlier publication; give another out=FOLDER")
     if others:
         raise ValueError(f"{out}: holds {others[0]}, which is no part of a published head; give another out=FOLDER")
 
@@ -112,7 +119,9 @@ def tokenizer_sha256(model: str) -> str | None:
 
 def portable(text: str) -> str:
     """Return the text without this machine's paths: the checkout's are relative, the home is ~."""
-    return text.replace(f"{ROOT}/", "").replace(str(Path.home()) + "/", "~/")
+    home = Path.home()
+    told = text.replace(f"{ROOT}/", "")
+    return told if home == Path(home.anchor) else told.replace(f"{home}/", "~/")
 
 
 def _safe(run: Path, name: str, text: str) -> str:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 WAITS = (1, 4, 16)  # seconds before each further attempt, beside those of huggingface_hub's own for single requests
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses by which the Hub asks for another attempt
+BARE = {".gitattributes"}  # the files of a repository to which nobody has committed
 SHORT = 8  # characters of a commit that people read
 MESSAGE = "Publish the head with headstart"
 
@@ -38,7 +39,7 @@ class Place(NamedTuple):
     Attributes:
         repo: its name.
         commit: the branch's last commit before anything is uploaded.
-        made: whether this call made the repository.
+        made: whether this call made the repository, which nobody has committed to.
     """
 
     repo: str
@@ -62,15 +63,16 @@ def place(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterator[Pla
         raise ValueError(f"{repo}: has a tag {tag} already, nothing was uploaded; give another tag=…")
     if there is None:
         with hub_errors(repo, "creating the repository"):
-            # Not exist_ok alone: a first attempt whose answer was lost has made it, and is told from a name taken.
+            # exist_ok: a first attempt whose answer was lost has made it, or another call just now.
             lasting(lambda: api.create_repo(repo, private=private, exist_ok=True))
-            info = lasting(lambda: api.repo_info(repo))
+            info = lasting(lambda: api.model_info(repo))
     else:
         info = there
-    found = Place(repo, str(info.sha), there is None)
-    if private and not info.private:
-        raise ValueError(f"{repo}: the repository is public; make it private on the Hub, or say private=false")
+    empty = {each.rfilename for each in info.siblings or []} <= BARE
+    found = Place(repo, str(info.sha), there is None and empty)
     try:
+        if private and not info.private:
+            raise ValueError(f"{repo}: the repository is public; make it private on the Hub, or say private=false")
         yield found
     except ValueError as error:
         raise ValueError(f"{error}; {_undone(found, api)}") from error
@@ -138,10 +140,17 @@ def set_tag(repo: str, tag: str, commit: str, api: HfApi) -> None:
     """Give a commit a tag.
 
     Raises:
-        ValueError: the Hub refuses, or cannot be reached for some time.
+        ValueError: the Hub refuses, or cannot be reached for some time, or another commit got the tag meanwhile.
     """
     with hub_errors(repo, f"setting the tag {tag}"):
+        # exist_ok: an attempt whose answer was lost has set it.
         lasting(lambda: api.create_tag(repo, tag=tag, revision=commit, exist_ok=True))
+        at = str(lasting(lambda: api.repo_info(repo, revision=tag)).sha)
+    if at != commit:
+        raise ValueError(
+            f"{repo}: stands at {commit[:SHORT]}, but someone else has set the tag {tag} at {at[:SHORT]}; publish "
+            "again with another tag=…"
+        )
 
 
 def lasting(call: Callable[[], T]) -> T:

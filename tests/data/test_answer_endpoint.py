@@ -46,6 +46,17 @@ def test_every_turn_is_asked_in_view_of_the_endpoints_own_answers(server: Server
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
+def test_no_secret_of_the_requests_stands_in_the_provenance(server: Server, tmp_path: Path) -> None:
+    how = settings(0.7, thinking=True)
+    client = connect(server, "secret", extra={"api_key": "0123456789", "proxy": "http://me:0123456789@host"})
+    given = work(records(1), how)._replace(notes={"by": "http://me:0123456789@host/v1"})
+    write_answers(given, Endpoint(client, words(), how), tmp_path / "a")
+    assert server.bodies[0]["api_key"] == "0123456789"
+    told = (tmp_path / "a.meta.json").read_text()
+    assert '"api_key": "[redacted]"' in told
+    assert "0123456789" not in told
+
+
 def test_requests_run_side_by_side_and_the_file_is_in_order(server: Server, tmp_path: Path) -> None:
     ask(server, tmp_path / "one")
     assert [line["id"] for line in lines(tmp_path / "one")] == [record.id for record in records(COUNT)]

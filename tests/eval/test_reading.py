@@ -112,6 +112,68 @@ def test_a_missing_report_and_a_folder_are_named(tmp_path: Path) -> None:
         read_report(tmp_path / "bytes.json")
 
 
+CURVES: dict[str, Any] = {
+    "steps": [{"step": 1, "loss": None, "accuracy": [0.5]}],
+    "tau": [{"step": 1, "tau": 2.0, "low": 1.5, "high": 2.5}],
+}
+NODES: dict[str, Any] = {"label": "t", "note": "", "steps": 9, "paths": [[0], [0, 1]], "accepted": [0.5, 0.2]}
+ALONG: dict[str, Any] = {"rank": [[0.5, 0.1]], "n_alpha": [0.5], "at_every_token": [0.5]}
+LIKE: dict[str, Any] = {"family": "chain", "tree": "chain-2", "tau": 2.0, "nodes": 2.0, "speedup": 1.5}
+LOAD: dict[str, Any] = {"batch_size": 1, "own": None, "best": 1.5, "tree": "chain-2"}
+OTHERS: dict[str, Any] = {"trees": [LIKE], "own": None, "best": LIKE, "loads": [LOAD], "stops_paying": {"best": None}}
+ANSWER: dict[str, Any] = {
+    "drafter": "eagle", "prompt": "p0", "question": "?", "temperature": 0, "steps": [[1, 1, 2]],
+    "pieces": [{"text": "a", "source": "draft", "step": 1}],
+}  # fmt: skip
+
+
+def beside(**parts: Any) -> dict[str, Any]:
+    """Return a report with these parts beside its rows, of the drafter eagle."""
+    return {**report().as_dict(), **{part: {"eagle": each} for part, each in parts.items()}}
+
+
+def test_what_stands_beside_the_rows_is_read(tmp_path: Path) -> None:
+    whole = beside(training=CURVES, trees=NODES, teacher_forced=ALONG, other_trees=OTHERS) | {"answers": [ANSWER]}
+    assert read_report(written(tmp_path, whole)) == whole
+    older = beside(training={"steps": []}, trees={}, other_trees={"trees": [LIKE | {"speedup": None}]})
+    older["answers"] = [ANSWER | {"pieces": [["a", "draft", 1]]}]
+    assert read_report(written(tmp_path, older)) == older
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (beside(trees=3), "damaged trees, that of 'eagle': 3, expected a mapping; evaluate again"),
+        (beside(trees=NODES | {"paths": "all"}), "damaged trees, that of 'eagle': paths is 'all'"),
+        (beside(trees=NODES | {"accepted": [0.5, "much"]}), "damaged trees.*accepted is "),
+        (beside(trees=NODES | {"accepted": [0.5]}), "damaged trees.*1 shares for 2 paths"),
+        (beside(trees=NODES | {"paths": [[1], [0, 1]]}), "damaged trees.*paths are no tree"),
+        (beside(trees=NODES | {"paths": [[0], [0]]}), "damaged trees.*paths are no tree"),
+        (beside(trees=NODES | {"paths": [[], [0]]}), "damaged trees.*paths are no tree"),
+        (beside(training=CURVES | {"steps": [{"step": 1}]}), "damaged training, that of 'eagle': steps is "),
+        (beside(training=CURVES | {"steps": {"step": 1}}), "damaged training.*steps is "),
+        (beside(training=CURVES | {"tau": [3]}), "damaged training.*tau is "),
+        (beside(teacher_forced=ALONG | {"n_alpha": []}), "damaged teacher_forced.*another number of depths"),
+        (beside(teacher_forced=ALONG | {"rank": [0.5]}), "damaged teacher_forced.*rank is "),
+        (beside(other_trees=OTHERS | {"trees": [{"tree": "x"}]}), "damaged other_trees.*trees is "),
+        (beside(other_trees=OTHERS | {"loads": []}), "damaged other_trees.*loads are empty"),
+        (beside(other_trees={"trees": [LIKE], "loads": [LOAD]}), "damaged other_trees.*own is missing"),
+        (beside(other_trees=OTHERS | {"stops_paying": {"own": 4}}), "damaged other_trees.*stops_paying has 'own'"),
+        ({**report().as_dict(), "answers": [ANSWER | {"pieces": ["a"]}]}, "damaged answers.*a piece is 'a'"),
+        ({**report().as_dict(), "answers": [ANSWER | {"steps": 3}]}, "damaged answers, that of 0: steps is 3"),
+        ({**report().as_dict(), "settings": {"provenance": "May"}}, "has damaged provenance: evaluate again"),
+        ({**report().as_dict(), "settings": {"gate": {"eagle": 3}}}, "has damaged gates: evaluate again"),
+        ({**report().as_dict(), "settings": {"sampled_gate": [{}]}}, "has damaged gates of sampling: evaluate again"),
+        (changed("drafter", 3), "row 1: drafter is 3, expected a text"),
+        (changed("conditional_by_depth", []), "row 1: accepted_by_depth and conditional_by_depth differ in length"),
+    ],
+)
+def test_what_is_damaged_beside_the_rows_is_refused_in_one_line(tmp_path: Path, told: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as error:
+        read_report(written(tmp_path, told))
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "gate", [{"checked": 8}, 3, {**GATES["eagle"].counts(), "passed": True, "first": {"prompt": 1}}]
 )

@@ -172,17 +172,19 @@ def test_nodes_of_a_red_gate_are_grey_in_its_own_report_alone(tmp_path: Path) ->
 
 
 def test_what_another_version_wrote_beside_the_rows_is_left_out(tmp_path: Path) -> None:
-    old = {"trees": {"eagle": {"label": "chain", "note": "", "paths": [[0]]}}}
+    old: dict[str, Any] = {"trees": {"eagle": {"label": "chain", "note": "", "paths": [[0]]}}}
+    told = {"drafter": "eagle", "prompt": "p", "question": "?", "temperature": 0.0, "steps": []}
+    old["answers"] = [told | {"pieces": [["a", "draft", 1]]}]
     given = {"gates": {"eagle": Gate(8, 8, 0, 0)}}
     files = [
         make(tmp_path, "new", plain_and(ROW, **given, extras={"trees": {"eagle": TREE}})),
         make(tmp_path, "old", plain_and(ROW, **given)),
     ]
-    told = json.loads(Path(files[1]).read_text(encoding="utf-8")) | old
-    Path(files[1]).write_text(json.dumps(told), encoding="utf-8")
+    whole = json.loads(Path(files[1]).read_text(encoding="utf-8")) | old
+    Path(files[1]).write_text(json.dumps(whole), encoding="utf-8")
     made = side_by_side(files)
     assert list(made.extras["trees"]) == ["eagle of new"]
-    assert made.extras["warnings"][-1].startswith("trees of old are in the form of another version")
+    assert made.extras["warnings"][-1].startswith("trees, answers of old are in the form of another version")
     made.write(tmp_path / "all")
     assert len(made.rows) == 4
 

@@ -15,6 +15,8 @@ SECRETS = [
     f"trainer.wandb_key={KEY}",
     "+hub.token='two words'", f"https://me:{KEY}@host/x", f"https://host/x?api_key={KEY}&y=1", "password=hunter2",
     f"https://s3/x?X-Amz-Credential={KEY}&X-Amz-Date=1&X-Amz-Signature={KEY}",
+    f"https://cdn/x?Expires=1&Policy={KEY}&Signature={KEY}&Key-Pair-Id=K", f"https://blob/x?sv=1&sig={KEY}",
+    f"hf_oauth_eyJ{KEY}.{KEY}.{KEY}", f"hf_jwt_eyJ{KEY}.{KEY}",
     "ghp_" + "a1" * 15, "AKIA" + "A1B2" * 4,
 ]  # fmt: skip
 HARMLESS = (

@@ -219,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
         if rest[:1] == ["refs"]:
             tags = [{"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": at} for tag, at in repo.tags.items()]
             return self.answer({"branches": [], "converts": [], "tags": tags})
-        revision = repo.head if not rest or rest[1] == "main" else rest[1]
+        revision = repo.head if not rest or rest[1] == "main" else repo.tags.get(rest[1], rest[1])
         return self.revision(name, repo, revision, rest[:1], body)
 
     def revision(self, name: str, repo: Repo, revision: str, asked: list[str], body: bytes) -> None:

@@ -129,6 +129,13 @@ def test_plots_are_pictures_on_an_opaque_ground(run: Path) -> None:
         assert re.search(rf"!\[[^\]]+\]\(plots/{name}\.png\)", text)
 
 
+def test_a_training_curve_of_an_earlier_version_is_not_drawn(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    report = json.loads((run / "report.json").read_text()) | {"training": {"medusa": {"steps": []}}}
+    (run / "report.json").write_text(json.dumps(report))
+    assert "plots/training.png" not in card_of(run)
+
+
 def test_names_from_outside_are_no_markup(run: Path) -> None:
     report = json.loads((run / "report.json").read_text())
     evil = "<script>alert(1)</script>|[x](javascript:1)`\n# head"
@@ -141,6 +148,19 @@ def test_names_from_outside_are_no_markup(run: Path) -> None:
         "| \\<script\\>alert(1)\\</script\\>\\|\\[x\\](javascript:1)\\` \\# head | chain-2 | a\\|b\\* | 0"
     )
     assert "- note \\<b\\>: ``` ``a`` <script> ```" in text
+
+
+def test_a_targets_name_is_no_markup_and_no_code(run: Path) -> None:
+    evil = '/x/``` <b> "; import os; "'
+    save_head(run / "head", medusa(0), TargetSpec(evil, 11, 4, 3, "f00d", "$(id) `x`"), {})
+    text = card_of(run)
+    base = Path(evil).name
+    assert "# A Medusa head for \\`\\`\\` \\<b\\> " in text
+    assert f"It drafts tokens for ```` {base} ````, which" in text
+    served = section(text, "Serve it")
+    assert served.count("````") == 4, "a fence that the name cannot close"
+    assert f"AutoTokenizer.from_pretrained({json.dumps('path/to/' + base)})" in served
+    assert "model.adapter='$(id) `x`'" in served
 
 
 def test_markup_is_escaped() -> None:

@@ -22,6 +22,7 @@ from tests.train.hub_server import Hub
 from tests.train.hub_state import TOKEN
 from tests.train.publishing import EVERYTHING, PLOTS, REPO, config, medusa
 from train.publish import misleading, publish
+from train.publish_folder import portable
 from train.publish_hub import files_of
 
 
@@ -133,6 +134,10 @@ def test_bad_runs_are_one_line(run: Path, hub: Hub, tmp_path: Path) -> None:
         publish(config(tmp_path / "outputs" / "empty"), HfApi())
     with pytest.raises(ValueError, match="give OWNER/NAME"):
         config(run, repo="tiny-medusa")
+    with pytest.raises(ValueError, match=r"Cannot have -- or \.\. in repo_id: 'me/x\.\.y'"):
+        config(run, repo="me/x..y")
+    with pytest.raises(ValueError, match="that is a head's folder; give the folder of the run that trained it"):
+        publish(config(run / "head"), HfApi())
     with pytest.raises(ValueError, match="another out=FOLDER"):
         publish(config(run, out=str(run)), HfApi())
     with pytest.raises(ValueError, match="the run's own head"):
@@ -192,6 +197,42 @@ def test_a_folder_with_something_of_its_own_is_not_replaced(run: Path) -> None:
     with pytest.raises(ValueError, match=r"holds notes/mine\.txt, which is no part of a published head"):
         publish(config(run, dry_run=True), HfApi(), str)
     assert (out / "notes" / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors", "plots/mine.png"])
+def test_a_folder_of_the_users_own_whose_names_are_like_ours_is_not_replaced(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    mine = tmp_path / "mine" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match=rf"holds {re.escape(name)}, and is no earlier publication; give another out"):
+        publish(config(run, dry_run=True, out=str(tmp_path / "mine")), HfApi(), str)
+    assert mine.read_text() == "mine"
+
+
+def test_a_home_at_the_root_leaves_addresses_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/"))
+    assert portable("https://host/x") == "https://host/x"
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
+    assert portable(f"{ROOT}/conf /home/me/x") == "conf ~/x"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("provenance.json", '{"sources": [3]}'),
+        ("provenance.json", '{"data": {"records": {"a": "many"}}}'),
+        ("config.yaml", "trainer: 3\n"),
+        ("metrics.jsonl", "3\n"),
+    ],
+)
+def test_damaged_records_of_a_run_are_one_line(run: Path, file: str, text: str) -> None:
+    (run / file).write_text(text)
+    with pytest.raises(ValueError, match="is damaged, not as training writes it") as caught:
+        publish(config(run, dry_run=True), HfApi(), str)
+    assert "\n" not in str(caught.value)
+    assert not (run / "publish").exists()
 
 
 @pytest.mark.parametrize(

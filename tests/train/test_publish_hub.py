@@ -219,6 +219,40 @@ def test_a_name_of_someone_else_is_refused(run: Path, hub: Hub) -> None:
     assert (theirs.files, hub.blobs) == (START, {})
 
 
+def test_a_repository_that_another_call_made_and_filled_meanwhile_is_left(run: Path, hub: Hub) -> None:
+    def meddle(request: str) -> None:
+        if request.startswith("POST /api/repos/create") and REPO not in hub.repos:
+            hub.repos[REPO] = Repo(private=True)
+            hub.repos[REPO].commit({**START, "config.json": b"theirs"})
+
+    hub.watch, hub.faults = meddle, [Fault(BATCH, "cut")]
+    assert refusal(run, hub).endswith("as before")
+    assert hub.repos[REPO].files == {**START, "config.json": b"theirs"}
+
+
+def test_a_new_repository_that_the_hub_makes_public_is_deleted_again(run: Path, hub: Hub) -> None:
+    def expose(request: str) -> None:
+        if request == f"GET /api/models/{REPO}" and REPO in hub.repos:
+            hub.repos[REPO].private = False
+
+    hub.watch = expose
+    assert "the repository is public" in refusal(run, hub)
+    assert hub.repos == {}
+
+
+def test_a_tag_that_someone_else_sets_meanwhile_is_told(run: Path, hub: Hub) -> None:
+    def meddle(request: str) -> None:
+        if "/tag/" in request:
+            repo = hub.repos[REPO]
+            repo.tags.setdefault("v1", next(iter(repo.commits)))
+
+    hub.watch = meddle
+    line = refusal(run, hub, tag="v1")
+    repo = hub.repos[REPO]
+    at = repo.tags["v1"][:8]
+    assert f"{REPO}: stands at {repo.head[:8]}, but someone else has set the tag v1 at {at}; publish again" in line
+
+
 def test_a_tag_that_exists_is_refused_before_anything_is_sent(run: Path, hub: Hub) -> None:
     repo = standing(hub)
     repo.tags["v1"] = repo.head

@@ -7,7 +7,7 @@ from typing import Any
 
 from train.card import engines, limits, measured, metadata, origin, plots
 from train.card.facts import Facts
-from train.card.text import bullets
+from train.card.text import bullets, code, escaped
 
 __all__ = ["Facts", "card"]
 
@@ -22,7 +22,7 @@ TITLES = {
     "block": "A block-parallel draft head",
 }
 INTRO = """\
-It drafts tokens for `{base}`, which verifies them: speculative decoding, whose output is the target's own. Trained with
+It drafts tokens for {base}, which verifies them: speculative decoding, whose output is the target's own. Trained with
 headstart."""
 
 
@@ -39,7 +39,7 @@ def card(facts: Facts) -> dict[str, str | bytes]:
         "Provenance": "\n".join(bullets(facts.provenance)) or "Not recorded.",
         "Limits": limits.section(facts),
     }
-    title = f"# {TITLES[head['name']]} for {facts.base}\n\n{INTRO.format(base=facts.base)}"
+    title = f"# {TITLES[head['name']]} for {escaped(facts.base)}\n\n{INTRO.format(base=code(facts.base))}"
     body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items())
     return {
         "README.md": f"---\n{metadata.of(facts).to_yaml()}\n---\n\n{title}\n\n{body}\n",

@@ -13,7 +13,7 @@ from heads import HEADS
 from heads.export import FORMATS, dflash, eagle, eagle3, hydra, medusa
 from heads.export.files import LAYERS
 from train.card.facts import Facts
-from train.card.text import block
+from train.card.text import block, code, quoted
 
 VLLM, VLLM_OLD, SGLANG, TRTLLM = "vLLM 0.33.0", "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.4.0rc"
 Part = tuple[str, str]  # an engine, and how it serves the head
@@ -98,11 +98,11 @@ def _dflash(facts: Facts) -> Iterator[Part]:
     yield "Not tried", f"{TRTLLM}, which has a loader of its own for these heads."
 
 
-def _authors(code: str) -> Callable[[Facts], Iterator[Part]]:
+def _authors(reader: str) -> Callable[[Facts], Iterator[Part]]:
     def parts(facts: Facts) -> Iterator[Part]:
         others = [form for form, kinds in FORMATS.items() if facts.kind in kinds and form != facts.form]
         engines = f"; for engines publish it with format= one of {', '.join(others)}" if others else ""
-        yield "The authors' own code", f"{code} reads this layout, for `{facts.path}`{engines}."
+        yield "The authors' own code", f"{reader} reads this layout, for {code(facts.path)}{engines}."
 
     return parts
 
@@ -160,8 +160,8 @@ def _trtllm(facts: Facts) -> str:
 def _plain(facts: Facts) -> str:
     return block(
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{facts.path}")\n'
-        f'model = AutoModelForCausalLM.from_pretrained("{facts.path}")\n'
+        f"tokenizer = AutoTokenizer.from_pretrained({quoted(facts.path)})\n"
+        f"model = AutoModelForCausalLM.from_pretrained({quoted(facts.path)})\n"
         'inputs = tokenizer("…", return_tensors="pt")\n'
         f'out = model.generate(**inputs, custom_generate="{facts.repo}", trust_remote_code=True, max_new_tokens=64)',
         "python",
@@ -170,14 +170,15 @@ def _plain(facts: Facts) -> str:
 
 def _headstart(facts: Facts) -> str:
     adapter = facts.config["target"].get("adapter")
-    model = (f" model.path={facts.base}" if facts.hub else "") + (f" model.adapter={adapter}" if adapter else "")
-    model += " tree=chain" if facts.form else ""  # which foreign formats do not hold
-    carried = f', adapter="{adapter}"' if adapter else ""
-    lines = f"python eval/run.py run={facts.repo}{model}\npython inference/run.py run={facts.repo}{model} prompt='...'"
-    return (
-        f"{block(lines)}\n\nor from Python, in a checkout of headstart:\n\n"
-        "```python\nfrom heads.hub import load_found, resolve_head\n"
-        "from inference.target import Target\n\n"
-        f'target = Target.load("{facts.base}"{carried})\n'
-        f'head = load_found(resolve_head("{facts.repo}"), target.ends, target.spec)\n```'
+    model = (f" model.path={facts.base}" if facts.hub else "") + (
+        f" model.adapter={shlex.quote(adapter)}" if adapter else ""
     )
+    model += " tree=chain" if facts.form else ""  # which foreign formats do not hold
+    carried = f", adapter={quoted(adapter)}" if adapter else ""
+    lines = f"python eval/run.py run={facts.repo}{model}\npython inference/run.py run={facts.repo}{model} prompt='...'"
+    code = (
+        "from heads.hub import load_found, resolve_head\nfrom inference.target import Target\n\n"
+        f"target = Target.load({quoted(facts.path)}{carried})\n"
+        f'head = load_found(resolve_head("{facts.repo}"), target.ends, target.spec)'
+    )
+    return f"{block(lines)}\n\nor from Python, in a checkout of headstart:\n\n{block(code, 'python')}"

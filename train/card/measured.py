@@ -47,7 +47,9 @@ def how(report: dict[str, Any]) -> str:
     where = [str(device[key]) for key in ("name", "dtype", "torch", "transformers") if device.get(key) is not None]
     said = [f"Device, dtype, versions of torch and transformers: {escaped(', '.join(where))}."] if where else []
     if settings.get("prompts") is not None:
-        said.append(f"{settings['prompts']} prompts a workload, {settings.get('max_new_tokens')} new tokens at most.")
+        said.append(
+            escaped(f"{settings['prompts']} prompts a workload, {settings.get('max_new_tokens')} new tokens at most.")
+        )
     if date := (settings.get("provenance") or {}).get("date"):
         said.append(f"Measured on {escaped(str(date)[:10])}.")
     return " ".join(said)

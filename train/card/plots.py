@@ -50,7 +50,11 @@ def drawn(facts: Facts) -> dict[str, Drawn]:
 def _curves(facts: Facts) -> dict[str, Any]:
     """Return the training curves, of the run's own records, else of its report."""
     found: dict[str, Any] = extras.training({facts.kind: facts.run / "head"})
-    found = found or {name: each for name, each in facts.report.get("training", {}).items() if facts.own(name)}
+    found = found or {
+        name: each
+        for name, each in facts.report.get("training", {}).items()
+        if facts.own(name) and each.keys() >= {"steps", "tau"}  # an earlier version's may lack some
+    }
     return {name: {**each, "tau": each["tau"] if len(each["tau"]) > 1 else []} for name, each in found.items()}
 
 

@@ -1,5 +1,6 @@
 """Text for Markdown: names and values from outside are shown as they are, and are no markup."""
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,14 @@ def code(value: object) -> str:
 
 
 def block(text: str, language: str = "") -> str:
-    """Return lines as a block of code."""
-    return f"```{language}\n{text}\n```"
+    """Return lines as a block of code, whatever backticks they hold."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def quoted(text: str) -> str:
+    """Return a text as Python writes it, in one line."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def bullets(values: dict[str, Any], indent: str = "") -> Iterator[str]:
