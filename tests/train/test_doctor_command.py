@@ -191,14 +191,9 @@ def test_a_run_is_examined_on_its_own_prompts_and_its_records_are_published(tmp_
     assert (found["chat template"].verdict, found["tokenizer"].verdict) == (OK, UNKNOWN)
     out = run / "publish"
     said: dict[str, Any] = {
-        "private": True,
-        "license": "mit",
-        "dry_run": True,
-        "out": None,
-        "reverify": False,
-        "format": None,
-    }
-    said |= {"target": None, "dtype": "float32", "draft_tokens": 3}
+        "private": True, "license": "mit", "dry_run": True, "out": None, "reverify": False, "verify_prompts": 0,
+        "verify_tokens": 2, "tag": None, "format": None, "target": None, "dtype": "float32", "draft_tokens": 3,
+    }  # fmt: skip
     write_folder(run, out, PublishConfig(run=str(run), repo="me/t-eagle3", **said))
     assert json.loads((out / "tokenizer_reference.json").read_text()).items() >= origin.items()
     assert read(str(out)).prompts == str(run / "prompts.jsonl")
