@@ -51,7 +51,7 @@ def ours(where: str, config: dict[str, Any], tensors: dict[str, Tensor], ends: E
 
 
 def _layers(tensors: dict[str, Tensor]) -> int:
-    """Return how many decoder layers there are, EAGLE-3's first among them: config.json may not say it, or not truly."""
+    """Return how many decoder layers there are, EAGLE-3's first among them, which config.json may not say."""
     return sum(name.endswith("self_attn.q_proj.weight") for name in tensors)
 
 

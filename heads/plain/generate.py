@@ -112,7 +112,7 @@ def _named() -> str:
 def _stop_here(kwargs: dict[str, Any], tokenizer: Any) -> None:
     """Make stop strings a criterion of their own: generate hands no tokenizer on to us, and wants one for them."""
     said: GenerationConfig | None = kwargs.get("generation_config")
-    strings = kwargs.pop("stop_strings", None) or (said and said.stop_strings)
+    strings = kwargs.pop("stop_strings", None) or (None if said is None else said.stop_strings)
     if strings is None:
         return
     if said is not None:
