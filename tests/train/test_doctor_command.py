@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,13 @@ from data.template import template_sha256
 from heads.resolvers import ROOT
 from heads.store import save_head
 from tests import toys
-from tests.train.doctoring import TREE, Ward, asked, change, examine, faults, rope, set_to, turned, unchecked, without
+from tests.train.doctoring import TREE, Ward, asked, change, examine, faults, rope, set_to, turned, without
 from tests.train.hub_server import Hub, Repo, become
 from train import publish
 from train.doctor import against, report
 from train.doctor.examined import read
 from train.doctor.finding import OK, UNKNOWN, WRONG, Finding, meant_for, written
 from train.publish import PublishConfig, write_folder
-
-
-@pytest.fixture(scope="module")
-def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
-    with unchecked():
-        yield Ward(tmp_path_factory.mktemp("target"))
 
 
 def untrained(ward: Ward, folder: Path, form: str | None = "vllm") -> Path:
@@ -141,7 +134,7 @@ def test_a_damaged_head_is_examined_as_far_as_it_goes(name: str, tmp_path: Path,
     assert next(each for each in found if each.check == "acceptance").verdict == UNKNOWN
 
 
-@pytest.mark.parametrize("value", [None, "x", 7, [], {}, [None], {"a": []}, -1, 1e300, True])
+@pytest.mark.parametrize("value", [None, "x", [], [None], {"a": []}, -1, 1e300, True])
 @pytest.mark.parametrize("form", ["vllm", None])
 def test_no_value_of_another_kind_stops_it(
     value: Any, form: str | None, tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch
