@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from data.answer_files import Answers
@@ -240,8 +240,14 @@ def fuzz(reader: Reader, root: Path, count: int) -> None:
     bent = st.builds(cut, st.just(reader.written(reader.whole)), CUTS)
     both = st.builds(cut, whole, CUTS)
 
+    # Not `explain`: it traces every input, and keeps what it saw of each until the last.
     @settings(
-        max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
     )
     @given(st.one_of(whole, bent, both))
     def tried(content: bytes) -> None:

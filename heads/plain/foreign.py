@@ -29,6 +29,7 @@ def ours(where: str, config: dict[str, Any], tensors: dict[str, Tensor], ends: E
     Raises:
         ValueError: the layout is unknown, or the head is of a model of another width or vocabulary.
     """
+    config = {**(config.get("transformer_layer_config") or {}), **config}
     for name, size in (("hidden_size", ends.hidden_size), ("vocab_size", ends.vocab_size)):
         if config.get(name, size) != size:
             raise ValueError(
@@ -37,7 +38,7 @@ def ours(where: str, config: dict[str, Any], tensors: dict[str, Tensor], ends: E
             )
     names = set(tensors)
     if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names:
-        return _eagle3(config, tensors)
+        return _eagle3(where, config, tensors, ends)
     if {"fc.weight", "hidden_norm.weight"} <= names:
         return _dflash(config, tensors, ends)
     if {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names:
@@ -49,13 +50,23 @@ def ours(where: str, config: dict[str, Any], tensors: dict[str, Tensor], ends: E
     raise ValueError(f"{where}: holds no draft head that this code knows")
 
 
-def _decoder(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a decoder layer."""
+def _layers(tensors: dict[str, Tensor]) -> int:
+    """Return how many decoder layers there are, EAGLE-3's first among them, which config.json may not say."""
+    return sum(name.endswith("self_attn.q_proj.weight") for name in tensors)
+
+
+def _decoder(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the numbers of the decoder layers; a head's width by its own tensors, as it need not be the model's."""
+    found = {name.rpartition("self_attn.")[2]: tensor for name, tensor in tensors.items() if "self_attn." in name}
+    query, normed, heads = found.get("q_proj.weight"), found.get("q_norm.weight"), config.get("num_attention_heads")
+    width = config.get("head_dim") if normed is None else len(normed)
+    if width is None and query is not None and heads:
+        width = len(query) // heads
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or parameters
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     return {
-        "head_dim": config.get("head_dim"),
+        "head_dim": width,
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": float(config.get("rope_theta") or parameters.get("rope_theta") or 10000.0),
         "rope_scaling": None if kind == "default" else {**scaling, "rope_type": kind},
@@ -69,12 +80,30 @@ def _vocabulary(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _eagle(config: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
-    return {"name": "eagle", "layers": config["num_hidden_layers"], **_decoder(config)}, tensors, 0
+    return {"name": "eagle", "layers": _layers(tensors), **_decoder(config, tensors)}, tensors, 0
 
 
-def _eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+def default_three(num_layers: int) -> list[int]:
+    """Return the layers that EAGLE-3 reads by default."""
+    return [1, num_layers // 2 - 1, num_layers - 4]
+
+
+def _features(config: dict[str, Any], ends: Ends) -> list[int] | None:
+    """Return the layers that EAGLE-3 reads, None for the default three, by whichever count they are said."""
     nested = config.get("eagle_config") or {}
-    layers = [i - 1 for i in config[IDS]] if IDS in config else nested.get(IDS)
+    inputs, outputs = config.get(IDS), nested.get(IDS)
+    if inputs is None and outputs is None:
+        inputs = nested.get("layer_ids")
+    said, three = outputs if inputs is None else inputs, default_three(ends.num_layers)
+    if said is None or three in (said, [i - 1 for i in said]):
+        return None
+    return said if inputs is None else [i - 1 for i in said]
+
+
+def _eagle3(where: str, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends) -> Read:
+    nested = config.get("eagle_config") or {}
+    for name in {"input_norm.weight", "mask_hidden"} & tensors.keys():
+        raise ValueError(f"{where}: its {name} is of a kind of EAGLE-3 that this code does not know")
     found = _vocabulary(tensors)
     for name, tensor in tensors.items():
         if deeper := re.fullmatch(r"layers\.([1-9]\d*)\.(.*)", name):
@@ -86,12 +115,12 @@ def _eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
             found[re.sub(r"^fc_norm\.", "fusion.norms.", inner).replace("fc.weight", "fusion.fc.weight")] = tensor
     own = {
         "name": "eagle3",
-        "layers": config["num_hidden_layers"],
-        "feature_layers": layers,
+        "layers": _layers(tensors),
+        "feature_layers": _features(config, ends),
         "feature_norm": "fc_norm.0.weight" in tensors,
-        "norm_output": bool(config.get("norm_output")),
+        "norm_output": bool(config.get("norm_output") or nested.get("return_hidden_post_norm")),
         "norm_before_residual": bool(config.get("norm_before_residual")),
-        **_decoder(config),
+        **_decoder(config, tensors),
     }
     ways = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return own, found, int(ways[0].get("speculative_tokens") or 0)
@@ -124,7 +153,7 @@ def _hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
         else:
             found[re.sub(r"^hydra_lm_head\.(\d+)\.(?:1\.)?", r"lm_heads.\1.", name)] = tensor
     heads = 1 + max(int(part[1]) for part in parts.values())
-    own = {"name": "hydra", "heads": heads, "layers": len(places), "tied": False, **_decoder(config)}
+    own = {"name": "hydra", "heads": heads, "layers": len(places), "tied": False, **_decoder(config, tensors)}
     return own | {"prefix": f"{PREFIX}norm.weight" in tensors}, found, heads
 
 
@@ -135,13 +164,14 @@ def _dflash(config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends) -> R
     found = {DFLASH.get(name, name): tensor for name, tensor in tensors.items()}
     found |= {"mask": ends.embed(token)[0].detach(), **_vocabulary(tensors)}
     depths = int(told["block_size"]) - (0 if anchor else 1)
+    inputs = told.get("aux_hidden_state_layer_ids")
     own = {
         "name": "block",
         "depths": depths,
-        "layers": config["num_hidden_layers"],
-        "feature_layers": told.get("target_layer_ids"),
-        "causal": bool(told.get("causal")),
+        "layers": _layers(tensors),
+        "feature_layers": told.get("target_layer_ids") or (None if inputs is None else [i - 1 for i in inputs]),
+        "causal": bool(told.get("is_causal", told.get("causal_head") or told.get("causal"))),
         "from_anchor": bool(anchor),
-        **_decoder(config),
+        **_decoder(config, tensors),
     }
     return own, found, depths

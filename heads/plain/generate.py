@@ -6,6 +6,7 @@ code was loaded from is the one whose config.json and model.safetensors are read
 """
 
 import sys
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +69,8 @@ def generate(
     _check(kwargs)
     decoder_layers(model)
     loaded = load(where, model, hub)
-    if kwargs.get("stop_strings") is not None and tokenizer is not None:  # generate hands no tokenizer on to us
-        stop = StopStringCriteria(tokenizer=tokenizer, stop_strings=kwargs.pop("stop_strings"))
-        kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
+    if tokenizer is not None:
+        _stop_here(kwargs, tokenizer)
 
     def decoding(
         model: PreTrainedModel,
@@ -107,6 +107,19 @@ def _named() -> str:
     if not isinstance(named, str):
         raise ValueError("which head is meant is not known here: give generate the argument head=FOLDER_OR_REPOSITORY")
     return named
+
+
+def _stop_here(kwargs: dict[str, Any], tokenizer: Any) -> None:
+    """Make stop strings a criterion of their own: generate hands no tokenizer on to us, and wants one for them."""
+    said: GenerationConfig | None = kwargs.get("generation_config")
+    strings = kwargs.pop("stop_strings", None) or (None if said is None else said.stop_strings)
+    if strings is None:
+        return
+    if said is not None:
+        kwargs["generation_config"] = copy(said)
+        kwargs["generation_config"].stop_strings = None
+    stop = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
 
 
 def _check(kwargs: dict[str, Any]) -> None:

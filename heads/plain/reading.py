@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from .drafts import KINDS, Drafts, made
-from .foreign import ours
+from .foreign import default_three, ours
 from .parts import Weights
 from .target import Ends, Seen
 
@@ -96,7 +96,7 @@ def _depth(tree: dict[str, Any]) -> int:
 def _layers(count: int, num_layers: int) -> list[int]:
     """Return the layers that a head reads by default: EAGLE-3's three, or more, spread evenly."""
     if count == FUSED["eagle3"]:
-        return [1, num_layers // 2 - 1, num_layers - 4]
+        return default_three(num_layers)
     return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from heads.plain.generate import generate
@@ -142,6 +142,9 @@ def test_a_stop_string_ends_the_text(text: list[int], monkeypatch: pytest.Monkey
     ids = plainly(toys.target(), prompt(), **asked)
     assert ids.shape[1] < len(text)
     assert torch.equal(drafted(toys.target(), prompt(), **asked).sequences, ids)
+    config = GenerationConfig(stop_strings=asked.pop("stop_strings"), max_new_tokens=NEW)
+    assert torch.equal(drafted(toys.target(), prompt(), **asked, generation_config=config).sequences, ids)
+    assert config.stop_strings == [stop]
 
 
 def test_a_streamer_gets_what_it_gets_without_a_head(text: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

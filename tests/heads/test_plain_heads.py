@@ -1,17 +1,20 @@
 """The code that a published head carries drafts what the head drafts here: every kind, option and layout."""
 
 import ast
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads import HEADS, plain
 from heads.base import DraftHead, Features
 from heads.plain import drafts, recurrent
+from heads.plain.foreign import IDS
 from heads.plain.reading import load
 from heads.plain.target import Seen
 from tests import toys
@@ -65,6 +68,15 @@ def test_a_head_drafts_the_same_here_and_there(name: str, tmp_path: Path, monkey
         before = found[0]
 
 
+def given(reading: Any) -> Seen:
+    """Return what a head is given of the text that exported heads are tried on."""
+    of = exporting.target()
+    of.feature_layers = reading.feature_layers
+    token = torch.tensor([exporting.TOKENS[:-1]])
+    features = of.features(token, torch.zeros_like(token))
+    return Seen(features.hidden[0], features.last[0], torch.empty(0))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_head_drafts_the_same(name: str, tmp_path: Path) -> None:
     case: Case = CASES[name]
@@ -74,16 +86,58 @@ def test_an_exported_head_drafts_the_same(name: str, tmp_path: Path) -> None:
     ours = exporting.chain(head, steps)
     drafts = load(str(folder), exporting.target().model, {}).drafts
     assert drafts.depth == head.max_depth
-    hidden = exporting.told().hs
-    of = exporting.target()
-    of.feature_layers = drafts.feature_layers
-    token = torch.tensor([exporting.TOKENS[:-1]])
-    features = of.features(token, torch.zeros_like(token))
-    torch.testing.assert_close(features.last[0], hidden[-1])
-    seen = Seen(features.hidden[0], features.last[0], torch.empty(0))
+    seen = given(drafts)
+    torch.testing.assert_close(seen.last, exporting.told().hs[-1])
     found = [drafts.commit(seen, torch.tensor(exporting.TOKENS[1:]))]
     found += [drafts.draft(each.argmax()[None]) for each in ours[:-1]]
     exporting.assert_same(found, ours)
+
+
+def told_otherwise(config: dict[str, Any], how: str) -> None:
+    """Say in config.json what it says, as others say it."""
+    inner = config["transformer_layer_config"]
+    if how == "no width of a head":
+        del config["head_dim"], inner["head_dim"]
+    elif how == "speculators alone":
+        for key in inner:
+            config.pop(key, None)
+        del config["eagle_config"]
+    elif how == "the state that is fed back within eagle_config":
+        config["eagle_config"]["return_hidden_post_norm"] = config.pop("norm_output")
+    elif how == "layers by their outputs at the top":
+        config[IDS] = config.pop("eagle_config")[IDS]
+    elif how == "layers by their inputs within eagle_config":
+        config["eagle_config"] = {"layer_ids": config.pop(IDS)}
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["no width of a head", "speculators alone", "the state that is fed back within eagle_config",
+     "layers by their outputs at the top", "layers by their inputs within eagle_config"],
+)  # fmt: skip
+def test_a_head_of_others_is_read_as_it_is_read_here(how: str, tmp_path: Path) -> None:
+    layers = [1, 3, 4] if how == "layers by their outputs at the top" else [0, 2, 5]
+    head = exporting.made("eagle3", feature_layers=layers, head_dim=16, norm_output=True)
+    folder = exporting.exported(head, "speculators", tmp_path / "head")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    told_otherwise(config, how)
+    path.write_text(json.dumps(config))
+    drafts = load(str(folder), exporting.target().model, {}).drafts
+    assert drafts.feature_layers == tuple(layers)
+    seen = given(drafts)
+    ours = exporting.chain(head, STEPS)
+    found = [drafts.commit(seen, torch.tensor(exporting.TOKENS[1:]))]
+    found += [drafts.draft(each.argmax()[None]) for each in ours[:-1]]
+    exporting.assert_same(found, ours)
+
+
+def test_a_kind_of_eagle3_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    folder = exporting.exported(exporting.made("eagle3", feature_layers=[1, 3, 4]), "vllm", tmp_path / "head")
+    held = load_file(folder / "model.safetensors")
+    save_file({**held, "input_norm.weight": torch.ones(96)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"its input_norm.weight is of a kind of EAGLE-3"):
+        load(str(folder), exporting.target().model, {})
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("eagle3", (1, 3, 4)), ("block", (1, 2, 3, 4, 5))])

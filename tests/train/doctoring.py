@@ -205,7 +205,7 @@ class Ward:
         return self.heads[name]
 
     def published(self, folder: Path, kind: str, form: str | None, options: dict[str, Any], **faulty: Any) -> Path:
-        kept = Path(self.target.name) / "published" / f"{kind} {form} {len(options)} {len(faulty)} {sorted(faulty)}"
+        kept = Path(self.target.name) / "published" / f"{kind} {form} {sorted(options)} {sorted(faulty)}"
         if not kept.is_dir():
             published(kind, form, self.head(kind, options, **faulty), self.target, kept)
         return Path(shutil.copytree(kept, folder))

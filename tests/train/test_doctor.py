@@ -1,6 +1,6 @@
 """The doctor on heads with one planted fault each that their files show: it finds that one, with its remedy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +17,9 @@ from tests.train.doctoring import (
     rope,
     set_to,
     turned,
-    unchecked,
     within,
     without,
 )
-
-
-@pytest.fixture(scope="module")
-def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
-    with unchecked():
-        yield Ward(tmp_path_factory.mktemp("target"))
 
 
 class Fault(NamedTuple):

@@ -2,9 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,14 @@ from data.template import template_sha256
 from heads.resolvers import ROOT
 from heads.store import save_head
 from tests import toys
-from tests.train.doctoring import TREE, Ward, asked, change, examine, faults, rope, set_to, turned, unchecked, without
+from tests.train.doctoring import TREE, Ward, asked, change, examine, faults, rope, set_to, turned, without
 from tests.train.hub_server import Hub, Repo, become
 from tests.train.publishing import VALUES
 from train import publish
+from train.doctor import against, report
 from train.doctor.examined import read
 from train.doctor.finding import OK, UNKNOWN, WRONG, Finding, meant_for, written
 from train.publish import PublishConfig, write_folder
-
-
-@pytest.fixture(scope="module")
-def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
-    with unchecked():
-        yield Ward(tmp_path_factory.mktemp("target"))
 
 
 def untrained(ward: Ward, folder: Path, form: str | None = "vllm") -> Path:
@@ -42,12 +38,11 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_needs_no_run_and_says_by_its_status_that_something_is_wrong(tmp_path: Path, ward: Ward) -> None:
     folder = untrained(ward, tmp_path / "head")
-    words = (f"doctor={folder}", f"target={ward.target.name}", "checkup.measure=false")
-    done = command(*words)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert ", 0 wrong, 5 not known" in done.stdout
+    text, status = report(asked(folder, ward.target, False))
+    assert status == 0
+    assert ", 0 wrong, 5 not known" in text
     change(folder, config=rope(max_position_embeddings=2048))
-    done = command(*words)
+    done = command(f"doctor={folder}", f"target={ward.target.name}", "checkup.measure=false")
     assert done.returncode == 1, done.stderr + done.stdout
     lines = done.stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("wrong"))
@@ -140,14 +135,19 @@ def test_a_damaged_head_is_examined_as_far_as_it_goes(name: str, tmp_path: Path,
     assert next(each for each in found if each.check == "acceptance").verdict == UNKNOWN
 
 
-@pytest.mark.parametrize("value", [None, "x", 7, [], {}, [None], {"a": []}, -1, 1e300, True])
+@pytest.mark.parametrize("value", [None, "x", [], [None], {"a": []}, -1, 1e300, True])
 @pytest.mark.parametrize("form", ["vllm", None])
-def test_no_value_of_another_kind_stops_it(value: Any, form: str | None, tmp_path: Path, ward: Ward) -> None:
+def test_no_value_of_another_kind_stops_it(
+    value: Any, form: str | None, tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = untrained(ward, tmp_path / "head", form)
-    whole = (folder / "config.json").read_text()
+    whole, load = (folder / "config.json").read_text(), against.load
+    loaded = load(ward.target.name, read(str(folder)), "float32", False)
     for key in json.loads(whole):
         if key != "format":
             change(folder, config=set_to(**{key: value}))
+            names_target = key in ("target", "speculators_config")
+            monkeypatch.setattr(against, "load", load if names_target else lambda *_: loaded)
             assert examine(asked(folder, ward.target, False))
             (folder / "config.json").write_text(whole)
     (folder / "report.json").write_text(json.dumps(value))
@@ -163,7 +163,7 @@ def test_what_is_not_recorded_or_cannot_be_loaded_is_not_known(tmp_path: Path, w
     target.mkdir()
     (target / "config.json").write_bytes((Path(ward.target.name) / "config.json").read_bytes())
     config = asked(folder, ward.target, True)
-    found = examine(type(config)(config.doctor, str(target), None, config.checkup))
+    found = examine(replace(config, target=str(target)))
     assert [each for each in found if each.verdict == WRONG] == []
     unsure = {each.check: each.says for each in found if each.verdict == UNKNOWN}
     assert {"target", "tokenizer", "chat template", "acceptance", "layers, measured"} <= unsure.keys()
@@ -178,6 +178,36 @@ def test_one_engine_is_not_told_of_what_harms_another(tmp_path: Path, ward: Ward
     assert faults(folder, ward.target, form="sglang") == []
     harmless = meant_for(Finding(WRONG, "x", "y", "z", ("vllm",), "biases"), "sglang")
     assert harmless == Finding(OK, "x, which harms vLLM alone", check="biases")
+
+
+def test_another_dtype_than_the_targets_harms_those_alone_that_do_not_cast(tmp_path: Path, ward: Ward) -> None:
+    target = Path(shutil.copytree(ward.target.name, tmp_path / "target"))
+    content = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**content, "dtype": "bfloat16"}))
+    for name, kind, form, harmed in (
+        ("eagle3", "eagle3", "vllm", {None, "sglang"}), ("medusa", "medusa", "vllm", set()),
+        ("eagle", "eagle", "eagle", set()),
+    ):  # fmt: skip
+        folder = ward.published(tmp_path / name, kind, form, {}, steps=0)
+        for engine in (None, "vllm", "sglang"):
+            config = replace(asked(folder, ward.target, False, engine), target=str(target))
+            (found,) = [each for each in examine(config) if each.check == "dtype"]
+            assert (found.verdict == WRONG) == (engine in harmed), (name, engine)
+
+
+def test_a_target_is_not_asked_whether_its_code_may_run(
+    tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, target = untrained(ward, tmp_path / "head"), tmp_path / "target"
+    target.mkdir()
+    said = {"model_type": "own", "auto_map": {"AutoConfig": "configuration.Own"}}
+    (target / "config.json").write_text(json.dumps(said))
+    (target / "configuration.py").write_text("raise SystemExit")
+    asks = list[str]()
+    monkeypatch.setattr("builtins.input", lambda line="": asks.append(line) or "n")
+    with pytest.raises(ValueError, match=r"no model there"):
+        examine(replace(asked(folder, ward.target, False), target=str(target)))
+    assert asks == []
 
 
 def test_a_run_is_examined_on_its_own_prompts_and_its_records_are_published(tmp_path: Path, ward: Ward) -> None:

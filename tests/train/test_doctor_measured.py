@@ -1,7 +1,6 @@
 """The doctor on healthy heads in every form, and on faults that only drafting shows: it finds what is there alone."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tests.train.doctoring import (
     faults,
     rope,
     turned,
-    unchecked,
 )
 from train.doctor.finding import OK, written
 from train.doctor.trials import MOVES
@@ -28,12 +26,6 @@ FORMS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("block", "dflash", {}), ("eagle3", None, {}), ("eagle", None, {}), ("medusa", None, {}), ("hydra", None, {}),
     ("block", None, {}),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
-    with unchecked():
-        yield Ward(tmp_path_factory.mktemp("target"))
 
 
 @pytest.mark.parametrize(("kind", "form", "options"), FORMS)

@@ -107,7 +107,7 @@ def load(given: str | None, head: Examined, dtype: str, measure: bool) -> Agains
         raise ValueError(f"{head.name}: its files do not say its target; give target=FOLDER or target=OWNER/NAME")
     path = target_path(str(Path(said).expanduser()) if given else said)
     try:
-        config: Any = AutoConfig.from_pretrained(path).get_text_config()
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"target={path}: no model there ({one_line(error).split('. ')[0]}); give target=FOLDER or target=OWNER/NAME"

@@ -162,6 +162,9 @@ def dtype(head: Examined, against: Against) -> Findings:
     if head.form == OWN:
         yield ok(f"{', '.join(kinds)}; this form is loaded in the target's dtype")
         return
+    if head.form == "medusa" or not head.architectures:
+        yield ok(f"{', '.join(kinds)}; whoever reads this form casts it to the target's dtype")
+        return
     said = head.config.get("torch_dtype") or head.config.get("dtype")
     served = str(against.config.get("dtype") or "").removeprefix("torch.")
     actual = kinds[0] if len(kinds) == 1 else "bfloat16"
@@ -184,7 +187,8 @@ def dtype(head: Examined, against: Against) -> Findings:
             f"torch_dtype is {said} and the target's {served}",
             "SGLang runs the head in another dtype than the features it reads; vLLM casts it",
             f"export with dtype={served}",
-        )
+            "sglang", "trtllm",
+        )  # fmt: skip
     else:
         yield ok(f"{said}, as the tensors are; the target's files are in {served or 'a dtype that they do not say'}")
 
