@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from data.answer_files import Answers
@@ -39,6 +39,7 @@ from train import checkpoint
 
 ALL = 100_000  # inputs of `make fuzz`
 FEW = 150  # of each reader otherwise
+ROUND = 1_000
 PATIENCE = 60  # seconds for one input
 ROOM = 400 << 20  # bytes that the process may grow by
 LONGEST = 20_000  # characters of an error
@@ -240,21 +241,18 @@ def fuzz(reader: Reader, root: Path, count: int) -> None:
     bent = st.builds(cut, st.just(reader.written(reader.whole)), CUTS)
     both = st.builds(cut, whole, CUTS)
 
-    # Not `explain`: it traces every input, and keeps what it saw of each until the last.
-    @settings(
-        max_examples=count,
-        derandomize=True,
+    content = st.one_of(whole, bent, both)
+    # Not `explain`, which traces every input; and rounds, for hypothesis keeps every choice of one.
+    chosen = settings(
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
     )
-    @given(st.one_of(whole, bent, both))
-    def tried(content: bytes) -> None:
-        survives(reader, root, content)
-
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    tried()
+    for begin in range(0, count, ROUND):
+        tried = given(content)(partial(survives, reader, root))
+        seed(begin)(settings(chosen, max_examples=min(ROUND, count - begin))(tried))()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
     assert grown * 1024 < ROOM
 

@@ -32,7 +32,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def trained(kind: str) -> Path:
         run = root / kind
         if not run.exists():
-            steps = ["trainer.steps=200", "trainer.eval_every=200", "eval.prompts=0"]
+            steps = ["trainer.steps=300", "trainer.eval_every=300", "eval.prompts=0"]
             command("train/run.py", f"head={kind}", *steps, f"out={run}", *SAID[kind])
         return run
 

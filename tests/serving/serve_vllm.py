@@ -25,7 +25,7 @@ def main() -> None:
         job["target"], dtype="float32", enforce_eager=True, disable_log_stats=False, block_size=32, max_num_seqs=1,
         speculative_config=job.get("speculative"),
     )  # fmt: skip
-    sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"], ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"])
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     answers = engine.generate(prompts, sampling, use_tqdm=False)
     counted = {}
