@@ -251,8 +251,14 @@ def fuzz(reader: Reader, root: Path, count: int) -> None:
     )
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for begin in range(0, count, ROUND):
-        tried = given(content)(partial(survives, reader, root))
-        seed(begin)(settings(chosen, max_examples=min(ROUND, count - begin))(tried))()
+
+        @seed(begin)
+        @settings(chosen, max_examples=min(ROUND, count - begin))
+        @given(content)
+        def tried(content: bytes) -> None:
+            survives(reader, root, content)
+
+        tried()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
     assert grown * 1024 < ROOM
 
