@@ -69,4 +69,7 @@ def test_a_real_server_is_measured_as_the_verifier_measures(run_of: Callable[[st
         (rows[where],) = [row for row in report["rows"] if row["drafter"] == name]
     print({where: (row["tau"], row["tau_ci"], row["accepted_by_depth"]) for where, row in rows.items()})
     assert rows["served"]["lossless"] == {"checked": 8, "identical": 8, "near_tie": 0, "failed": 0}
-    assert rows["served"]["tau"] == pytest.approx(rows["here"]["tau"], rel=0.02)
+    served, here = rows["served"], rows["here"]
+    assert served["steps"] == pytest.approx(here["steps"], rel=0.02)
+    # vLLM counts what it accepts behind the end of an answer: less than a draft for each.
+    assert 0 <= (served["tau"] - here["tau"]) * here["steps"] <= 8 * 3
