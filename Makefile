@@ -58,7 +58,7 @@ test-serving: setup $(SERVED) ## heads of ours in the engines that serve them, o
 	$(RUN) -m pytest -m serving tests/serving
 
 fuzz: setup ## readers of files from outside, fed 100,000 broken ones
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "slow and not gpu" tests/test_fuzz.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist load -m "slow and not gpu" tests/test_fuzz.py
 
 lint: setup ## ruff: rules and formatting, changing nothing
 	$(RUN) -m ruff check .

@@ -45,9 +45,11 @@ def _mask(token: int | None, ends: Ends) -> nn.Parameter:
         return nn.Parameter(torch.randn(ends.hidden_size) * 0.02)
     if not -ends.vocab_size <= token < ends.vocab_size:
         raise ValueError(f"head.mask_token is {token}: the target has {ends.vocab_size} tokens; give one of them")
-    place = ends.head_weight().device
-    row = ends.embed(torch.tensor(token % ends.vocab_size, device=place))
-    return nn.Parameter(row.detach().to("cpu", torch.get_default_dtype(), copy=True), requires_grad=False)
+    slot = nn.Parameter(torch.empty(ends.hidden_size), requires_grad=False)
+    if not slot.is_meta:  # shapes alone have nothing to hold
+        place = ends.head_weight().device
+        slot.data.copy_(ends.embed(torch.tensor(token % ends.vocab_size, device=place)).detach())
+    return slot
 
 
 class Block(nn.Module):
