@@ -35,9 +35,9 @@ $(STAMP): pyproject.toml Makefile
 	$(RUN) -m pip install -e '.[cluster,dev,quant,sweep]'
 	@touch $(STAMP)
 
-$(SERVED): tests/serving/requirements.txt tests/serving/engines.txt tests/serving/newest.txt Makefile
+$(SERVED): $(addprefix tests/serving/,requirements.txt versions.txt engines.txt newest.txt) Makefile
 	$(call environment,$(SERVING))
-	$(SERVING)/bin/python -m pip install -r tests/serving/requirements.txt
+	$(SERVING)/bin/python -m pip install -r tests/serving/requirements.txt -c tests/serving/versions.txt
 	$(SERVING)/bin/python -m pip install --no-deps -r tests/serving/engines.txt
 	$(SERVING)/bin/python -m pip download --no-deps --only-binary=:all: --python-version 3.11 -d $(SERVING)/wheels -r tests/serving/newest.txt
 	$(SERVING)/bin/python tests/serving/unpack.py $(SERVING)/wheels $(SERVING)/newest

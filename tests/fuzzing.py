@@ -40,7 +40,8 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 def edited(value: Any, edits: list[tuple[str, int, Any]]) -> Any:
     """Return a value with some of its parts replaced, taken out, added or called otherwise."""
     value = copy.deepcopy(value)
-    for what, number, new in edits:
+    for what, number, drawn in edits:
+        new = copy.deepcopy(drawn)  # one drawn twice would otherwise hold itself
         known = places(value)
         if not known:
             return new

@@ -33,7 +33,7 @@ from tests import toys
 from tests.data import stores
 from tests.eval.test_reading import report
 from tests.eval.test_sources import NOTHING, OWN
-from tests.fuzzing import CUTS, broken, cut, encoded
+from tests.fuzzing import CUTS, broken, cut, edited, encoded
 from tests.heads.published import eagle3_authors, publish
 from train import checkpoint
 
@@ -261,6 +261,13 @@ def fuzz(reader: Reader, root: Path, count: int) -> None:
         tried()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
     assert grown * 1024 < ROOM
+
+
+def test_what_is_drawn_twice_does_not_hold_itself() -> None:
+    drawn: list[object] = []
+    made = edited({"a": 1}, [("put", 0, drawn), ("add", 0, drawn), ("add", 1, drawn)])
+    assert made == {"a": [], "[]": []}
+    assert drawn == []
 
 
 @pytest.mark.parametrize("name", NAMES)

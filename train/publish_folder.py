@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from data.files import content_hash
 from eval.reading import read_report
 from heads.errors import one_line
 from heads.hub import on_hub, target_path
@@ -21,7 +22,7 @@ from train.card import Facts, card
 from train.doctor import TEMPLATE
 from train.exporting import exported
 from train.publish_config import PublishConfig
-from train.publish_hub import files_of, one_of, sha256
+from train.publish_hub import files_of, one_of
 
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
@@ -114,7 +115,7 @@ def tokenizer_sha256(model: str) -> str | None:
     if not local.is_file() and on_hub(model):
         cached = try_to_load_from_cache(model, "tokenizer.json")
         local = Path(cached) if isinstance(cached, str) else local
-    return sha256(local) if local.is_file() else None
+    return content_hash(local) if local.is_file() else None
 
 
 def portable(text: str) -> str:

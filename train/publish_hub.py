@@ -20,6 +20,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
+from data.files import content_hash
 from heads.hub import TRANSPORT, hub_errors
 from heads.store import read_tensors
 
@@ -126,7 +127,7 @@ def download(folder: Path, back: Path, repo: str, commit: str, api: HfApi) -> No
         names = files_of(folder)
         lasting(lambda: api.snapshot_download(repo, revision=commit, local_dir=back, allow_patterns=names))
     for name in names:
-        if not (back / name).is_file() or sha256(back / name) != sha256(folder / name):
+        if not (back / name).is_file() or content_hash(back / name) != content_hash(folder / name):
             raise ValueError(f"{repo}: {name} came back different from what was uploaded")
     ours, theirs = read_tensors(folder), read_tensors(back)
     equal = ours.keys() == theirs.keys() and all(
@@ -176,15 +177,6 @@ def one_of(patterns: tuple[str, ...]) -> Callable[[str], bool]:
     return lambda name: any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def sha256(path: Path) -> str:
-    """Return a file's hash."""
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 @contextmanager
 def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Path]:
     """Give a commit's files, compared with the folder as `download` does, until the block ends."""
@@ -227,7 +219,7 @@ def _holds(commit: str, folder: Path, repo: str, api: HfApi) -> bool:
 
 def _same(path: Path, there: RepoFile) -> bool:
     if there.lfs is not None:
-        return bool(there.lfs.sha256 == sha256(path))
+        return bool(there.lfs.sha256 == content_hash(path))
     data = path.read_bytes()
     return bool(there.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())  # as git names it
 

@@ -10,14 +10,8 @@ from torch import Tensor
 
 from heads.export.files import KNOWN, OFFSETS, Foreign, Shapes
 from heads.export.source import Source, layer_shapes
+from heads.published.dflash import NAMES
 
-NAMES = {
-    "fusion.fc.weight": "fc.weight",
-    "before.weight": "markov_head.markov_w1.weight",
-    "bias.weight": "markov_head.markov_w2.weight",
-    "confidence.weight": "confidence_head.proj.weight",
-    "confidence.bias": "confidence_head.proj.bias",
-}
 OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors that have another form there
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
