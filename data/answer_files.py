@@ -22,9 +22,13 @@ from data.answer_chats import CAUSES, Outcome
 from data.files import CHUNK, META, PARTS, SETTINGS
 from heads.outside import inside, parse_json
 from heads.store import flush
+from heads.typed import fits
 
 SCHEMA = 1
-OUTCOME = {"chat", "answers", "cause", "failed"}  # of an Outcome, without the later ones
+RECORD = {"id": str}
+OUTCOME = {**RECORD, "chat": dict[str, Any] | None, "answers": int, "cause": str, "failed": bool}  # its first fields
+# What the files of JSON are read for, any part of which may be missing.
+NOTED = {"settings": dict[str, Any], "left_out": dict[str, list[str]], "shortened": dict[str, list[str]]}
 
 
 class Place(NamedTuple):
@@ -107,8 +111,11 @@ class Answers:
                     found[line["id"]] = Place(file, start, end, False, line["answers"], line["cause"], left_out)
         if self.out.is_file():
             shortened = {id_: cause for cause, ids in noted["shortened"].items() for id_ in ids}
-            for start, end, line in _lines(self.out, set()):
-                count = sum(message["role"] == "assistant" for message in line.get("messages", ())) or 1
+            for start, end, line in _lines(self.out, RECORD):
+                messages = line.get("messages", [])
+                if not fits(list[dict[str, Any]], messages):
+                    raise _no_answer(self.out, start)
+                count = sum(message.get("role") == "assistant" for message in messages) or 1
                 known = found.get(line["id"])  # in a part still, where a merge was killed before it wrote the causes
                 cause = shortened.get(line["id"], known.cause if known else "")
                 found[line["id"]] = Place(self.out, start, end, True, count, cause)
@@ -242,8 +249,8 @@ def _encoded(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, ensure_ascii=False) + "\n").encode()
 
 
-def _lines(path: Path, keys: set[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield the whole lines of a file, which have these keys beside an id, with where they begin and end."""
+def _lines(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the whole lines of a file, which have keys of these kinds, with where they begin and end."""
     start = 0
     with path.open("rb") as file:
         for line in file:
@@ -252,11 +259,15 @@ def _lines(path: Path, keys: set[str]) -> Iterator[tuple[int, int, dict[str, Any
             try:
                 told = parse_json(line)
             except ValueError as error:
-                raise ValueError(f"{path}: byte {start} begins a line that is no answer; remove the file") from error
-            if not isinstance(told, dict) or not isinstance(told.get("id"), str) or not keys <= told.keys():
-                raise ValueError(f"{path}: byte {start} begins a line that is no answer; remove the file")
+                raise _no_answer(path, start) from error
+            if not isinstance(told, dict) or not all(key in told and fits(kinds[key], told[key]) for key in kinds):
+                raise _no_answer(path, start)
             yield start, start + len(line), told
             start += len(line)
+
+
+def _no_answer(path: Path, start: int) -> ValueError:
+    return ValueError(f"{path}: byte {start} begins a line that is no answer; remove the file")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -264,10 +275,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: is damaged ({error}); remove it, and name another file") from error
-    known: dict[str, Any] = {"settings": {}, "left_out": {}, "shortened": {}} | value if isinstance(value, dict) else {}
-    named = [
-        ids for key in ("left_out", "shortened") if isinstance(known.get(key), dict) for ids in known[key].values()
-    ]
-    if not isinstance(known.get("settings"), dict) or not all(isinstance(ids, list) for ids in named):
+    known: dict[str, Any] = {key: {} for key in NOTED} | value if isinstance(value, dict) else {}
+    if not all(fits(kind, known.get(key)) for key, kind in NOTED.items()):
         raise ValueError(f"{path}: is damaged, it is no provenance of answers; remove it, and name another file")
     return known

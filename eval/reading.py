@@ -13,7 +13,7 @@ from eval.lossless import Divergence, Gate, SampledGate
 from eval.report import SCHEMA, Report
 from eval.row import Row
 from heads.outside import names_code, parse_json, shown
-from heads.typed import typed
+from heads.typed import fits, typed
 
 OWN = ("schema", "target", "device", "settings", "rows")  # what else stands in a report are its extras
 EXTRAS = {  # by eval/extras.py and the tiers, and where reports stand side by side
@@ -139,12 +139,15 @@ def _sampled(told: Any) -> SampledGate:
     """Return a gate above temperature 0."""
     equal, drawn = told["coupled"], told["law"]
     law = None if drawn is None else {key: value for key, value in drawn.items() if key != "control_caught"}
+    sizes, failed_at = tuple(equal.get("batch_sizes", (1,))), equal.get("failed_at")
+    if not fits(tuple[int, ...], sizes) or not fits(int | None, failed_at):
+        raise ValueError(f"batch_sizes {shown(sizes)} and failed_at {shown(failed_at)} are no batch sizes")
     return SampledGate(
         drafter=str(told["drafter"]),
         temperature=float(told["temperature"]),
         coupled=_gate({**equal, "passed": equal["checked"] > 0 and not equal["failed"]}),
         law=None if law is None else typed(LawTest, law),
         why=str(told["why_no_law"]),
-        batch_sizes=tuple(equal.get("batch_sizes", (1,))),
-        failed_at=equal.get("failed_at"),
+        batch_sizes=sizes,
+        failed_at=failed_at,
     )

@@ -147,6 +147,34 @@ def test_a_file_is_whole_up_to_its_last_newline(
     assert whole_lines(tmp_path / "a") == size
 
 
+PART = {"id": "1", "chat": {"id": "1"}, "answers": 1, "cause": "", "failed": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("a.parts/00000-of-00001.jsonl", PART | {"cause": []}),
+        ("a.parts/00000-of-00001.jsonl", PART | {"failed": ["", None]}),
+        ("a.parts/00000-of-00001.jsonl", PART | {"answers": "1"}),
+        ("a.parts/00000-of-00001.jsonl", PART | {"chat": 3}),
+        ("a", {"id": "1", "messages": [3]}),
+        ("a", {"id": "1", "messages": None}),
+    ],
+)
+def test_a_line_of_other_kinds_is_no_answer(name: str, line: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=rf"{file}: byte 0 begins a line that is no answer; remove the file$"):
+        Answers(tmp_path / "a").settled()
+
+
+def test_causes_that_name_no_chats_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.meta.json").write_text(json.dumps({"left_out": {"empty": [["1"]]}}))
+    with pytest.raises(ValueError, match=r"a\.meta\.json: is damaged, it is no provenance of answers"):
+        Answers(tmp_path / "a").settled()
+
+
 def test_no_chat_is_answered_twice(whole: bytes, tmp_path: Path) -> None:
     asked: list[str] = []
 

@@ -185,6 +185,15 @@ def test_damaged_gates_are_named(gate: Any) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("part", [{"failed_at": ""}, {"failed_at": [1]}, {"batch_sizes": ["1"]}, {"batch_sizes": None}])
+def test_damaged_batch_sizes_of_a_gate_are_refused(part: dict[str, Any]) -> None:
+    told = report().as_dict()
+    told["settings"]["sampled_gate"][0]["coupled"] |= part
+    with pytest.raises(ValueError, match="report mine has damaged gates") as error:
+        report_of(told, "mine")
+    assert "\n" not in str(error.value)
+
+
 def test_a_speedup_beside_a_red_gate_was_not_written_by_us() -> None:
     with pytest.raises(ValueError, match="report mine: medusa has a speedup and a red gate"):
         report_of(changed("speedup", 2.0), "mine")
