@@ -1,11 +1,14 @@
 """What a user sees of an error: one line on stderr and exit status 2, and the traceback only when asked for."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from heads.redact import redact_logs, redacted
+
+CHATTY = ("httpx", "httpx2")  # of huggingface_hub, which log every request with its URL
 
 
 def one_line(error: BaseException) -> str:
@@ -21,10 +24,12 @@ def one_line(error: BaseException) -> str:
 def user_errors() -> Iterator[None]:
     """Turn a ValueError or OSError of the block, or of the function it decorates, into one line and exit status 2.
 
-    HEADSTART_DEBUG=1 in the environment lets the error through with its traceback. Log lines are without secrets from
-    here on.
+    HEADSTART_DEBUG=1 in the environment lets the error through with its traceback. Log lines are without secrets, and
+    without every request to the Hub, from here on.
     """
     redact_logs()
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         yield
     except (ValueError, OSError) as error:

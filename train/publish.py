@@ -9,7 +9,6 @@ from pathlib import Path
 if __name__ == "__main__":  # the checkout's root in place of train/, so that its files shadow no module
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import logging
 from collections.abc import Callable
 
 import hydra
@@ -116,8 +115,6 @@ def _assert_has_head(run: Path) -> None:
 @user_errors()
 def main(cfg: DictConfig) -> None:
     """Run the command."""
-    for name in ("httpx", "httpx2"):  # of huggingface_hub, which log every request with its URL
-        logging.getLogger(name).setLevel(logging.WARNING)
     if cfg.doctor is not None:
         text, status = doctor.report(typed(doctor.DoctorConfig, doctor.part(cfg)))
         print(text)

@@ -1,5 +1,7 @@
 """user_errors(): one line and status 2 for users, a traceback when debugging or for a programmer's error."""
 
+import logging
+
 import pytest
 
 from heads.errors import user_errors
@@ -33,3 +35,10 @@ def test_debug_keeps_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_programmer_errors_pass() -> None:
     with pytest.raises(AssertionError), user_errors():
         raise AssertionError
+
+
+def test_requests_to_the_hub_are_no_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), user_errors():
+        logging.getLogger("httpx").info("HTTP Request: GET")
+        logging.getLogger("httpx").warning("lost")
+    assert caplog.messages == ["lost"]

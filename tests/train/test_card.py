@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import HfApi, ModelCard
+from hydra import compose, initialize_config_dir
 
 from heads import HEADS
 from heads.export import FORMATS
 from heads.hub import kind_of
+from heads.resolvers import ROOT, register_resolvers
 from heads.store import TargetSpec, read_config, save_head
 from tests.eval.stubs import ROW
 from tests.heads import exporting
@@ -158,9 +160,22 @@ def test_a_targets_name_is_no_markup_and_no_code(run: Path) -> None:
     assert "# A Medusa head for \\`\\`\\` \\<b\\> " in text
     assert f"It drafts tokens for ```` {base} ````, which" in text
     served = section(text, "Serve it")
-    assert served.count("````") == 4, "a fence that the name cannot close"
+    assert served.count("````") == 6, "a fence that the name cannot close"
     assert f"AutoTokenizer.from_pretrained({json.dumps('path/to/' + base)})" in served
     assert "model.adapter='$(id) `x`'" in served
+
+
+def test_headstarts_own_lines_say_all_that_the_repository_lacks(run: Path) -> None:
+    served = section(card_of(run), "Serve it")
+    lines = [shlex.split(line) for line in served.splitlines() if re.match(r"python \w+/run\.py ", line)]
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        measuring, writing = (compose(name, words[2:]) for name, words in zip(("eval", "generate"), lines, strict=True))
+    base = read_config(run / "head")["target"]["name"]
+    for said in (measuring, writing):
+        assert (said.run, said.model.path) == (REPO, f"path/to/{Path(base).name}")
+    assert measuring.workload == "my_log.jsonl"
+    assert writing.prompt == "..."
 
 
 def test_markup_is_escaped() -> None:

@@ -170,12 +170,11 @@ def _plain(facts: Facts) -> str:
 
 def _headstart(facts: Facts) -> str:
     adapter = facts.config["target"].get("adapter")
-    model = (f" model.path={facts.base}" if facts.hub else "") + (
-        f" model.adapter={shlex.quote(adapter)}" if adapter else ""
-    )
+    model = f" model.path={shlex.quote(facts.path)}" + (f" model.adapter={shlex.quote(adapter)}" if adapter else "")
     model += " tree=chain" if facts.form else ""  # which foreign formats do not hold
     carried = f", adapter={quoted(adapter)}" if adapter else ""
-    lines = f"python eval/run.py run={facts.repo}{model}\npython inference/run.py run={facts.repo}{model} prompt='...'"
+    said = f"run={facts.repo}{model}"  # no workload of its own: the held-out prompts are not published
+    lines = f"python eval/run.py {said} workload=my_log.jsonl\npython inference/run.py {said} prompt='...'"
     code = (
         "from heads.hub import load_found, resolve_head\nfrom inference.target import Target\n\n"
         f"target = Target.load({quoted(facts.path)}{carried})\n"
