@@ -1,0 +1,169 @@
+"""What the measurements of this folder share: how they are asked, their clock, the device's own limits, their record.
+
+Each script measures one thing, on an accelerator or, with --toy, at a size at which a CPU shows that it runs. What it
+found goes to OUT/NAME.json; report.py draws benchmarks/gpu.md of the records.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from eval.machine import device_facts, provenance, synchronize
+from heads.resolvers import ROOT
+from inference.target import DTYPES, Target, default_device
+
+TINY = ROOT / "examples" / "tiny"
+# Llama-3.1-8B's config.json, and what has its parts at a size for a CPU.
+LLAMA_8B = {
+    "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+TOY = LLAMA_8B | {
+    "vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 256, "max_position_embeddings": 2048,
+}  # fmt: skip
+MOVED = 1 << 30  # bytes that the bandwidth is measured with on a device
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every script is asked: on which device, at toy size or not, and where its record goes."""
+
+    device: torch.device
+    toy: bool
+    out: Path
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The shape of the target with random weights."""
+        return TOY if self.toy else LLAMA_8B
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for reading."""
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure, as vega-lite specifies it; `name` is its file's without the ending."""
+
+    name: str
+    caption: str
+    spec: Mapping[str, Any]
+
+
+def arguments(about: str, **more: dict[str, Any]) -> tuple[Asked, argparse.Namespace]:
+    """Read the command line.
+
+    Args:
+        about: what the script measures.
+        more: further options by their names, with what argparse wants to know of them.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu"), help="folder of the records")
+    parser.add_argument("--toy", action="store_true", help="a size for a CPU, of which no figure means anything")
+    parser.add_argument("--device", default=default_device())
+    for name, said in more.items():
+        parser.add_argument(f"--{name}", **said)
+    read = parser.parse_args()
+    if torch.device(read.device).type == "cpu" and not read.toy:
+        parser.error("there is no accelerator; --toy runs everything on a CPU, at a size of which no figure means much")
+    read.out.mkdir(parents=True, exist_ok=True)
+    return Asked(torch.device(read.device), read.toy, read.out), read
+
+
+def record(
+    asked: Asked, name: str, numbers: Mapping[str, Any], tables: Sequence[Table], figures: Sequence[Figure] = ()
+) -> None:
+    """Write what was found to OUT/NAME.json, whole or not at all, and print the tables.
+
+    Args:
+        asked: by `arguments`.
+        name: the script's.
+        numbers: everything that was measured, by its name.
+        tables: what of it benchmarks/gpu.md shows.
+        figures: likewise.
+    """
+    told = {
+        "name": name,
+        "toy": asked.toy,
+        "device": device_facts(asked.device, None),
+        "provenance": provenance(),
+        "numbers": numbers,
+        "tables": [asdict(each) for each in tables],
+        "figures": [asdict(each) for each in figures],
+    }
+    draft = asked.out / f".{name}.json.new"
+    draft.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, asked.out / f"{name}.json")
+    for table in tables:
+        print(f"\n{table.caption}")
+        for row in (table.header, *table.rows):
+            print("  ".join(f"{cell:>14}" for cell in row), flush=True)
+
+
+def seconds(call: Callable[[], Any], device: torch.device, repeats: int = 20, warm: int = 3) -> float:
+    """Return the median seconds of a call, until the device has done its work."""
+    spent = []
+    for i in range(warm + repeats):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        synchronize(device)
+        if i >= warm:
+            spent.append(time.perf_counter() - begin)
+    return statistics.median(spent)
+
+
+def bandwidth(asked: Asked) -> float:
+    """Return the bytes a second that the device moves from its memory to its memory, read and written ones counted."""
+    source = torch.ones((MOVED >> (6 if asked.toy else 0)) // 2, dtype=torch.bfloat16, device=asked.device)
+    sink = torch.empty_like(source)
+    return 2 * 2 * len(source) / seconds(lambda: sink.copy_(source), asked.device)
+
+
+def product_rate(asked: Asked, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Return the operations a second of a large square matrix product on random values, two for each multiply-add."""
+    size = 512 if asked.toy else 8192
+    left, right = (torch.randn(size, size, device=asked.device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: left @ right, asked.device)
+
+
+def random_target(asked: Asked, dtype: str = "bfloat16", **shape: Any) -> Target:
+    """Return a target of random weights with the embedded target's tokenizer, which never ends its answers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**asked.shape | shape, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[dtype])  # 8B weights are drawn where and as they stay, never in fp32 on the host
+    try:
+        with asked.device:
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    finally:
+        torch.set_default_dtype(before)
+    target = Target(model.to(asked.device), AutoTokenizer.from_pretrained(str(TINY)), "random")
+    target.eos = frozenset()
+    return target
+
+
+def weight_bytes(target: Target) -> int:
+    """Return the bytes of weights that a pass over few tokens reads: all but the embedding's table, if it is apart."""
+    model: Any = target.model
+    parameters = {id(each): each for each in model.parameters()}
+    apart = model.get_input_embeddings().weight is not model.get_output_embeddings().weight
+    skipped = {id(model.get_input_embeddings().weight)} if apart else set()
+    return sum(each.numel() * each.element_size() for key, each in parameters.items() if key not in skipped)
