@@ -29,7 +29,7 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 TOY = LLAMA_8B | {
-    "vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 256, "max_position_embeddings": 2048,
 }  # fmt: skip
 MOVED = 1 << 30  # bytes that the bandwidth is measured with on a device
