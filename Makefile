@@ -10,7 +10,7 @@ SERVING := .venv-serving
 SERVED := $(SERVING)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench
+.PHONY: help setup demo test test-slow test-serving fuzz lint format types same-loss bench gpu-smoke gpu
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [TORCH_INDEX=https://download.pytorch.org/whl/cpu]"
@@ -78,3 +78,9 @@ bench: setup ## plain decoding against HF generate, what the engine costs, batch
 	$(RUN) benchmarks/plain.py
 	$(RUN) benchmarks/engine.py
 	$(RUN) benchmarks/batches.py
+
+gpu-smoke: setup ## on an accelerator: every test, and the losslessness gate on 100,000 tokens
+	$(RUN) benchmarks/gpu/smoke.py
+
+gpu: setup ## on an accelerator: everything that benchmarks/gpu.md shows; make gpu TEXT=folder of text for a target
+	$(RUN) benchmarks/gpu/run.py $(if $(TEXT),--text $(TEXT))

@@ -7,7 +7,9 @@ found goes to OUT/NAME.json; report.py draws benchmarks/gpu.md of the records.
 import argparse
 import json
 import os
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -92,6 +94,9 @@ def record(
 ) -> None:
     """Write what was found to OUT/NAME.json, whole or not at all, and print the tables.
 
+    What an earlier call of the same commit on the same device found stays, but for what this one found anew: a script
+    may be run part by part.
+
     Args:
         asked: by `arguments`.
         name: the script's.
@@ -103,18 +108,41 @@ def record(
         "name": name,
         "toy": asked.toy,
         "device": device_facts(asked.device, None),
-        "provenance": provenance(),
-        "numbers": numbers,
+        "provenance": provenance() | {"command": shlex.join(["python", *map(portable, sys.argv)])},
+        "numbers": dict(numbers),
         "tables": [asdict(each) for each in tables],
         "figures": [asdict(each) for each in figures],
     }
+    file = asked.out / f"{name}.json"
+    if file.is_file():
+        told = merged(json.loads(file.read_text(encoding="utf-8")), told)
     draft = asked.out / f".{name}.json.new"
     draft.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, asked.out / f"{name}.json")
+    os.replace(draft, file)
     for table in tables:
         print(f"\n{table.caption}")
         for row in (table.header, *table.rows):
             print("  ".join(f"{cell:>14}" for cell in row), flush=True)
+
+
+def portable(word: str) -> str:
+    """Return a word of a command without this machine's folders."""
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name.upper()
+
+
+def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with what an earlier one has beside it, if both are of one commit, device and size."""
+    same = all(before["provenance"][key] == now["provenance"][key] for key in ("revision", "dirty"))
+    if not same or before["toy"] != now["toy"] or before["device"]["name"] != now["device"]["name"]:
+        return now
+    kept = {"numbers": before["numbers"] | now["numbers"]}
+    for part, key in (("tables", "caption"), ("figures", "name")):
+        found = {each[key]: each for each in before[part]} | {each[key]: each for each in now[part]}
+        kept[part] = list(found.values())
+    return now | kept
 
 
 def seconds(call: Callable[[], Any], device: torch.device, repeats: int = 20, warm: int = 3) -> float:

@@ -1,0 +1,59 @@
+"""Training on the device: its features, and every head's loss and gradient, are those of the CPU but for rounding."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import HEADS
+from heads.base import Features
+from inference.target import Target
+from tests import toys
+from tests.train.test_objective import batch, config, loss_of
+
+pytestmark = pytest.mark.gpu
+On = Callable[[str, torch.dtype], Target]
+
+
+@pytest.mark.parametrize("name", toys.ARCHITECTURES)
+def test_features_are_those_of_the_cpu(name: str, target_on: On) -> None:
+    token = torch.tensor([toys.prompt(1, 16), toys.prompt(2, 16)])
+    document = torch.zeros(2, 16, dtype=torch.long)
+    document[0, 9:], document[1, 12:] = 1, -1
+    found = []
+    for target in (toys.target(name), target_on(name, torch.float32)):
+        target.feature_layers = (0, 2)
+        found.append(target.features(token, document))
+    assert found[1].last.device == target_on(name, torch.float32).device
+    real = document >= 0
+    torch.testing.assert_close(found[1].hidden.cpu()[real], found[0].hidden[real], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[1].last.cpu()[real], found[0].last[real], rtol=1e-3, atol=1e-3)
+
+
+def gradient(name: str, device: torch.device, quick: bool, target: Target) -> tuple[float, Tensor]:
+    """Return a head's loss and the gradient of all its parameters, on a device."""
+    head: Any = toys.head(name, target).to(device).requires_grad_()
+    for parameter in head.parameters():  # errors of rounding shall stay that
+        if parameter.ndim == 2:
+            parameter.data *= 0.3
+    made, mask = batch(head.feature_layers)
+    features = Features(*(part.to(device) for part in made))
+    depths = min(4, head.max_depth)
+    of = replace(config(soft_ce=1.0), depths=depths)
+    with torch.autocast(device.type, torch.bfloat16, enabled=quick):
+        loss, _ = loss_of(head, head.unroll(features, depths), features, mask.to(device), of)
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten().cpu() for p in head.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(("quick", "near"), [(False, 1e-3), (True, 0.05)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
+def test_a_step_is_that_of_the_cpu(name: str, quick: bool, near: float, device: torch.device, target_on: On) -> None:
+    loss, grad = gradient(name, torch.device("cpu"), False, toys.target())
+    found, theirs = gradient(name, device, quick, target_on("llama", torch.float32))
+    assert found == pytest.approx(loss, rel=near)
+    assert torch.cosine_similarity(grad, theirs, dim=0) > (0.98 if quick else 0.9999)
+    assert float(theirs.norm()) == pytest.approx(float(grad.norm()), rel=2 * near)
