@@ -52,7 +52,7 @@ test: setup ## every test that needs no accelerator and no patience
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
 
 test-slow: setup ## the tests that take minutes
-	$(RUN) -m pytest -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "slow and not gpu"
 
 test-serving: setup $(SERVED) ## heads of ours in the engines that serve them, on the CPU; an environment of its own
 	$(RUN) -m pytest -m serving tests/serving

@@ -65,7 +65,7 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Bare) 
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in head.state_dict().items())
     card = (out / "README.md").read_text()
     assert "The files are as format=vllm has them" in card
-    assert "run=me/tiny-eagle3 tree=chain" in card
+    assert "run=me/tiny-eagle3 model.path=path/to/tiny tree=chain workload=" in card
     assert "Serving engines need an export" in (publish(config(made, None), HfApi()) / "README.md").read_text()
 
 
