@@ -47,7 +47,7 @@ def test_the_command_needs_no_run_and_says_by_its_status_that_something_is_wrong
     lines = done.stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("wrong"))
     assert "length" in lines[at]
-    assert lines[at + 1].strip().startswith("costs: vLLM caps the context that it serves at 2048")
+    assert lines[at + 1].strip().startswith("costs: older vLLM caps the context that it serves at 2048")
     assert lines[at + 2].strip() == 'remedy: set "max_position_embeddings": 4096 in config.json'
     assert ", 1 wrong, " in lines[-1]
 
