@@ -102,8 +102,8 @@ def length(head: Examined, against: Against) -> Findings:
         what = f"{LENGTH} is {said}" if isinstance(said, int) else f"{LENGTH} is missing, which stands for {limit}"
         yield wrong(
             f"{what}, the target reads {wanted} tokens",
-            f"older vLLM caps the context that it serves at {limit} or gathers out of bounds beyond it (0.32 raises the "
-            "length, but for scalings that depend on it), SGLang crashes or slows down there",
+            f"older vLLM caps the context that it serves at {limit} or gathers out of bounds beyond it (0.32 raises "
+            "the length, but for scalings that depend on it), SGLang crashes or slows down there",
             f'set "{LENGTH}": {wanted} in {CONFIG}',
         )
     else:
