@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import record_function
 
 from benchmarks.gpu.common import Asked, seconds
+from benchmarks.gpu.traces import OWN
 from benchmarks.training import composed
 from eval.costs import planted
 from eval.machine import synchronize
@@ -114,11 +116,11 @@ class Sequences:
             batch.rows.append(Row(i, session, 0.0))
 
         def step() -> Parts:
-            synchronize(target.device)
+            wait(target.device)
             begin = time.perf_counter()
             with torch.inference_mode():
                 batch.step()
-            synchronize(target.device)
+            wait(target.device)
             spent = time.perf_counter() - begin
             done = [row.session.made.steps.pop() for row in batch.rows]
             draft, verify = sum(each.draft_s for each in done), sum(each.verify_s for each in done)
@@ -173,8 +175,7 @@ def fill(target: Target, cache: TargetCache, rows: int) -> None:
 def random_head(name: str, target: Target) -> Any:
     """Return a head of random weights, otherwise as `conf/head` has it, in the target's dtype."""
     torch.manual_seed(1)
-    with target.device:
-        head: Any = HEADS[name](composed(f"head={name}").head, target.ends)
+    head: Any = HEADS[name](composed(f"head={name}").head, target.ends)
     return head.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
@@ -186,6 +187,12 @@ def compile_anew(target: Target, asked: Asked) -> None:
     release(target)
     compiled.BACKEND = "eager" if asked.toy else "inductor"
     target.compile()
+
+
+def wait(device: torch.device) -> None:
+    """Wait for the device, as the measurement does and not the step: a profile tells the two apart."""
+    with record_function(OWN):
+        synchronize(device)
 
 
 def release(target: Target) -> None:
