@@ -6,15 +6,14 @@ A cell is a batch and a context, measured compiled: a plain step, and a step tha
 The first cell has also passes of other sizes and a second head, and is measured eager too. `generate` is HF's, in the
 same process on the same model. A cell that fails says so in its row and stops nothing.
 
-Each cell is kept in OUT/decoding.json. With --minutes no new one is begun after so many; the same command again, on the
-same code and device, goes on where the last one stopped.
+Each cell is kept in OUT/decoding.json. With --minutes none but the first is begun after so many; the same
+command again, at the same commit on the same device, goes on where the last one stopped.
 """
 
-import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,10 +27,9 @@ sys.path[0] = str(ROOT)
 import torch
 from transformers import CompileConfig
 
-from benchmarks.gpu.common import Asked, arguments, bandwidth, random_target, record, seconds, weight_bytes
+from benchmarks.gpu.common import Asked, arguments, bandwidth, earlier, random_target, record, seconds, weight_bytes
 from benchmarks.gpu.decoding_tables import figures, tables
 from benchmarks.gpu.sequences import TOY_TREE, TREE, Parts, Sequences, compile_anew, random_head, release
-from eval.machine import device_facts, provenance
 from heads.errors import one_line
 from inference.decode import Settings, autoregress
 from inference.sample import GREEDY
@@ -42,7 +40,6 @@ NODES = (8, 16, 32, 64, 128)  # of a pass, its root among them
 TOY_NODES = (8, 16)
 BATCHES, CONTEXTS = (1, 4, 16, 32), (1024, 8192, 32768)
 TOY_BATCHES, TOY_CONTEXTS = (1, 2), (64, 128)
-SAME = ("name", "torch", "transformers")  # what two records must have in common to be one
 
 
 @dataclass(frozen=True)
@@ -142,23 +139,6 @@ def limits(bench: Bench) -> dict[str, Any]:
     }
 
 
-def earlier(file: Path, wanted: Mapping[str, Any], facts: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a record that this run goes on with: it wanted the same on this code and device; or none.
-
-    Args:
-        file: the record, if there is one.
-        wanted: what this run is asked for.
-        facts: of the device, as `eval.machine.device_facts` tells them.
-        now: of the code, as `eval.machine.provenance` tells it.
-    """
-    if not file.is_file():
-        return {}
-    before = json.loads(file.read_text(encoding="utf-8"))
-    same = before["numbers"]["wanted"] == wanted and all(before["device"][key] == facts[key] for key in SAME)
-    code = all(before["provenance"][key] == now[key] for key in ("revision", "dirty"))
-    return before["numbers"] if same and code else {}
-
-
 def measured(bench: Bench, call: Callable[[Bench], dict[str, Any]]) -> dict[str, Any]:
     """Return what a call measures, or in a word why it failed; all that it took is given back."""
     try:
@@ -178,7 +158,7 @@ def tasks(batches: list[int], contexts: list[int]) -> dict[str, Callable[[Bench]
     first = {"batch": batches[0], "context": contexts[0]}
     found: dict[str, Callable[[Bench], dict[str, Any]]] = {
         _named(**first): partial(cell, size=batches[0], context=contexts[0], quick=True, whole=True),
-        "eager": partial(cell, size=batches[0], context=contexts[0], quick=False, whole=True),
+        f"{_named(**first)}, eager": partial(cell, size=batches[0], context=contexts[0], quick=False, whole=True),
         "generate": generate,
     }
     for batch in batches:
@@ -197,27 +177,30 @@ def main() -> None:
     """Measure and write the record."""
     asked, read = arguments(
         "Decoding at the shape of an 8B.",
-        minutes={"type": float, "default": float("inf"), "help": "no cell is begun after so many"},
+        minutes={"type": float, "default": float("inf"), "help": "none but the first cell is begun after so many"},
         batches={"type": int, "nargs": "+", "default": None},
         contexts={"type": int, "nargs": "+", "default": None},
     )
     begin = time.monotonic()
     batches = sorted(read.batches or (TOY_BATCHES if asked.toy else BATCHES))
     contexts = sorted(read.contexts or (TOY_CONTEXTS if asked.toy else CONTEXTS))
-    wanted, order = tasks(batches, contexts), {"batches": batches, "contexts": contexts, "toy": asked.toy}
+    wanted, numbers = tasks(batches, contexts), earlier(asked, "decoding")
     bench = Bench(asked, random_target(asked), 3 if asked.toy else 20)
-    numbers = earlier(asked.out / "decoding.json", order, device_facts(asked.device, None), provenance())
-    numbers = numbers or {"wanted": order, "limits": limits(bench)}
+    numbers.setdefault("limits", limits(bench))
+    if not {"nodes", "failed"} & numbers.get(next(iter(wanted)), {}).keys():
+        numbers.pop(next(iter(wanted)), None)  # it was not the first cell then, and lacks what only that one has
 
     def keep() -> None:
         record(asked, "decoding", numbers, tables(numbers, list(wanted)), figures(numbers, list(wanted)))
 
-    for name, call in wanted.items():
-        if name not in numbers and time.monotonic() - begin < 60 * read.minutes:
-            print(f"{name} …", flush=True)
-            numbers[name] = measured(bench, call)
-            with redirect_stdout(StringIO()):  # what stops this run takes none of it away; tables are read at the end
-                keep()
+    left = [name for name in wanted if name not in numbers]
+    for name in left:
+        if name != left[0] and time.monotonic() - begin > 60 * read.minutes:
+            break
+        print(f"{name} …", flush=True)
+        numbers[name] = measured(bench, wanted[name])
+        with redirect_stdout(StringIO()):  # what stops this run takes none of it away; tables are read at the end
+            keep()
     keep()
     if missing := sum(name not in numbers for name in wanted):
         print(f"{missing} of {len(wanted)} are not measured yet: the same command again goes on")

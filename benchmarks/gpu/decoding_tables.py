@@ -46,9 +46,9 @@ def tables(numbers: Numbers, wanted: Sequence[str]) -> list[Table]:
 
     Args:
         numbers: of decoding.py.
-        wanted: the names of all that is to be measured: the first cell, then the others; what is missing is told.
+        wanted: the names of all that is to be measured, a cell, the same eager, the others; what is missing is told.
     """
-    whole = [numbers[name] for name in (wanted[0], "eager") if "nodes" in numbers.get(name, {})]
+    whole = [numbers[name] for name in wanted[:2] if "nodes" in numbers.get(name, {})]
     found = [_goals(numbers, wanted[0]), _plain(numbers, wanted)]
     if whole:
         found += [_nodes(whole), _heads(whole)]
@@ -68,7 +68,7 @@ def _goals(numbers: Numbers, name: str) -> Table:
 
 def _plain(numbers: Numbers, wanted: Sequence[str]) -> Table:
     rows = []
-    for name in _cells(wanted, "eager"):
+    for name in _cells(wanted):
         cell = numbers.get(name, {})
         if "plain" not in cell:
             rows.append([name, *[_missing(cell)] * 5])
@@ -105,7 +105,7 @@ def _heads(whole: Sequence[Numbers]) -> Table:
 
 def _grid(numbers: Numbers, wanted: Sequence[str]) -> Table:
     rows = []
-    for name in _cells(wanted):
+    for name in _compiled(wanted):
         cell = numbers.get(name, {})
         if "heads" not in cell:
             rows.append([name, "", *[_missing(cell)] * (4 + len(TAUS))])
@@ -125,17 +125,17 @@ def _rates(numbers: Numbers) -> Table:
     found = numbers.get("generate", {})
     rates = found.get("rates", {})
     rows = [[name, f"{rate:.1f}", f"{rates[OURS] / rate:.2f}"] for name, rate in rates.items()]
-    size = f", {found['tokens']} tokens after a prompt of {found['prompt']}" if rows else ""
+    size = f" of {found['tokens']} after a prompt of {found['prompt']}" if rows else ""
     return Table(
-        f"Plain decoding here and in HF generate, one sequence{size}",
-        ["how", "tokens/s", "compiled here / this"],
+        "Plain decoding here and in HF generate, one sequence, prefill included",
+        ["how", f"tokens/s{size}", "compiled here / this"],
         rows or [["all", *[_missing(found)] * 2]],
     )
 
 
 def figures(numbers: Numbers, wanted: Sequence[str]) -> list[Figure]:
     """Return the figures: speedup by acceptance length, and a step's parts by context, both by batch."""
-    cells = [numbers[name] for name in _cells(wanted) if "heads" in numbers.get(name, {})]
+    cells = [numbers[name] for name in _compiled(wanted) if "heads" in numbers.get(name, {})]
     gains, spent = [], []
     for cell in cells:
         head, parts = next(iter(cell["heads"].items()))
@@ -189,9 +189,13 @@ def _spent(data: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _cells(wanted: Sequence[str], *more: str) -> list[str]:
+def _cells(wanted: Sequence[str]) -> list[str]:
     """Return the names of what is a batch at a context."""
-    return [name for name in wanted if " x " in name or name in more]
+    return [name for name in wanted if " x " in name]
+
+
+def _compiled(wanted: Sequence[str]) -> list[str]:
+    return [name for name in _cells(wanted) if "eager" not in name]
 
 
 def _told(cell: Numbers) -> str:

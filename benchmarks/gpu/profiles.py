@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig
 
-from benchmarks.gpu.common import Asked, Table, arguments, product_rate, random_target, record, seconds
+from benchmarks.gpu.common import Asked, Table, arguments, earlier, product_rate, random_target, record, seconds
 from benchmarks.gpu.sequences import TOY_TREE, TREE, Sequences, compile_anew, random_head, release, wait
 from benchmarks.gpu.traces import STEP, digest
 from benchmarks.gpu.training import ROWS, Bench, stepper
@@ -107,7 +107,7 @@ def measured(asked: Asked, target: Target, case: str) -> dict[str, Any]:
         release(target)
 
 
-def earlier(file: Path | None, asked: Asked, facts: Numbers) -> dict[str, Any]:
+def old_cases(file: Path | None, asked: Asked, facts: Numbers) -> dict[str, Any]:
     """Return the cases of an earlier record.
 
     Raises:
@@ -171,9 +171,10 @@ def main() -> None:
         cases={"nargs": "+", "choices": list(CASES), "default": list(CASES)},
         before={"type": Path, "default": None, "help": "an earlier profiles.json, to be told beside this one"},
     )
-    before = earlier(read.before, asked, device_facts(asked.device, None))
-    target = random_target(asked)
-    cases = {case: measured(asked, target, case) for case in read.cases}
+    before = old_cases(read.before, asked, device_facts(asked.device, None))
+    target, found = random_target(asked), earlier(asked, "profiles").get("cases", {})
+    found |= {case: measured(asked, target, case) for case in read.cases}
+    cases = {case: found[case] for case in CASES if case in found}
     record(asked, "profiles", {"head": HEAD, "cases": cases, "before": before}, tables(cases, before))
 
 

@@ -1,8 +1,6 @@
 """The decoding benchmark: what its tables make of numbers, what it goes on with, and the whole of it at toy size."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,12 @@ import torch
 import vl_convert
 
 from benchmarks.gpu import decoding
-from benchmarks.gpu.common import Asked, random_target
+from benchmarks.gpu.common import Asked, earlier, random_target, record
 from benchmarks.gpu.decoding_tables import figures, goals, speedup, tables
 from benchmarks.gpu.sequences import TOY_TREE, Sequences, random_head
+from tests.benchmarks.gpu_scripts import toy
 
-ROOT = Path(__file__).parents[2]
-ORDER = ["1 x 64", "eager", "generate", "2 x 64"]
-FACTS = {"name": "a device", "torch": "2", "transformers": "5"}
-CODE = {"revision": "abc", "dirty": False}
+ORDER = ["1 x 64", "1 x 64, eager", "generate", "2 x 64"]
 
 
 def parts(verify: float, draft: float = 0.0, rest: float = 0.0) -> dict[str, float]:
@@ -28,7 +24,6 @@ def parts(verify: float, draft: float = 0.0, rest: float = 0.0) -> dict[str, flo
 def numbers(plain: float = 1.2, large: float = 1.3) -> dict[str, Any]:
     cell = {"batch": 1, "context": 64, "compiled": True, "plain": parts(plain), "heads": {"a": parts(2.0, 0.5, 0.5)}}
     return {
-        "wanted": {"batches": [1, 2]},
         "limits": {"bandwidth": 10.0, "weight_bytes": 10, "row_bytes": 1 / 64, "tree": "dynamic"},
         "1 x 64": {**cell, "nodes": {"8": parts(1.2), "64": parts(large), "128": parts(9.0)}},
         "generate": {"prompt": 4, "tokens": 8, "rates": {"HF": 5.0, "here, compiled": 10.0}},
@@ -86,19 +81,20 @@ def test_the_figures_are_drawn_and_hold_every_cell() -> None:
 
 @pytest.mark.parametrize(
     ("part", "key", "value"),
-    [("device", "name", "another"), ("provenance", "revision", "def"), ("provenance", "dirty", True), ("", "", "")],
+    [("device", "name", "another"), ("provenance", "revision", "def"), ("provenance", "dirty", None), ("", "", "")],
 )
 def test_a_record_of_other_code_or_another_device_is_not_gone_on_with(
     tmp_path: Path, part: str, key: str, value: Any
 ) -> None:
-    file, found = tmp_path / "decoding.json", numbers()
-    kept = {"device": FACTS, "provenance": CODE, "numbers": found}
+    asked = Asked(torch.device("cpu"), True, tmp_path)
+    assert earlier(asked, "decoding") == {}
+    record(asked, "decoding", numbers(), [])
+    told = json.loads((tmp_path / "decoding.json").read_text())
     if part:
-        kept[part] = {**kept[part], key: value}
-    file.write_text(json.dumps(kept))
-    assert decoding.earlier(file, found["wanted"], FACTS, CODE) == ({} if part else found)
-    assert decoding.earlier(file, {"batches": [4]}, FACTS, CODE) == {}
-    assert decoding.earlier(tmp_path / "none.json", found["wanted"], FACTS, CODE) == {}
+        told[part][key] = value
+    (tmp_path / "decoding.json").write_text(json.dumps(told))
+    assert earlier(asked, "decoding") == ({} if part else numbers())
+    assert earlier(Asked(asked.device, False, tmp_path), "decoding") == {}
 
 
 @pytest.mark.parametrize(
@@ -136,18 +132,14 @@ def test_a_step_is_taken_again_from_the_same_place(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_whole_benchmark_at_toy_size_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "benchmarks/gpu/decoding.py"), "--toy", "--device", "cpu", "--out", tmp_path]
-    words += ["--batches", "1", "2", "--contexts", "64"]
-    subprocess.run([*words, "--minutes", "0.001"], check=True, cwd=ROOT)
-    begun = json.loads((tmp_path / "decoding.json").read_text())["numbers"]
-    subprocess.run(words, check=True, cwd=ROOT)
-    whole = json.loads((tmp_path / "decoding.json").read_text())
+    small = ["--batches", "1", "2", "--contexts", "64"]
+    begun = toy("decoding", tmp_path, *small, "--minutes", "0.001")["numbers"]
+    whole = toy("decoding", tmp_path, *small)
     found = whole["numbers"]
-    assert whole["toy"]
-    assert "2 x 64" not in begun
+    assert set(begun) == {"limits", "1 x 64"}
     assert begun.items() <= found.items()
-    assert set(found) == {"wanted", "limits", "1 x 64", "2 x 64", "eager", "generate"}
-    cells = [found[name] for name in ("1 x 64", "2 x 64", "eager")]
+    assert set(found) == {"limits", *ORDER}
+    cells = [found[name] for name in ("1 x 64", "2 x 64", "1 x 64, eager")]
     assert [cell["compiled"] for cell in cells] == [True, True, False]
     for cell in cells:
         for step in [cell["plain"], *cell["heads"].values(), *cell["nodes"].values()]:

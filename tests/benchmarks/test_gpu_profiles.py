@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import torch
 from benchmarks.gpu import profiles
 from benchmarks.gpu.common import Asked
 from benchmarks.gpu.traces import OWN, STEP, digest, own_times
+from tests.benchmarks.gpu_scripts import toy
 
-ROOT = Path(__file__).parents[2]
 MAIN = {"pid": 1, "tid": 1}
 
 
@@ -117,20 +115,18 @@ def test_another_record_is_no_before(tmp_path: Path, change: dict[str, Any], sai
     asked, file = Asked(torch.device("cpu"), False, tmp_path), tmp_path / "old.json"
     kept = {"name": "profiles", "toy": False, "device": {"name": "a device"}, "numbers": {"cases": {"a": {}}}}
     file.write_text(json.dumps(kept))
-    assert profiles.earlier(file, asked, {"name": "a device"}) == {"a": {}}
-    assert profiles.earlier(None, asked, {"name": "a device"}) == {}
+    assert profiles.old_cases(file, asked, {"name": "a device"}) == {"a": {}}
+    assert profiles.old_cases(None, asked, {"name": "a device"}) == {}
     with pytest.raises(SystemExit, match="measured on a device"):
-        profiles.earlier(file, asked, {"name": "another"})
+        profiles.old_cases(file, asked, {"name": "another"})
     file.write_text(json.dumps(kept | change))
     with pytest.raises(SystemExit, match=said):
-        profiles.earlier(file, asked, {"name": "a device"})
+        profiles.old_cases(file, asked, {"name": "a device"})
 
 
 @pytest.mark.slow
 def test_the_whole_script_at_toy_size_and_again_beside_what_was_before(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "benchmarks/gpu/profiles.py"), "--toy", "--device", "cpu", "--out"]
-    subprocess.run([*words, tmp_path / "old"], check=True, cwd=ROOT)
-    old = json.loads((tmp_path / "old" / "profiles.json").read_text())
+    old = toy("profiles", tmp_path)
     assert list(old["numbers"]["cases"]) == list(profiles.CASES)
     for each in old["numbers"]["cases"].values():
         assert each["steps"] == profiles.PROFILED
@@ -138,11 +134,16 @@ def test_the_whole_script_at_toy_size_and_again_beside_what_was_before(tmp_path:
         assert 0 <= each["idle"] < 1
         assert len(each["largest"]) == 10
         assert any(name == "aten::mm" for name, _, _ in each["largest"])
-        with gzip.open(tmp_path / "old" / each["trace"], "rt") as trace:
+        with gzip.open(tmp_path / each["trace"], "rt") as trace:
             assert digest(json.load(trace)["traceEvents"])["kernels"] == each["kernels"]
-    before = ["--cases", "decoding, eager", "--before", str(tmp_path / "old" / "profiles.json")]
-    subprocess.run([*words, tmp_path / "new", *before], check=True, cwd=ROOT)
-    new = json.loads((tmp_path / "new" / "profiles.json").read_text())
+    kept = tmp_path / "old.json"
+    kept.write_text(json.dumps(old))
+    new = toy("profiles", tmp_path, "--cases", "decoding, eager", "--before", str(kept))
     assert new["numbers"]["before"] == old["numbers"]["cases"]
-    assert new["tables"][0]["header"] == ["figure", "decoding, eager, before", "decoding, eager"]
-    assert len(new["tables"]) == 2
+    assert list(new["numbers"]["cases"]) == list(profiles.CASES)
+    eager = [each["numbers"]["cases"]["decoding, eager"]["step"] for each in (old, new)]
+    assert eager[0] != eager[1]
+    assert new["numbers"]["cases"]["training"] == old["numbers"]["cases"]["training"]
+    names = [name for case in profiles.CASES for name in (f"{case}, before", case)]
+    assert new["tables"][0]["header"] == ["figure", *names]
+    assert len(new["tables"]) == 4
