@@ -135,14 +135,29 @@ def portable(word: str) -> str:
 
 def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return a record with what an earlier one has beside it, if both are of one commit, device and size."""
-    same = all(before["provenance"][key] == now["provenance"][key] for key in ("revision", "dirty"))
-    if not same or before["toy"] != now["toy"] or before["device"]["name"] != now["device"]["name"]:
+    if not same(before, now):
         return now
     kept = {"numbers": before["numbers"] | now["numbers"]}
     for part, key in (("tables", "caption"), ("figures", "name")):
         found = {each[key]: each for each in before[part]} | {each[key]: each for each in now[part]}
         kept[part] = list(found.values())
     return now | kept
+
+
+def same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether two records are of one commit, device and size."""
+    alike = all(before["provenance"][key] == now["provenance"][key] for key in ("revision", "dirty"))
+    return alike and before["toy"] == now["toy"] and before["device"]["name"] == now["device"]["name"]
+
+
+def earlier(asked: Asked, name: str) -> dict[str, Any]:
+    """Return the numbers of the record that `record` would add to, none if it would begin a new one."""
+    file = asked.out / f"{name}.json"
+    if not file.is_file():
+        return {}
+    before = json.loads(file.read_text(encoding="utf-8"))
+    now = {"toy": asked.toy, "device": device_facts(asked.device, None), "provenance": provenance()}
+    return before["numbers"] if same(before, now) else {}
 
 
 def seconds(call: Callable[[], Any], device: torch.device, repeats: int = 20, warm: int = 3) -> float:

@@ -71,12 +71,8 @@ class Bench:
             return run_config(compose("train", words))
 
 
-def steps(bench: Bench, run: RunConfig, count: int) -> list[dict[str, Any]]:
-    """Take training steps on random tokens and return what each recorded, those that only warm up left out.
-
-    Raises:
-        torch.OutOfMemoryError: a step does not fit.
-    """
+def stepper(bench: Bench, run: RunConfig) -> Stepper:
+    """Return what takes training steps on random tokens."""
     target = bench.target
     run = settled(run, target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
@@ -88,7 +84,16 @@ def steps(bench: Bench, run: RunConfig, count: int) -> list[dict[str, Any]]:
     samples = [Sample(str(i), row, [1] * length) for i, row in enumerate(token)]
     prune(head, token_counts(samples, target.ends.vocab_size))
     batches = batches_for(run, pack(samples, length), accelerator)
-    step = Stepper(run, accelerator, head, batches, Live(target, batches), target.ends.hidden_size)
+    return Stepper(run, accelerator, head, batches, Live(target, batches), target.ends.hidden_size)
+
+
+def steps(bench: Bench, run: RunConfig, count: int) -> list[dict[str, Any]]:
+    """Take training steps on random tokens and return what each recorded, those that only warm up left out.
+
+    Raises:
+        torch.OutOfMemoryError: a step does not fit.
+    """
+    target, step = bench.target, stepper(bench, run)
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(target.device)

@@ -1,0 +1,204 @@
+"""Sequences in the engine at a context that is wanted, without a text: their caches are filled with random rows.
+
+What a step costs depends on how many rows it looks at, hardly on what stands in them. So a step is taken again and
+again from the same place, and a head of random weights drafts trees of the size that is asked for, of which nothing is
+accepted. What the parts of a step took is what the engine itself notes of it, with what its clock waits for.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from benchmarks.gpu.common import Asked, seconds
+from benchmarks.gpu.traces import OWN
+from benchmarks.training import composed
+from eval.costs import planted
+from eval.machine import synchronize
+from heads import HEADS
+from heads.base import DraftHead
+from inference import compiled
+from inference.batch import Batch, Row, twin
+from inference.cache import TargetCache, roomy
+from inference.drafters import Commit, Context, Drafter, Proposal
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.policy import TreeConfig
+from inference.sample import GREEDY
+from inference.session import Session, Settings
+from inference.target import Pass, Target
+from inference.tree import DraftTree
+
+LARGEST = 128  # nodes of a pass; a cache has room for as many, and for what they are padded to
+# A pass of as many nodes as the goal speaks of, the root among them; EAGLE-2's depth and width.
+TREE = TreeConfig("dynamic", 6, 10, 63, [], [])
+TOY_TREE = TreeConfig("dynamic", 3, 4, 15, [], [])
+WARM = 3  # steps that do not count
+
+
+class Parts(NamedTuple):
+    """Seconds of a step, of all its sequences together.
+
+    `draft` is all that the head does: it takes in the committed rows and grows the tree. `verify` is the target's pass
+    with its mask and the lm_head, `rest` the choice of the path, the caches' compaction, and the engine around it.
+    """
+
+    draft: float
+    verify: float
+    rest: float
+
+    @property
+    def step(self) -> float:
+        """Return the whole."""
+        return sum(self)
+
+
+class Planted:
+    """Drafts the same tree again and again, for nothing."""
+
+    name, tree = "planted", "planted"
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, draft: DraftTree) -> None:
+        self.draft = draft
+
+    def reset(self, prompt: list[int]) -> None:
+        """Nothing to begin."""
+
+    def forget(self) -> None:
+        """Nothing is known."""
+
+    def observe(self, commit: Commit) -> None:
+        """Nothing to learn."""
+
+    def propose(self, context: Context) -> Proposal:
+        """Return the tree."""
+        return Proposal(self.draft)
+
+
+class Sequences:
+    """So many sequences of so many committed rows each, whose buffers outlive every step.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for them.
+    """
+
+    def __init__(self, target: Target, size: int, context: int) -> None:
+        self.target, self.context = target, context
+        self.cache = target.batch_cache(size)
+        self.caches = [self.cache.enter() for _ in range(size)]
+        for each in self.caches:
+            fill(target, each, context)
+
+    @torch.inference_mode()
+    def measure(self, drafters: Sequence[Drafter], repeats: int) -> Parts:
+        """Return the median parts of a step, one drafter a sequence."""
+        step = self.stepper(drafters)
+        taken: list[Parts] = []
+        seconds(lambda: taken.append(step()), self.target.device, repeats, WARM)
+        return Parts(*map(statistics.median, zip(*taken[WARM:], strict=True)))
+
+    def stepper(self, drafters: Sequence[Drafter]) -> Callable[[], Parts]:
+        """Return what takes a step, goes back to where it began, and tells what the step took."""
+        target = self.target
+        target.feature_layers = drafters[0].feature_layers
+        batch = Batch(target, drafters)
+        batch.cache = self.cache
+        known = [dict(vars(each)) for each in drafters]
+        settings = Settings(2 * LARGEST, GREEDY)
+        for i, cache in enumerate(self.caches):
+            session = Session(target, drafters[i], [0] * (self.context + 1), settings, cache)
+            session.made.tokens.append(0)
+            batch.rows.append(Row(i, session, 0.0))
+
+        def step() -> Parts:
+            wait(target.device)
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                batch.step()
+            wait(target.device)
+            spent = time.perf_counter() - begin
+            done = [row.session.made.steps.pop() for row in batch.rows]
+            draft, verify = sum(each.draft_s for each in done), sum(each.verify_s for each in done)
+            for row, state in zip(batch.rows, known, strict=True):
+                row.session.cache.keep(self.context, [])
+                del row.session.context[self.context + 1 :], row.session.made.tokens[1:]
+                vars(row.session.drafter).update(state)
+            return Parts(draft, verify, spent - draft - verify)
+
+        return step
+
+    def plain(self) -> list[Drafter]:
+        """Return what decodes plainly."""
+        return [Plain(self.target.device) for _ in self.caches]
+
+    def planted(self, nodes: int) -> list[Drafter]:
+        """Return what drafts trees whose passes have so many nodes, the root among them."""
+        draft = planted(0, [1, 2, 3, 4], nodes - 1, self.target)
+        return [Planted(draft) for _ in self.caches]
+
+    @torch.inference_mode()
+    def drafted(self, head: DraftHead, tree: TreeConfig) -> list[Drafter]:
+        """Return what drafts with a head that has taken in as many random rows as it looks back at."""
+        target, rows = self.target, min(self.context, getattr(head.config, "length", None) or self.context)
+        width, layers = target.ends.hidden_size, len(head.feature_layers)
+        hidden = torch.randn(1, rows, layers, width, device=target.device, dtype=target.dtype)
+        last = torch.randn(1, rows, width, device=target.device, dtype=target.dtype)
+        first = HeadDrafter(head, tree, head.config.name)
+        first.observe(Commit(torch.arange(rows, device=target.device) % 100, Pass(hidden, last, None), None))
+        twins: list[Drafter] = []
+        for _ in self.caches:
+            twins.append(twin(first))
+            vars(twins[-1]).update(state=first.state, level=first.level)
+        return twins
+
+
+def fill(target: Target, cache: TargetCache, rows: int) -> None:
+    """Give an empty cache so many random rows, in buffers that a step from there on need not enlarge.
+
+    In two halves: buffers that are full double, and those of a long context should not.
+    """
+    config: Any = target.config
+    whole = roomy(rows + 2 * LARGEST)
+    for start, end in ((0, whole // 2), (whole // 2, whole)):
+        shape = 1, config.num_key_value_heads, end - start, target.ends.layer.head_dim
+        keys, values = (torch.randn(shape, device=target.device, dtype=target.dtype) for _ in range(2))
+        for layer in range(config.num_hidden_layers):
+            cache.hf.update(keys, values, layer)
+    cache.keep(rows, [])
+
+
+def random_head(name: str, target: Target) -> Any:
+    """Return a head of random weights, otherwise as `conf/head` has it, in the target's dtype."""
+    torch.manual_seed(1)
+    head: Any = HEADS[name](composed(f"head={name}").head, target.ends)
+    return head.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def compile_anew(target: Target, asked: Asked) -> None:
+    """Compile the target's passes, and forget all that was compiled before, whose sizes were others.
+
+    A toy is compiled by dynamo alone, whose graph runs as it is: what inductor makes of it takes minutes on a CPU.
+    """
+    release(target)
+    compiled.BACKEND = "eager" if asked.toy else "inductor"
+    target.compile()
+
+
+def wait(device: torch.device) -> None:
+    """Wait for the device, as the measurement does and not the step: a profile tells the two apart."""
+    with record_function(OWN):
+        synchronize(device)
+
+
+def release(target: Target) -> None:
+    """Take the target's compiled passes and their buffers back."""
+    target.compiled = None
+    torch.compiler.reset()
+    gc.collect()  # target and compiled passes know each other
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()
