@@ -5,8 +5,8 @@
 
 FOLDER holds what of benchmarks/gpu/text.py's FILES there is; Python sources are the interpreter's own. There are three
 parts: text (tokenizer, tokens, what is held out), train (for the minutes that are given, compilation included), measure
-(prompts, losses, samples, the card). --part names the one to end with, for machines on which no command may last long; a
-finished part is not done again, but for the last one.
+(prompts, losses, samples, the card). --part names the one to end with, for machines on which no command may last long;
+a finished part is not done again, but for the last one.
 
 DIR/target is the Hugging Face folder, with code.jsonl, prose.jsonl and dialogue.jsonl to measure on, all of them in
 prompts.jsonl, and train_prompts.jsonl, which the target answers for heads to train on (benchmarks/gpu/heads.py).

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,7 +195,7 @@ def opened(passage: str) -> tuple[str, str] | None:
 def own_text(chats: int) -> Text:
     """Return what a checkout holds itself, for a run at toy size: functions, its documentation, and talk about both."""
     found = empty()
-    records = [raw for _, raw in zip(range(chats), read_file(ROOT / "examples" / "tiny" / "chats.jsonl.xz"))]
+    records = list(islice(read_file(ROOT / "examples" / "tiny" / "chats.jsonl.xz"), chats))
     code = [Chat(raw["id"], [raw["prompt"], raw["answer"]]) for raw in records]
     talk = [Chat(raw["id"], about(raw["id"], raw["prompt"])) for raw in records]
     for kind, some in (("code", code), ("dialogue", talk)):
