@@ -55,11 +55,11 @@ from examples.tiny.recipe import (
 # SmolLM2-135M's widths at 24 layers: 94 M parameters.
 LARGE = Recipe(
     vocab=16384, width=576, inner=1536, heads=9, kv_heads=3, layers=24, shallow=8, context=2048, window=1024,
-    batch_tokens=65536, peak_lr=2e-3,
+    batch_tokens=65536, peak_lr=2e-3, warm_steps=80,
 )  # fmt: skip
 TOY = Recipe(
-    vocab=1024, width=128, inner=256, heads=4, kv_heads=2, layers=6, shallow=3, context=512, window=128,
-    batch_tokens=1024, peak_lr=3e-3,
+    vocab=512, width=128, inner=256, heads=4, kv_heads=2, layers=8, shallow=2, context=512, window=128,
+    batch_tokens=512, peak_lr=6e-3, warm_steps=8,
 )  # fmt: skip
 PARTS = ("text", "train", "measure")
 SAMPLE = 30_000_000  # characters that the tokenizer is trained on

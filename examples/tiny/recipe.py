@@ -29,7 +29,6 @@ SHALLOW_SHARE = 0.45
 LONG_SHARE = 0.15
 ENTRY, TURN, EXIT = 1.0, 0.6, 0.02  # of the peak rate: as the shallow part begins, as it ends, as training ends
 BACK = 0.8  # as the deep part begins
-WARM_STEPS = 80
 LOG_EVERY = 20
 TOGETHER = 16  # documents in one pass of the held-out loss
 
@@ -47,7 +46,7 @@ class Recipe:
         context: the longest window, and what the target's config says.
         window: tokens of a row until the last LONG_SHARE of the deep part, whose rows have `context`.
         batch_tokens: of a step.
-        peak_lr: the learning rate that the schedule scales.
+        peak_lr, warm_steps: the learning rate that the schedule scales, and the steps of a part until it is reached.
     """
 
     vocab: int
@@ -61,11 +60,12 @@ class Recipe:
     window: int
     batch_tokens: int
     peak_lr: float
+    warm_steps: int
 
 
 EMBEDDED = Recipe(
     vocab=2048, width=128, inner=384, heads=4, kv_heads=2, layers=24, shallow=8, context=512, window=256,
-    batch_tokens=8192, peak_lr=3e-3,
+    batch_tokens=8192, peak_lr=3e-3, warm_steps=80,
 )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def train(model: LlamaForCausalLM, stream: Tensor, recipe: Recipe, part: Part, c
             layer.compile(dynamic=False)
     opts, begin, position, step = optimizers(model, recipe.peak_lr), time.monotonic(), part.start, 0
     while (done := (time.monotonic() - begin) / part.seconds) < 1:
-        scale = min(1.0, (step + 1) / WARM_STEPS) * (
+        scale = min(1.0, (step + 1) / recipe.warm_steps) * (
             part.exit + (part.entry - part.exit) * 0.5 * (1 + math.cos(math.pi * done))
         )
         late = len(model.model.layers) == recipe.layers and done > 1 - LONG_SHARE
