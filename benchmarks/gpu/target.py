@@ -55,7 +55,7 @@ from examples.tiny.recipe import (
 # SmolLM2-135M's widths at 24 layers: 94 M parameters.
 LARGE = Recipe(
     vocab=16384, width=576, inner=1536, heads=9, kv_heads=3, layers=24, shallow=8, context=2048, window=1024,
-    batch_tokens=65536, peak_lr=2e-3, warm_steps=80,
+    batch_tokens=32768, peak_lr=2e-3, warm_steps=80,
 )  # fmt: skip
 TOY = Recipe(
     vocab=512, width=128, inner=256, heads=4, kv_heads=2, layers=8, shallow=2, context=512, window=128,

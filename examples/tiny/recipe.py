@@ -134,11 +134,11 @@ def chat(turns: Sequence[str]) -> str:
 
 def encoded(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str]) -> Tensor:
     """Return documents, one after another, as one stream of tokens."""
-    ids: list[int] = []
+    found = []
     for start in range(0, len(documents), 1000):
-        for encoding in tokenizer._tokenizer.encode_batch(documents[start : start + 1000], add_special_tokens=False):
-            ids += encoding.ids
-    return torch.tensor(ids)
+        made = tokenizer._tokenizer.encode_batch(documents[start : start + 1000], add_special_tokens=False)
+        found.append(torch.tensor([token for each in made for token in each.ids]))
+    return torch.cat(found)
 
 
 def build(recipe: Recipe, layers: int, vocab: int) -> LlamaForCausalLM:

@@ -170,7 +170,7 @@ def test_a_report_that_lacks_a_head_is_made_again(work: script.Work) -> None:
 
 def test_a_missing_target_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["heads.py", "--toy", "--device", "cpu", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="make one by benchmarks/gpu/target.py"):
+    with pytest.raises(SystemExit, match=r"make one by benchmarks/gpu/target\.py"):
         script.main()
 
 

@@ -16,6 +16,7 @@ from benchmarks.gpu import text, workloads
 from benchmarks.gpu.card import card, curve_rows, tables_of
 from benchmarks.gpu.common import Asked
 from benchmarks.gpu.text import Chat
+from examples.tiny import corpus, make_target
 from examples.tiny import recipe as recipes
 from examples.tiny.recipe import Part, Point, Recipe
 from heads.resolvers import ROOT
@@ -174,6 +175,43 @@ def test_what_is_held_out_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.
     assert len(found.held_out["prose"]) == 1
     assert "dog" not in trained
     assert not any(f">{turn}<" in trained for each in kept for turn in each.turns)
+
+
+MODULES = [f"x{i} = {i}\n" * 900 for i in range(6)]
+FUNCTIONS = [corpus.Function(f"m.py:f{i}", f"def f{i}():", f"    return {i} + {i}\n") for i in range(40)]
+
+
+def test_code_is_functions_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "corpus", lambda: (MODULES, FUNCTIONS[:30], FUNCTIONS[30:]))
+    monkeypatch.setattr(text, "MODULES", sum(map(len, MODULES[:3])))
+    found = text.gathered(None)
+    assert (len(found.chats["code"]), len(found.held_out["code"])) == (30, 10)
+    assert set(found.plain) < set(MODULES)
+    assert len(found.plain) >= 2
+    chats = sum(len(recipes.chat(each.turns)) for each in found.chats["code"])
+    assert text.embedded_text().plain == make_target.pieces(MODULES, chats)
+    assert found.held_out["prose"] == found.held_out["dialogue"] == []
+
+
+def test_the_embedded_target_is_made_and_trained_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ticking: None
+) -> None:
+    monkeypatch.setattr(make_target, "corpus", lambda: (MODULES, FUNCTIONS[:30], FUNCTIONS[30:]))
+    monkeypatch.setattr(make_target, "EMBEDDED", SMALL)
+    words = ["make_target.py", "--out", str(tmp_path), "--minutes", "0.5"]
+    seen = []
+    for more in ([], ["--more"]):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        make_target.main()
+        told = json.loads((tmp_path / "training.json").read_text())
+        seen.append((told["minutes"], told["tokens_seen"], told["held_out_loss"]))
+    assert [each[0] for each in seen] == [0.5, 1.0]
+    assert seen[1][1] == pytest.approx(2 * seen[0][1], rel=0.1)
+    assert seen[0][2] != seen[1][2]
+    kept = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert (len(kept.model.layers), kept.dtype) == (SMALL.layers, torch.bfloat16)
+    assert kept.generation_config.eos_token_id == [3, 0]
+    assert len((tmp_path / "held_out.jsonl").read_text().splitlines()) == 10
 
 
 def test_prompts_with_a_looping_answer_are_passed_over(
