@@ -133,13 +133,14 @@ def add_code(found: Text, *, whole: bool) -> None:
 def add_file(found: Text, path: Path) -> None:
     """Add one of FILES."""
     kind, part = FILES[path.name]
-    chats, plain = [], []
+    chats, plain = list[Chat](), list[str]()
     for i, raw in enumerate(read_file(path)):
         if kind == "dialogue":
             chats += dialogue(raw, i, path.name)
         else:
             some, rest = prose(str(raw["text"]), f"{path.name} {i}")
-            chats, plain = chats + some, plain + rest
+            chats.extend(some)
+            plain.extend(rest)
     kept = [each for each in chats if part == KEPT or (part == PARTED and held_out(each.id))]
     chosen = {each.id for each in kept}
     trained = [each for each in chats if each.id not in chosen]
