@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 PROMPT_TOKENS = (16, 110)
 ANSWER_TOKENS = (24, 160)
@@ -35,11 +35,11 @@ def loops(tokens: list[int]) -> bool:
 
 
 @torch.no_grad()
-def greedy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]) -> list[list[int]]:
+def greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]) -> list[list[int]]:
     """Answer a batch of prompts greedily."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
     answers = [row[width:].tolist() for row in out]
     return [a[: a.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in a else a for a in answers]

@@ -1,0 +1,215 @@
+"""A target worth measuring: a Llama trained for minutes on code, prose and dialogues, with prompts and a card.
+
+    python benchmarks/gpu/target.py --out DIR --text FOLDER [--minutes 8] [--part text|train|measure]
+    python benchmarks/gpu/target.py --out DIR --size embedded      # the embedded target anew, by the same recipe
+
+FOLDER holds what of benchmarks/gpu/text.py's FILES there is; Python sources are the interpreter's own. There are three
+parts: text (tokenizer, tokens, what is held out), train (for the minutes that are given, compilation included), measure
+(prompts, losses, samples, the card). --part names the one to end with, for machines on which no command may last long;
+a finished part is not done again, but for the last one.
+
+DIR/target is the Hugging Face folder, with code.jsonl, prose.jsonl and dialogue.jsonl to measure on, all of them in
+prompts.jsonl, and train_prompts.jsonl, which the target answers for heads to train on (benchmarks/gpu/heads.py).
+"""
+
+import itertools
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.gpu.card import card, figures_of, tables_of
+from benchmarks.gpu.common import Asked, arguments, product_rate, record
+from benchmarks.gpu.text import KINDS, Chat, Text, embedded_text, gathered, own_text
+from benchmarks.gpu.workloads import choose, training_prompts, write_lines
+from data.store_files import write_whole
+from eval.machine import peak_memory, synchronize
+from examples.tiny.recipe import (
+    BACK,
+    EMBEDDED,
+    ENTRY,
+    EXIT,
+    SHALLOW_SHARE,
+    TURN,
+    Part,
+    Point,
+    Recipe,
+    build,
+    encoded,
+    held_out_loss,
+    make_tokenizer,
+    save,
+    stack,
+    train,
+)
+
+# SmolLM2-135M's widths at 24 layers: 94 M parameters.
+LARGE = Recipe(
+    vocab=16384, width=576, inner=1536, heads=9, kv_heads=3, layers=24, shallow=8, context=2048, window=1024,
+    batch_tokens=32768, peak_lr=2e-3, warm_steps=80,
+)  # fmt: skip
+TOY = Recipe(
+    vocab=512, width=128, inner=256, heads=4, kv_heads=2, layers=8, shallow=2, context=512, window=128,
+    batch_tokens=512, peak_lr=6e-3, warm_steps=8,
+)  # fmt: skip
+PARTS = ("text", "train", "measure")
+SAMPLE = 30_000_000  # characters that the tokenizer is trained on
+MEASURED = 400  # held-out chats of a kind
+TRAINING, HELD_OUT = "training.json", "held_out.json"
+
+
+def recipe_of(asked: Asked, size: str) -> Recipe:
+    """Return the recipe of a size; at toy size all have one."""
+    return TOY if asked.toy else {"large": LARGE, "embedded": EMBEDDED}[size]
+
+
+def gather(asked: Asked, size: str, folder: Path | None) -> Text:
+    """Return the text that a target of this size reads; the embedded one reads code alone."""
+    if asked.toy:
+        return own_text(400)
+    return gathered(folder) if size == "large" else embedded_text()
+
+
+def read_text(text: Text, recipe: Recipe, out: Path, toy: bool) -> None:
+    """Write the tokenizer, the stream of tokens, what is held out, and the prompts to be answered."""
+    out.mkdir(parents=True, exist_ok=True)
+    found, left = text.documents(), SAMPLE
+    sample = []
+    for document in found:  # they are shuffled
+        if (left := left - len(document)) < 0:
+            break
+        sample.append(document)
+    tokenizer = make_tokenizer(sample, recipe, out)
+    write_lines(out / "train_prompts.jsonl", training_prompts(text.chats, 60 if toy else None))
+    stream = encoded(tokenizer, found)
+    save_file({"token": stream.to(torch.int32)}, out / "stream.safetensors.new")
+    (out / "stream.safetensors.new").replace(out / "stream.safetensors")
+    told = {
+        "held_out": {kind: [list(each) for each in some] for kind, some in text.held_out.items()},
+        "read": [each._asdict() for each in text.read],
+        "stream": len(stream),
+    }
+    write_whole(out / HELD_OUT, json.dumps(told).encode())
+    print(f"{len(found)} documents, {len(stream) / 1e6:.2f} M tokens; {len(tokenizer)} tokens in the vocabulary")
+
+
+def teach(asked: Asked, recipe: Recipe, out: Path, minutes: float) -> None:
+    """Train the target and save it with what its training cost."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    stream = load_file(out / "stream.safetensors")["token"].long().to(asked.device)
+    recipe = replace(recipe, batch_tokens=min(recipe.batch_tokens, len(stream) // 2 // recipe.context * recipe.context))
+    seconds, curve, kind = minutes * 60, list[Point](), asked.device.type
+    if kind == "cuda":
+        torch.cuda.reset_peak_memory_stats(asked.device)
+    model = build(recipe, recipe.shallow, len(tokenizer)).to(asked.device)
+    seen = train(model, stream, recipe, Part(seconds * SHALLOW_SHARE, ENTRY, TURN, 0), curve)
+    model = stack(model, recipe, len(tokenizer))
+    seen = train(model, stream, recipe, Part(seconds * (1 - SHALLOW_SHARE), BACK, EXIT, seen), curve)
+    synchronize(asked.device)
+    save(model, recipe, out, len(tokenizer))
+    told = {
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "tokens_seen": seen,
+        "stream": len(stream),
+        "minutes": minutes,
+        "curve": [each._asdict() for each in curve],
+        "peak_memory_bytes": peak_memory(asked.device),
+        **speeds(curve, recipe, len(tokenizer), asked),
+    }
+    write_whole(out / TRAINING, (json.dumps(told, indent=1) + "\n").encode())
+
+
+def speeds(curve: list[Point], recipe: Recipe, vocab: int, asked: Asked) -> dict[str, Any]:
+    """Return tokens a second and MFU of each depth, by the median interval between two points of its curve.
+
+    What a step compiles is in no median. MFU is against the rate of a large bf16 product on this device.
+    """
+    rate, found = product_rate(asked), {}
+    for layers in sorted({each.layers for each in curve}):
+        mine = [each for each in curve if each.layers == layers]
+        steps = sorted((b.tokens - a.tokens) / (b.seconds - a.seconds) for a, b in itertools.pairwise(mine))
+        if steps:
+            speed = steps[len(steps) // 2]
+            mfu = speed * flops_per_token(recipe, layers, vocab) / rate
+            found[str(layers)] = {"tokens_per_second": speed, "mfu": mfu}
+    return {"product_rate": rate, "speed": found}
+
+
+def flops_per_token(recipe: Recipe, layers: int, vocab: int) -> float:
+    """Return the operations of forward and backward pass for a token of a row of `window` tokens.
+
+    Six for each weight that multiplies (Kaplan et al., arXiv 2001.08361), the lm_head's included, and attention over
+    half of the window on average, as it is causal.
+    """
+    width, head = recipe.width, recipe.width // recipe.heads
+    attention = 2 * width * width + 2 * width * recipe.kv_heads * head
+    weights = layers * (attention + 3 * width * recipe.inner) + vocab * width
+    return 6.0 * weights + 6.0 * layers * width * recipe.window
+
+
+def measure(asked: Asked, recipe: Recipe, out: Path, name: str) -> None:
+    """Choose the prompts, measure losses on what is held out, write samples and the card, and the record."""
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(asked.device).eval()
+    told = json.loads((out / HELD_OUT).read_text(encoding="utf-8"))
+    numbers: dict[str, Any] = {
+        "shape": vars(recipe), "read": told["read"], **json.loads((out / TRAINING).read_text()), "kinds": {},
+    }  # fmt: skip
+    chosen = []
+    for kind in KINDS:
+        kept = [Chat(*each) for each in told["held_out"][kind]]
+        random.Random(0).shuffle(kept)
+        if not kept:
+            continue
+        loss = held_out_loss(model, tokenizer, [each.turns for each in kept[:MEASURED]], recipe.context)
+        picked = choose(model, tokenizer, kept, asked.toy)
+        numbers["kinds"][kind] = {
+            "chats": min(len(kept), MEASURED), "nats_per_token": loss.mean, "perplexity": loss.perplexity,
+            "bits_per_byte": loss.bits_per_byte, "tokens": loss.tokens, "bytes": loss.bytes, **picked.counts,
+            "sample": picked.sample,
+        }  # fmt: skip
+        write_lines(out / f"{kind}.jsonl", picked.records)
+        chosen += [each | {"category": kind} for each in picked.records]
+    write_lines(out / "prompts.jsonl", chosen)
+    (out / "README.md").write_text(card(numbers, name), encoding="utf-8")
+    record(asked, name, numbers, tables_of(numbers, name), figures_of(numbers, name))
+
+
+def main() -> None:
+    """Do the parts that are not done."""
+    asked, said = arguments(
+        __doc__,
+        text={"type": Path, "help": "the folder of prose and dialogues; without it the target reads code alone"},
+        minutes={"type": float, "help": "of training; 8 unless it is a toy"},
+        part={"choices": PARTS, "help": "the part to end with; all of them unless it is given"},
+        size={"choices": ("large", "embedded"), "default": "large"},
+        again={"action": "store_true", "help": "begin with nothing"},
+    )
+    name = "target" if said.size == "large" else said.size
+    recipe, out = recipe_of(asked, said.size), asked.out / name
+    last = PARTS.index(said.part or PARTS[-1])
+    if said.text is not None and not said.text.is_dir():
+        raise SystemExit(f"--text {said.text}: is no folder; name the one that holds the text, or leave it out")
+    if said.again:
+        for file in (TRAINING, HELD_OUT):
+            (out / file).unlink(missing_ok=True)
+    if not (out / HELD_OUT).exists():
+        read_text(gather(asked, said.size, said.text), recipe, out, asked.toy)
+    if last >= 1 and not (out / TRAINING).exists():
+        teach(asked, recipe, out, said.minutes or (0.2 if asked.toy else 8))
+    if last == 2:
+        measure(asked, recipe, out, name)
+
+
+if __name__ == "__main__":
+    main()
