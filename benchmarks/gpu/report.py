@@ -25,6 +25,7 @@ LINE = "<!-- What follows is written by benchmarks/gpu/report.py. -->"
 TITLES = {
     "smoke": "Tests and the losslessness gate",
     "target": "A target worth measuring",
+    "embedded": "The embedded target anew",
     "heads": "Every head on it",
     "decoding": "Decoding at the shape of an 8B",
     "training": "Training at the shape of an 8B",

@@ -1,6 +1,7 @@
 """What the accelerator's measurements share: their records, merged part by part, and the page that shows them."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import report
+from benchmarks.gpu import report, run
 from benchmarks.gpu.common import ROOT, Asked, Figure, Table, merged, portable, record
 from benchmarks.gpu.smoke import counted
 
@@ -89,3 +90,25 @@ def test_toy_figures_do_not_go_to_the_real_page(tmp_path: Path) -> None:
 )
 def test_tests_are_counted_by_the_last_line(last: str, found: tuple[int, int, int]) -> None:
     assert tuple(counted(f"12 passed somewhere\n{last}\n").values()) == found
+
+
+def test_one_command_runs_every_script_and_names_those_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+
+    def start(words: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        ran.append(words)
+        name = Path(words[1]).stem
+        if name == "training":
+            record(asked(tmp_path), name, {}, [table("A", "cell")])
+        return subprocess.CompletedProcess(words, int(name == "heads"))
+
+    monkeypatch.setattr(run.subprocess, "run", start)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path), "--toy", "--text", "texts"])
+    assert run.main() == 1
+    assert [Path(words[1]).stem for words in ran] == run.USUAL
+    assert all(Path(words[1]).is_file() for words in ran)
+    assert ran[run.USUAL.index("target")][-2:] == ["--text", "texts"]
+    assert capsys.readouterr().err == "failed: heads\n"
+    assert "| cell |" in (tmp_path / "gpu.md").read_text()
