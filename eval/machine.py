@@ -66,6 +66,10 @@ def peak_memory(device: torch.device) -> int:
     """Peak bytes: allocated on the accelerator since the last reset, or resident in this process since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    for line in status.read_text(encoding="utf-8").splitlines() if status.is_file() else ():
+        if line.startswith("VmHWM:"):  # getrusage also knows of the process that started this one
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 

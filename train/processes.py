@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 
 from inference.target import default_device, fast_dtype
@@ -55,6 +56,8 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
         wanted = "bf16" if fast_dtype(place) == torch.bfloat16 else "fp32"
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=trainer.timeout))
     precision = "bf16" if wanted == "bf16" else "no"
+    # The runs of a multirun share this process, and accelerate keeps the first one's precision and device for all.
+    AcceleratorState._reset_state(reset_partial_state=os.environ.get("WORLD_SIZE", "1") == "1")
     accelerator = Accelerator(mixed_precision=precision, cpu=place.type == "cpu", kwargs_handlers=[group])
     check_world(launcher, accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
     return accelerator

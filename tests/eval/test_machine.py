@@ -1,12 +1,15 @@
 """The machine, the versions and the code are named, with or without git."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from eval import machine
+from heads.resolvers import ROOT
 
 CPU = torch.device("cpu")
 
@@ -37,3 +40,12 @@ def test_without_a_checkout_there_is_no_revision(tmp_path: Path, monkeypatch: py
     (tmp_path / ".git").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))  # no git either
     assert machine.provenance()["revision"] is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell it otherwise")
+def test_a_process_does_not_count_the_memory_of_the_one_that_started_it() -> None:
+    large = 2**30
+    held = bytearray(b"x") * large
+    code = "import torch; from eval.machine import peak_memory; print(peak_memory(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert 2**26 < int(done.stdout) < len(held) <= machine.peak_memory(CPU)
