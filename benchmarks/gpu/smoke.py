@@ -1,14 +1,13 @@
 """The tests on the device, and the losslessness gate on many tokens: in fp32 without a difference, in bf16 near ties.
 
-    python benchmarks/gpu/smoke.py --out OUT [--parts tests gate] [--tokens 100000] [--processes 8] [--toy]
+    python benchmarks/gpu/smoke.py --out OUT [--parts tests gate] [--dtypes float32] [--tokens 100000] [--toy]
 
 1. tests: the whole suite of a machine with an accelerator, which commands take where nobody says otherwise; and
    tests/device, where every head, tree and source decodes and every head trains on the device, in fp32 and in bf16.
 2. gate: an EAGLE head of the embedded target, trained here for a minute, and a source that drafts from the text alone
-   decode the bundled chats until plain decoding has written so many tokens; greedy, in fp32 and again in bf16.
+   answer so many of the bundled chats that plain decoding writes as many tokens; greedy, in fp32 and again in bf16.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -19,12 +18,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
+from omegaconf import OmegaConf
+
 from benchmarks.gpu.common import TINY, Asked, Table, arguments, record
+from eval.lossless import gate
+from eval.workloads import load_workload
+from heads.store import load_head, read_config
+from heads.typed import typed
+from inference.decode import Settings, speculate
+from inference.drafters import Drafter, registry
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.policy import TreeConfig
+from inference.sample import GREEDY
+from inference.target import Target
 
 CHATS = TINY / "chats.jsonl.xz"
 ANSWER = 128  # tokens of an answer at most
+TOY_ANSWER = 8
+DTYPES = ["float32", "bfloat16"]
 MEAN = 40  # tokens of an answer to the bundled chats, a little below their mean
-SOURCES = ["head", "suffix"]
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
@@ -54,36 +67,49 @@ def counted(said: str) -> dict[str, int]:
     return found
 
 
-def gates(asked: Asked, tokens: int) -> tuple[dict[str, Any], Table]:
-    """Compare the tokens of heads and sources with plain decoding's, in fp32 and in bf16."""
+def trained(asked: Asked) -> Path:
+    """Return the folder of an EAGLE head of the embedded target, trained unless it is there."""
     run = asked.out / "smoke-eagle"
-    steps = ["trainer.steps=20", "trainer.eval_prompts=0"] if asked.toy else ["trainer.steps=600"]
     if not (run / "head").is_dir():
+        steps = ["trainer.steps=20", "trainer.eval_prompts=0"] if asked.toy else ["trainer.steps=600"]
         where = [f"model.device={asked.device}", f"out={run}", "overwrite=true", "eval.prompts=0"]
         product("train/run.py", "head=eagle", *steps, *where)
+    return run / "head"
+
+
+def sources(asked: Asked, target: Target, folder: Path) -> dict[str, Drafter]:
+    """Return what drafts: the head by the tree that it was saved with, and a source that reads the text alone."""
+    head: Any = load_head(folder, target.ends, target.spec)
+    head = head.to(device=asked.device, dtype=target.dtype).eval()
+    tree = typed(TreeConfig, read_config(folder)["tree"])
+    options: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / "suffix.yaml"))
+    return {"eagle": HeadDrafter(head, tree, "eagle"), "suffix": registry.make("suffix", options, target)}
+
+
+def gates(asked: Asked, tokens: int, dtypes: list[str]) -> tuple[dict[str, Any], Table]:
+    """Compare the tokens of a head and a source with plain decoding's, in fp32 and in bf16."""
+    folder = trained(asked)
+    settings = Settings(TOY_ANSWER if asked.toy else ANSWER, GREEDY, gaps=True)
+    several = 4 if asked.toy else 32
     numbers: dict[str, Any] = {}
     rows = []
-    for dtype in ("float32", "bfloat16"):
-        out = asked.out / f"smoke-{dtype}"
-        product(
-            "eval/run.py", f"run={run}", f"drafter=[{','.join(SOURCES)}]", f"workload={CHATS}", "cold=false",
-            f"prompts={-(-tokens // MEAN)}", "balanced=false", f"max_new_tokens={8 if asked.toy else ANSWER}",
-            "batch_size=4" if asked.toy else "batch_size=32", f"gate_dtype={dtype}", f"dtype={dtype}", "tier=live",
-            "repeats=1", "warmup=0", "hf=false", f"model.device={asked.device}", f"out={out}",
-        )  # fmt: skip
-        report = json.loads((out / "report.json").read_text())
-        written = sum(row["tokens"] for row in report["rows"] if row["drafter"] == "plain")
-        for row in report["rows"]:
-            if row["drafter"] == "plain":
-                continue
-            found = row["lossless"]
-            numbers[f"{row['drafter']}, {dtype}"] = {**found, "tokens": written, "tau": row["tau"]}
-            rows.append([
-                row["drafter"], dtype, f"{written:,}", f"{row['tau']:.2f}",
-                *(str(found[kind]) for kind in ("checked", "identical", "near_tie", "failed")),
-            ])  # fmt: skip
+    for dtype in dtypes:
+        target = Target.load(str(TINY), dtype, str(asked.device))
+        prompts = [each.token for each in load_workload(str(CHATS), target, -(-tokens // MEAN))]
+        names = [str(i) for i in range(len(prompts))]
+        plain = speculate(target, Plain(target.device), prompts, settings, batch_size=several)
+        written = sum(len(each.tokens) for each in plain)
+        for name, source in sources(asked, target, folder).items():
+            made = speculate(target, source, prompts, settings, batch_size=several)
+            found, passes = gate(plain, made, names, target.dtype), sum(len(each.steps) for each in made)
+            tau = sum(len(each.tokens) - 1 for each in made) / passes
+            counts = {**found.counts(), "first": None if found.first is None else str(found.first)}
+            numbers[f"{name}, {dtype}"] = {**counts, "tokens": written, "tau": tau, "batch_size": several}
+            said = [str(counts[kind]) for kind in ("checked", "identical", "near_tie", "failed")]
+            rows.append([name, dtype, f"{written:,}", f"{tau:.2f}", *said])
     header = ["source", "dtype", "greedy tokens", "τ", "prompts", "identical", "near ties", "failed"]
-    return numbers, Table("Losslessness: prompts with plain decoding's tokens", header, rows)
+    many = f"in batches of {several}: prompts with plain decoding's tokens"
+    return numbers, Table(f"Losslessness in {' and '.join(dtypes)}, {many}", header, rows)
 
 
 def product(script: str, *words: str) -> None:
@@ -97,20 +123,39 @@ def product(script: str, *words: str) -> None:
         raise RuntimeError((done.stdout + done.stderr)[-3000:])
 
 
+def wrong(numbers: dict[str, Any]) -> list[str]:
+    """Return the names of what failed: a suite with failures or without a test, a gate that is red or checked nothing.
+
+    Args:
+        numbers: of the record.
+    """
+    suites = {name: each["status"] or not each["passed"] for name, each in numbers.get("tests", {}).items()}
+    gated = {name: each["failed"] or not each["checked"] for name, each in numbers.items() if name != "tests"}
+    return [name for name, failed in (suites | gated).items() if failed]
+
+
 def main() -> None:
-    """Run the parts that are asked for and write the record."""
+    """Run the parts that are asked for and write the record; the status says whether all of it is right."""
     asked, read = arguments(
         "The tests on the device, and the losslessness gate.",
         parts={"nargs": "+", "choices": ["tests", "gate"], "default": ["tests", "gate"]},
         tokens={"type": int, "default": None},
+        dtypes={"nargs": "+", "choices": DTYPES, "default": DTYPES},
         processes={"type": int, "default": 8},
     )  # fmt: skip
-    numbers, tables = {}, []
-    for part in read.parts:
+    numbers: dict[str, Any] = {}
+    tables = []
+    if "tests" in read.parts:
+        numbers["tests"], table = suite(asked, read.processes)
+        tables.append(table)
+    if "gate" in read.parts:
         tokens = read.tokens or (240 if asked.toy else 100_000)
-        numbers[part], table = suite(asked, read.processes) if part == "tests" else gates(asked, tokens)
+        found, table = gates(asked, tokens, read.dtypes)
+        numbers |= {f"gate: {name}": each for name, each in found.items()}
         tables.append(table)
     record(asked, "smoke", numbers, tables)
+    if failed := wrong(numbers):
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

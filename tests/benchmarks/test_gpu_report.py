@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import report, run
 from benchmarks.gpu.common import ROOT, Asked, Figure, Table, merged, portable, record
-from benchmarks.gpu.smoke import counted
+from benchmarks.gpu.smoke import counted, wrong
 
 SPEC = {
     "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
@@ -110,3 +110,13 @@ def test_one_command_runs_every_script_and_names_those_that_fail(
     assert ran[run.USUAL.index("target")][-2:] == ["--text", "texts"]
     assert capsys.readouterr().err == "failed: heads\n"
     assert "| cell |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_failed_is_named() -> None:
+    suite, gate = {"passed": 9, "failed": 0, "status": 0}, {"checked": 6, "failed": 0}
+    good = {"tests": {"a": suite}, "gate: eagle, float32": gate}
+    assert wrong(good) == []
+    for part in ({"status": 1}, {"passed": 0}):
+        assert wrong(good | {"tests": {"a": suite | part}}) == ["a"]
+    for part in ({"failed": 1}, {"checked": 0}):
+        assert wrong({"gate: eagle, float32": gate | part}) == ["gate: eagle, float32"]
