@@ -110,7 +110,8 @@ def test_operations_are_those_that_torch_counts() -> None:
         model(input_ids=token, labels=token).loss.backward()
     above_the_diagonal = 6.0 * SMALL.layers * SMALL.width * SMALL.window
     ours = script.flops_per_token(SMALL, SMALL.layers, SMALL.vocab) + above_the_diagonal
-    assert count.total == ours * SMALL.window
+    angles = 2 * SMALL.window * SMALL.width // SMALL.heads // 2  # of rotary positions, a product in some versions
+    assert count.total - ours * SMALL.window in (0, angles)
 
 
 def test_speeds_leave_out_what_a_step_compiles() -> None:

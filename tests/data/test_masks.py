@@ -36,6 +36,10 @@ def rendered(messages: list[Message], family: str, record: Record, tokenizer: Pr
     as_text = family == "deepseek_v3"
     asked = json.loads(json.dumps(messages))
     for message in asked:
+        if family == "gpt_oss" and "reasoning_content" in message:
+            message["thinking"] = message[
+                "reasoning_content"
+            ]  # as its template calls it, which not every version knows
         for call in message.get("tool_calls") or []:
             given = call["function"]["arguments"]
             call["function"]["arguments"] = json.dumps(given, ensure_ascii=False) if as_text else given
