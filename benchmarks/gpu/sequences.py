@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from benchmarks.gpu.common import Asked, seconds
 from benchmarks.gpu.traces import OWN
+from benchmarks.long_context import Planted
 from benchmarks.training import composed
 from eval.costs import planted
 from eval.machine import synchronize
@@ -24,14 +25,13 @@ from heads.base import DraftHead
 from inference import compiled
 from inference.batch import Batch, Row, twin
 from inference.cache import TargetCache, roomy
-from inference.drafters import Commit, Context, Drafter, Proposal
+from inference.drafters import Commit, Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
 from inference.sample import GREEDY
 from inference.session import Session, Settings
 from inference.target import Pass, Target
-from inference.tree import DraftTree
 
 LARGEST = 128  # nodes of a pass; a cache has room for as many, and for what they are padded to
 # A pass of as many nodes as the goal speaks of, the root among them; EAGLE-2's depth and width.
@@ -55,29 +55,6 @@ class Parts(NamedTuple):
     def step(self) -> float:
         """Return the whole."""
         return sum(self)
-
-
-class Planted:
-    """Drafts the same tree again and again, for nothing."""
-
-    name, tree = "planted", "planted"
-    feature_layers: tuple[int, ...] = ()
-
-    def __init__(self, draft: DraftTree) -> None:
-        self.draft = draft
-
-    def reset(self, prompt: list[int]) -> None:
-        """Nothing to begin."""
-
-    def forget(self) -> None:
-        """Nothing is known."""
-
-    def observe(self, commit: Commit) -> None:
-        """Nothing to learn."""
-
-    def propose(self, context: Context) -> Proposal:
-        """Return the tree."""
-        return Proposal(self.draft)
 
 
 class Sequences:
