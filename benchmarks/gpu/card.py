@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.common import Figure, Table
+from eval.tables import grid
 
 POINTS = 10  # of the loss curve, in a table
 
@@ -77,11 +78,6 @@ def figures_of(numbers: Mapping[str, Any], name: str) -> list[Figure]:
     return [Figure(f"{name}-loss", f"Loss of the {name} while it was trained", spec)]
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table's lines."""
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
-
-
 def passed_over(kind: str, each: Mapping[str, Any]) -> str:
     """Return what became of the candidates for a workload."""
     anyway = f"; {each['kept_anyway']} of these stayed, for want of others" if each["kept_anyway"] else ""
@@ -101,16 +97,16 @@ def card(numbers: Mapping[str, Any], name: str) -> str:
         f"# {name}", "",
         "A small causal language model, trained for minutes so that draft heads have something to draft for. It knows",
         "the forms of its text and little of the meaning.", "",
-        *markdown(("", ""), size_rows(numbers)), "",
+        grid(("", ""), size_rows(numbers)), "",
         "Chats are `<|user|>` question `<|end|><|assistant|>` answer `<|end|>`; the template is in the tokenizer. Of",
         "code the question is a function's signature and docstring, of prose a passage's opening.", "",
         "## Text", "",
-        *markdown(("source", "kind", "chats", "held out", "characters"), read), "",
+        grid(("source", "kind", "chats", "held out", "characters"), read), "",
         "## Loss", "",
         "On held-out chats, over what is answered:", "",
-        *markdown(LOSS_HEADER, loss_rows(numbers)), "",
+        grid(LOSS_HEADER, loss_rows(numbers)), "",
         "While it was trained, of single steps:", "",
-        *markdown(CURVE_HEADER, curve_rows(numbers["curve"])), "",
+        grid(CURVE_HEADER, curve_rows(numbers["curve"])), "",
         "## Prompts", "",
         "Never trained on. A target that loops makes any drafter look good, so prompts are chosen by its greedy",
         "answers.", "",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.common import Figure, Table
+from eval.tables import spread
 
 TAU_GOAL, SPEEDUP_GOAL = 3.5, 2.5  # on code at temperature 0, of one head
 SETTLED = 3  # steps before which nothing of training's speed counts
@@ -83,9 +84,7 @@ def goals(rows: Sequence[Row]) -> dict[str, Any]:
 
 def within(value: float | None, interval: Sequence[float] | None) -> str:
     """Return a figure with its interval."""
-    if value is None:
-        return "withheld"
-    return f"{value:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+    return "withheld" if value is None else spread(value, None if interval is None else (interval[0], interval[1]))
 
 
 def goal_table(rows: Sequence[Row]) -> list[Table]:

@@ -28,15 +28,13 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from hydra import compose, initialize_config_dir
-
 from benchmarks.gpu.common import Asked, arguments, product_rate, record
 from benchmarks.gpu.head_tables import figures_of, goals, measured, tables_of, training_facts
 from benchmarks.gpu.text import KINDS
+from benchmarks.training import composed
 from heads import HEADS
-from heads.resolvers import ROOT, register_resolvers
+from heads.resolvers import ROOT
 from inference.bare import Bare
-from train.config import RunConfig, run_config
 
 GRACE = 45  # seconds that a stopped training has for its checkpoint
 NOT_LOSSLESS = 1  # an evaluation's status where a gate is red: the report is there all the same
@@ -230,13 +228,6 @@ def reported(folder: Path) -> set[str]:
     """Return the heads that a folder's report has."""
     file = folder / "report.json"
     return {row["drafter"] for row in json.loads(file.read_text())["rows"]} if file.exists() else set()
-
-
-def composed(*overrides: str) -> RunConfig:
-    """Return a training configuration."""
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return run_config(compose("train", list(overrides)))
 
 
 def main() -> None:

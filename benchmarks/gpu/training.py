@@ -21,18 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 import torch
-from hydra import compose, initialize_config_dir
 from transformers import LlamaConfig
 
 from benchmarks.gpu.common import Asked, Table, arguments, product_rate, random_target, record, seconds
+from benchmarks.training import composed
 from data.batches import pack, token_counts
 from data.features import Live
 from data.masks import Sample
 from eval.machine import peak_memory
-from heads.resolvers import register_resolvers
 from heads.vocab import prune
 from inference.target import Target
-from train.config import RunConfig, run_config
+from train.config import RunConfig
 from train.device import GIB
 from train.plan import plan
 from train.processes import accelerator_for
@@ -67,8 +66,7 @@ class Bench:
             f"data.length={length}", f"trainer.micro_tokens={tokens}", f"trainer.batch_tokens={tokens}",
             "trainer.eval_prompts=0", f"out={self.asked.out / 'run'}", *peak, *more,
         ]  # fmt: skip
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return run_config(compose("train", words))
+        return composed(*words)
 
 
 def stepper(bench: Bench, run: RunConfig) -> Stepper:
@@ -102,6 +100,17 @@ def steps(bench: Bench, run: RunConfig, count: int) -> list[dict[str, Any]]:
     return [each.record or {} for each in taken[WARM:]]
 
 
+def taken_bytes(device: torch.device) -> int:
+    """Return the most bytes that this process has taken of the device, as a plan counts them.
+
+    On an accelerator with what the allocator holds beside what is asked of it, and with the context.
+    """
+    if device.type != "cuda":
+        return peak_memory(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device) + torch.cuda.max_memory_reserved(device)
+
+
 def step_rows(bench: Bench, heads: list[str], lengths: list[int], count: int) -> tuple[dict[str, Any], Table]:
     """Measure training steps by head and length."""
     numbers: dict[str, Any] = {}
@@ -128,7 +137,7 @@ def step_rows(bench: Bench, heads: list[str], lengths: list[int], count: int) ->
                 "seconds": {
                     part: statistics.median(each["seconds"][part] for each in found) for part in found[0]["seconds"]
                 },
-                "peak_bytes": peak_memory(bench.asked.device),
+                "peak_bytes": taken_bytes(bench.asked.device),
                 "planned_bytes": planned["peak_bytes"],
                 "fits": True,
             }  # fmt: skip
@@ -174,26 +183,28 @@ def fit_rows(bench: Bench, head: str, lengths: list[int]) -> tuple[dict[str, Any
                 if not found["fits"]:
                     break
                 most, planned, count = count, found, 2 * count
-            capacity = plan(bench.run(head, length, 1, *device))["device"]["memory_gb"] * GIB
-            runs = _runs(bench, head, length, most, capacity)
-            twice = _runs(bench, head, length, 2 * most, capacity)
+            place = plan(bench.run(head, length, 1, *device))["device"]
+            room = round((place["memory_gb"] - place["context_gb"]) * GIB)  # for tensors
+            runs, twice = (_runs(bench, head, length, size, room) for size in (most, 2 * most))
             numbers[f"{name}, {length}"] = {
                 "rows": most, "planned_bytes": planned and planned["peak_bytes"], "runs": runs, "twice_runs": twice,
             }  # fmt: skip
             peak = "-" if planned is None else _gib(planned["peak_bytes"])
-            rows.append([name, str(length), str(most), str(most * length), peak, _said(runs), _said(twice)])
+            more = " or more" if most == MOST else ""
+            sizes = [f"{most}{more}", f"{most * length:,}{more}"]
+            rows.append([name, str(length), *sizes, peak, _said(runs), _said(twice)])
     header = ["device", "length", "rows", "tokens", "plan, GiB", "runs in it", "twice as many run"]
     return numbers, Table(
         f"The largest micro-batch of {head} that the plan has room for, in powers of two", header, rows
     )
 
 
-def _runs(bench: Bench, head: str, length: int, rows: int, capacity: float) -> bool | None:
-    """Return whether a step runs in so many bytes; None where that cannot be tried on this device."""
+def _runs(bench: Bench, head: str, length: int, rows: int, room: int) -> bool | None:
+    """Return whether a step runs in so many bytes of tensors; None where that cannot be tried on this device."""
     device = bench.asked.device
-    if not rows or device.type != "cuda" or capacity > torch.cuda.get_device_properties(device).total_memory:
+    if not rows or device.type != "cuda" or room > torch.cuda.get_device_properties(device).total_memory:
         return None
-    share = capacity / torch.cuda.get_device_properties(device).total_memory
+    share = room / torch.cuda.get_device_properties(device).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(share, device)
     try:
@@ -233,15 +244,15 @@ def main() -> None:
 
 def measure(asked: Asked, read: argparse.Namespace) -> None:
     """Measure the parts that are asked for."""
-    register_resolvers()
     folder = asked.out / "shape"
     LlamaConfig(**asked.shape, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(folder)
     bench = Bench(asked, folder, random_target(asked), product_rate(asked))
     lengths = read.lengths or ([64, 128] if asked.toy else [2048, 8192])
+    longer = read.lengths or (lengths if asked.toy else [*lengths, 32768])
     measured = {
         "steps": partial(step_rows, bench, read.heads, lengths, read.steps),
         "features": partial(feature_rows, bench, lengths),
-        "fits": partial(fit_rows, bench, read.heads[0], lengths),
+        "fits": partial(fit_rows, bench, read.heads[0], longer),
     }
     found = {part: call() for part, call in measured.items() if part in read.parts}
     numbers = {"product_rate": bench.rate} | {part: each for part, (each, _) in found.items()}

@@ -17,6 +17,6 @@ def test_the_tests_of_the_device_run_and_every_gate_is_green(tmp_path: Path) -> 
     assert list(gates) == ["eagle, float32", "suffix, float32", "eagle, bfloat16", "suffix, bfloat16"]
     for name, each in gates.items():
         assert each["checked"] == each["identical"] + each["near_tie"] == 6
-        assert each["tokens"] > 24
+        assert each["tokens"] >= each["asked"] == 40
         assert each["tau"] > 1
         assert each["near_tie"] == 0 or "bfloat16" in name
