@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from data.answer_text import CLOSE, is_text, round_trips, split_reasoning, turns_of
@@ -20,6 +19,7 @@ from data.prompts import prompt_of
 from data.reasoning import OPENED
 from data.records import Message, Record
 from data.template import encode, render
+from inference.chat_template import RenderError
 from inference.rng import hashed
 from inference.stream import UNFINISHED
 
@@ -179,7 +179,7 @@ class Conversation:
         try:
             rendered = render(self.asked, self.tokenizer, True, self.tools, self.options)
             rendered.encode()  # half a surrogate pair is no text
-        except (TemplateError, TypeError, UnicodeEncodeError):  # a template is a program, of whatever is in the chat
+        except (RenderError, UnicodeEncodeError):  # a template is a program, of whatever is in the chat
             self.cause = "refused"
             return None
         self.opened = OPENED.search(rendered) is not None
@@ -228,7 +228,7 @@ class Conversation:
 
 
 class Document:
-    """A plain text, whose opening the target continues; of a chat without a chat template, the first question."""
+    """A plain text, whose first half the target continues; of a chat without a chat template, the first question."""
 
     def __init__(
         self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
@@ -243,7 +243,7 @@ class Document:
             self.cause = self.cause or "refused"
 
     def ask(self) -> list[int] | None:
-        """Return the opening, once."""
+        """Return the prompt, once."""
         if self.asked or self.cause:
             return None
         self.asked = True

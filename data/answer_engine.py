@@ -20,8 +20,8 @@ from inference.batch import Batch, twin
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.drafters.registry import make
-from inference.limits import check_tree
+from inference.drafters.registry import configured, make
+from inference.limits import check_masks, check_tree
 from inference.policy import TreeConfig
 from inference.sample import Sampling
 from inference.session import Generation, Settings
@@ -99,6 +99,26 @@ class Engine:
         return Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token))
 
 
+def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the name of the draft source that the command names, and its options, checked without the target.
+
+    Raises:
+        ValueError: none or several sources, an unknown one, or a run that has no head or stands beside another source.
+    """
+    if len(options) != 1:
+        raise ValueError(f"drafter={list(options)}: one source drafts the answers; name one, or plain for none")
+    ((name, values),) = options.items()
+    if name == "head" and run is None:
+        raise ValueError("run is missing: drafter=head needs run=outputs/NAME")
+    if run is not None:
+        if name not in ("plain", "head"):
+            raise ValueError(f"run={run} has its head draft, and drafter={name} another source: give one of the two")
+        typed(TreeConfig, tree_of(resolve_head(run), tree))
+    elif name != "plain":
+        configured(name, values)
+    return name, values
+
+
 def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any], target: Target) -> Drafter:
     """Return the draft source that the command names.
 
@@ -111,17 +131,12 @@ def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, A
     Raises:
         ValueError: none or several sources, an unknown one, a run beside another source, or a head of another target.
     """
-    if len(options) != 1:
-        raise ValueError(f"drafter={list(options)}: one source drafts the answers; name one, or plain for none")
-    ((name, values),) = options.items()
-    if name == "head" and run is None:
-        raise ValueError("run is missing: drafter=head needs run=outputs/NAME")
+    name, values = check_drafter(options, run, tree)
     if run is None:
         return Plain(target.device) if name == "plain" else make(name, values, target)
-    if name not in ("plain", "head"):
-        raise ValueError(f"run={run} has its head draft, and drafter={name} another source: give one of the two")
     folder = resolve_head(run)
     head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
     grown = typed(TreeConfig, tree_of(folder, tree))
     check_tree(target, grown, "head")
+    check_masks(target, grown)
     return HeadDrafter(head, grown, "head")

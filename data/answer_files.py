@@ -8,6 +8,7 @@ A part grows line by line, and only its own process writes to it. Whoever is kil
 device still held; the next call, of any number of processes, cuts off what is no whole line and answers the rest.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,11 +21,13 @@ from typing import IO, Any, NamedTuple
 
 from data.answer_chats import CAUSES, Outcome
 from data.files import CHUNK, META, PARTS, SETTINGS
-from heads.outside import inside, parse_json
+from data.store_files import write_whole
+from heads.outside import DEEPEST, inside, parse_json
 from heads.store import flush
 from heads.typed import fits
 
 SCHEMA = 1
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RECORD = {"id": str}
 OUTCOME = {**RECORD, "chat": dict[str, Any] | None, "answers": int, "cause": str, "failed": bool}  # its first fields
 # What the files of JSON are read for, any part of which may be missing.
@@ -57,19 +60,22 @@ class Answers:
         """Keep other jobs away from the parts; a process that dies lets go.
 
         Raises:
-            ValueError: another job is at work on them.
+            ValueError: another job is at work on them, or the disk is full.
         """
-        self.parts.mkdir(parents=True, exist_ok=True)
-        with (self.parts / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"{self.out}: another job is writing it; wait for it, or name another file") from None
-            try:
-                yield
-            finally:
-                if self.parts.is_dir() and not self.known.is_file():
-                    shutil.rmtree(self.parts)  # nothing was begun
+        with self._room():
+            self.parts.mkdir(parents=True, exist_ok=True)
+            with (self.parts / "lock").open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ValueError(
+                        f"{self.out}: another job is writing it; wait for it, or name another file"
+                    ) from None
+                try:
+                    yield
+                finally:
+                    if self.parts.is_dir() and not self.known.is_file():
+                        shutil.rmtree(self.parts)  # nothing was begun
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Note what shapes the answers, or compare it with what an earlier call noted.
@@ -134,10 +140,27 @@ class Answers:
         return [inside(self.parts, file.name) for file in sorted(self.parts.glob("*-of-*.jsonl"))]
 
     @contextmanager
+    def _room(self) -> Iterator[None]:
+        """Say of a disk that is full what was being written, and that it goes on."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise ValueError(
+                f"{self.out}: cannot be written ({error.strerror}); what was answered is kept: free space, and the "
+                "same command goes on"
+            ) from error
+
+    @contextmanager
     def part(self, rank: int, world: int) -> Iterator["Part"]:
-        """Open this process's part behind its last whole line."""
+        """Open this process's part behind its last whole line.
+
+        Raises:
+            ValueError: the disk is full.
+        """
         path = self.parts / f"{rank:05d}-of-{world:05d}.jsonl"
-        with inside(self.parts, path.name).open("ab") as file:
+        with self._room(), inside(self.parts, path.name).open("ab") as file:
             file.truncate(whole_lines(path))
             yield Part(file)
 
@@ -177,16 +200,20 @@ class Answers:
     def _join(self, places: list[Place]) -> str:
         digest, draft = hashlib.sha256(), self.parts / "merged"
         handles = {file: file.open("rb") for file in {place.file for place in places}}
-        with draft.open("wb") as merged:
-            for place in places:
-                handle = handles[place.file]
-                handle.seek(place.start)
-                line = handle.read(place.end - place.start)
-                data = line if place.whole else _encoded(json.loads(line)["chat"])
-                digest.update(data)
-                merged.write(data)
-            merged.flush()
-            os.fsync(merged.fileno())
+        try:
+            with draft.open("wb") as merged:
+                for place in places:
+                    handle = handles[place.file]
+                    handle.seek(place.start)
+                    line = handle.read(place.end - place.start)
+                    data = line if place.whole else _encoded(json.loads(line)["chat"])
+                    digest.update(data)
+                    merged.write(data)
+                merged.flush()
+                os.fsync(merged.fileno())
+        except OSError:
+            draft.unlink()
+            raise
         for handle in handles.values():
             handle.close()
         os.replace(draft, self.out)
@@ -212,14 +239,7 @@ class Part:
 
 def replace(path: Path, text: str) -> None:
     """Write a small file, whole or not at all."""
-    draft = path.with_name(path.name + ".new")
-    draft.unlink(missing_ok=True)  # one that was left, or a link that somebody else's folder holds
-    with draft.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    flush(path.parent)
+    write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
 def whole_lines(path: Path) -> int:
@@ -246,7 +266,8 @@ def _by_cause(causes: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _encoded(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, ensure_ascii=False) + "\n").encode()
+    """Return a line of JSON; half a surrogate pair, which no template showed, stands as its escape."""
+    return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _lines(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -257,7 +278,7 @@ def _lines(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[int, int, dict[s
             if not line.endswith(b"\n"):
                 return
             try:
-                told = parse_json(line)
+                told = parse_json(line, 2 * DEEPEST)  # a record as deep as is read stands in its outcome
             except ValueError as error:
                 raise _no_answer(path, start) from error
             if not isinstance(told, dict) or not all(key in told and fits(kinds[key], told[key]) for key in kinds):

@@ -72,7 +72,7 @@ def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALON
             f"{answerer.context} tokens; lower it"
         )
     answers = Answers(out)
-    settings = {**redacted_values(answerer.describe()), "data": work.source, **asdict(work.settings)}
+    settings = redacted_values({**answerer.describe(), "data": work.source, **asdict(work.settings)})
     if share.rank:
         share.wait()
         _answer(work, answerer, answers, share)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from data.cache import CachedSamples
 from data.masks import Sample
@@ -62,6 +63,20 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
             document[r, start:end] = number
             start = end
     return Packed(torch.from_numpy(token), torch.from_numpy(document), torch.from_numpy(mask))
+
+
+def check_known(packed: Packed, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+    """Check that a target knows all tokens of its data: a tokenizer may have some that its embedding has no row for.
+
+    Raises:
+        ValueError: it does not.
+    """
+    last = int(packed.token.max())
+    if last >= vocabulary:
+        raise ValueError(
+            f"the data holds token {last} ({tokenizer.convert_ids_to_tokens(last)!r}), but the target knows "
+            f"{vocabulary}: leave out the text that holds it, or give a model.path whose tokenizer is the model's own"
+        )
 
 
 def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[Tokens, Tokens]]:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from heads.ranges import Count, Number, RowLength
+
 CHOICES = {"turns": ("all", "last"), "reasoning": ("keep", "cut"), "on_bad": ("fail", "drop")}
 
 
@@ -36,17 +38,17 @@ class DataConfig:
 
     path: Any
     weights: list[float] | None
-    seed: int
+    seed: Number
     streaming: bool
     split: str
-    length: int
-    limit: int | None
+    length: RowLength
+    limit: Count | None
     prompts: str
-    held_out: int
-    max_tokens: int
+    held_out: Number
+    max_tokens: RowLength
     min_tokens: int
     dedup: bool
-    contamination: int | None
+    contamination: Count | None
     cache: str | None
     turns: str
     reasoning: str
@@ -54,11 +56,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Refuse sizes that leave nothing to train on, and a mixture that is none."""
-        for name in ("length", "max_tokens"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"data.{name}={getattr(self, name)}: must be at least 2 tokens")
-        if self.held_out < 0 or (self.limit is not None and self.limit < 1):
-            raise ValueError("data.held_out must not be negative, and data.limit must be positive or null")
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
             raise ValueError(f"data.path={self.path}: give a file, a folder, a glob, a Hub data set, or a list of them")
         if self.weights is not None:
@@ -67,8 +64,6 @@ class DataConfig:
             raise ValueError("data.streaming=true reads on without an end: set data.limit to the samples that you want")
         if not 1 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"data.min_tokens={self.min_tokens}: must be between 1 and data.max_tokens")
-        if self.contamination is not None and self.contamination < 1:
-            raise ValueError(f"data.contamination={self.contamination}: give a number of words, or null for no check")
         for name, values in CHOICES.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"data.{name}={getattr(self, name)}: must be {' or '.join(values)}")

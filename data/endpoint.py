@@ -4,8 +4,10 @@ What comes back is not trusted: a reply that is no answer to what was asked is a
 Failures that may pass are tried again, after a time that doubles, with jitter, or that the server names.
 """
 
+import io
 import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,15 +15,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import URLError
-from urllib.request import HTTPErrorProcessor, Request, build_opener
+from urllib.parse import urlsplit
+from urllib.request import HTTPErrorProcessor, HTTPHandler, HTTPSHandler, Request, build_opener
 
 from data.answer_chats import Reply
+from data.files import CHUNK
+from heads.outside import parse_json
+from heads.redact import HIDDEN, redacted
 
 UNKNOWN_CONTEXT = 2**31
 SHOWN = 160  # characters of a reply in an error
+LARGEST = 2**26  # bytes of a response, its headers included
+NESTED = 50  # lists and mappings in each other of a tool call's arguments: in their file they stand in others
 
 # Statuses after which the same request may succeed, besides all from 500 on.
 TEMPORARY = (408, 425, 429)
@@ -31,7 +40,7 @@ REMEDIES = {
     404: "{by}= is the base that /models and /chat/completions stand under, mostly .../v1",
 }
 EVENTS = "text/event-stream"
-DONE = "[DONE]"  # the last event of a stream that has come whole
+DONE = b"[DONE]"  # the last event of a stream that has come whole
 
 
 @dataclass(frozen=True)
@@ -69,19 +78,86 @@ class EndpointConfig:
             raise ValueError("endpoint.retries, endpoint.backoff and endpoint.max_wait must not be negative")
 
 
+def check_url(key: str, url: str) -> None:
+    """Refuse what is no endpoint's URL, or tells a secret to whoever reads it.
+
+    Raises:
+        ValueError: naming the key by which it was given.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{key}={url}: give a URL such as http://localhost:8000")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(
+            f"{key}: the URL of {parts.hostname} carries a user or a query, which files would tell: give the key in an "
+            "environment variable, named by api_key_env"
+        )
+
+
 class EndpointError(Exception):
-    """A request without an answer: why, in one word and as the server said it, and whether another try may help."""
+    """A request without an answer: why, in one word and as the server said it, and whether another try may help.
+
+    The detail goes into files: no secret stands in it, and no half of a surrogate pair.
+    """
 
     def __init__(self, cause: str, detail: str, retry: bool = False, after: float | None = None) -> None:
-        super().__init__(f"{cause}: {detail}")
-        self.cause, self.detail, self.retry, self.after = cause, " ".join(detail.split())[:SHOWN], retry, after
+        text = redacted(" ".join(detail[:CHUNK].split())).encode(errors="backslashreplace").decode()[:SHOWN]
+        self.cause, self.detail, self.retry, self.after = cause, text, retry, after
+        super().__init__(f"{cause}: {self.detail}")
 
 
-class AsItIs(HTTPErrorProcessor):
-    """Lets every status through: what becomes of it is decided here, and no request follows a redirect."""
+class BoundedReader(io.RawIOBase):
+    """The bytes of a socket, status line and headers among them, up to a deadline and to `LARGEST`."""
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase, deadline: float) -> None:
+        self.sock, self.raw, self.deadline, self.left = sock, raw, deadline, LARGEST
+
+    def readable(self) -> bool:
+        """Return that it is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read what there is, within the time that is left."""
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError
+        self.sock.settimeout(seconds)
+        count = self.raw.readinto(buffer)
+        self.left -= count or 0
+        if self.left < 0:
+            raise EndpointError("too_large", f"the reply has more than {LARGEST} bytes")
+        return count
+
+    def close(self) -> None:
+        """Close the socket's file."""
+        self.raw.close()
+        super().close()
+
+
+class BoundedResponse(HTTPResponse):
+    """A response that is read by a `BoundedReader` from its first byte on."""
+
+    def __init__(self, sock: socket.socket, *args: Any, deadline: float, **named: Any) -> None:
+        super().__init__(sock, *args, **named)
+        self.fp = io.BufferedReader(BoundedReader(sock, self.fp.detach(), deadline))
+
+
+class Exchange(HTTPHandler, HTTPSHandler, HTTPErrorProcessor):
+    """Sends a request whose timeout is for the whole exchange, and follows no redirect: every status comes through."""
+
+    def do_open(self, http_class: Any, req: Request, **named: Any) -> HTTPResponse:
+        """Return the response to a request."""
+
+        def connection(host: str, *, timeout: float, **more: Any) -> Any:
+            made = http_class(host, timeout=timeout, **more)
+            made.response_class = partial(BoundedResponse, deadline=time.monotonic() + timeout)
+            return made
+
+        opened: Any = connection
+        return super().do_open(opened, req, **named)
 
     def http_response(self, request: Request, response: HTTPResponse) -> HTTPResponse:
-        """Return the response."""
+        """Return the response, whatever its status is."""
         return response
 
     https_response = http_response
@@ -99,9 +175,9 @@ class Client:
         self.by, self.options = by, options
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII alone")
-        self.url, self.config = url.rstrip("/"), config
+        self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.opener = build_opener(AsItIs)
+        self.opener = build_opener(Exchange)
         self.stop = threading.Event()  # nobody waits for a retry any more
 
     def served(self) -> tuple[str, int]:
@@ -118,7 +194,7 @@ class Client:
             ) from failure
         listed = data.get("data")
         entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-        models = {str(each.get("id")): each for each in entries}
+        models = {name: each for each in entries if isinstance(name := each.get("id"), str) and name.isprintable()}
         wanted = self.config.model
         name = next(iter(models)) if wanted is None and len(models) == 1 else wanted
         if name is None or name not in models:
@@ -149,15 +225,14 @@ class Client:
         Raises:
             EndpointError: there is no reply, it is none, or it breaks off before its end.
         """
-        deadline = time.monotonic() + self.config.timeout
         with self._exchange("POST", path, body) as response:
             if response.status != 200 or EVENTS not in response.headers.get("Content-Type", ""):
-                text = self._read(response, deadline)
-                self._check(response, path, text)
-                yield read_object(text)
+                content = _read(response)
+                self._check(response, path, content)
+                yield read_object(content)
                 return
-            for line in self._lines(response, deadline):
-                said = line.decode(errors="replace").strip().removeprefix("data:").strip()
+            for line in _lines(response):
+                said = line.strip().removeprefix(b"data:").strip()
                 if said == DONE:
                     return
                 if line.startswith(b"data:"):
@@ -170,9 +245,8 @@ class Client:
         Raises:
             EndpointError: nobody answers in time.
         """
-        deadline = time.monotonic() + self.config.timeout
         with self._exchange("GET", path, None) as response:
-            return response.status, self._read(response, deadline)
+            return response.status, _read(response).decode(errors="replace")
 
     @contextmanager
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[HTTPResponse]:
@@ -185,18 +259,18 @@ class Client:
         except (OSError, HTTPException) as error:
             reason = error.reason if isinstance(error, URLError) else error
             if isinstance(reason, TimeoutError):
-                raise EndpointError("timeout", f"no reply within {self.config.timeout:g} s", True) from error
+                raise EndpointError("timeout", f"no whole reply within {self.config.timeout:g} s", True) from error
             raise EndpointError("unreachable", f"{type(reason).__name__}: {reason}", True) from error
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        deadline = time.monotonic() + self.config.timeout
         with self._exchange(method, path, body) as response:
-            text = self._read(response, deadline)
-        self._check(response, path, text)
-        return read_object(text)
+            content = _read(response)
+        self._check(response, path, content)
+        return read_object(content)
 
-    def _check(self, response: HTTPResponse, path: str, text: str) -> None:
+    def _check(self, response: HTTPResponse, path: str, content: bytes) -> None:
         """Refuse a reply whose status is no success."""
+        text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers repeat the key
         if response.status in REMEDIES:
             remedy = REMEDIES[response.status].format(by=self.by, options=self.options)
             raise ValueError(f"{self.url}{path}: {response.status} ({' '.join(text.split())[:SHOWN]}); {remedy}")
@@ -205,34 +279,38 @@ class Client:
             temporary = response.status in TEMPORARY or response.status >= 500
             raise EndpointError(f"http_{response.status}", text, temporary, after)
 
-    def _pieces(self, response: HTTPResponse, deadline: float) -> Iterator[bytes]:
-        """Yield the body as it comes; it must come whole and in time, however small the pieces."""
-        while piece := response.read1():
-            yield piece
-            if time.monotonic() > deadline:
-                raise EndpointError("timeout", f"no whole reply within {self.config.timeout:g} s", True)
-        if response.length:
-            raise EndpointError("unreachable", f"the reply broke off {response.length} bytes before its end", True)
 
-    def _read(self, response: HTTPResponse, deadline: float) -> str:
-        return b"".join(self._pieces(response, deadline)).decode(errors="replace")
-
-    def _lines(self, response: HTTPResponse, deadline: float) -> Iterator[bytes]:
-        rest = b""
-        for piece in self._pieces(response, deadline):
-            *lines, rest = (rest + piece).split(b"\n")
-            yield from lines
+def _pieces(response: HTTPResponse) -> Iterator[bytes]:
+    """Yield the body as it comes; it must come whole."""
+    while piece := response.read1(CHUNK):  # without a number, as many bytes are reserved as a chunk says it has
+        yield piece
+    if response.length:
+        raise EndpointError("unreachable", f"the reply broke off {response.length} bytes before its end", True)
 
 
-def read_object(text: str) -> dict[str, Any]:
+def _read(response: HTTPResponse) -> bytes:
+    return b"".join(_pieces(response))
+
+
+def _lines(response: HTTPResponse) -> Iterator[bytes]:
+    rest = bytearray()
+    for piece in _pieces(response):
+        rest += piece
+        if b"\n" in piece:
+            *lines, rest = rest.split(b"\n")
+            yield from map(bytes, lines)
+
+
+def read_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object that a text is.
 
     Raises:
         EndpointError: it is none.
     """
+    text = content[:CHUNK].decode(errors="replace")
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(content)
+    except ValueError as error:
         raise EndpointError("not_json", text, True) from error
     if not isinstance(value, dict):
         raise EndpointError("not_json", text)
@@ -273,10 +351,12 @@ def read_call(call: Any) -> dict[str, Any]:
     """
     try:
         function = dict(call["function"])
-        arguments = function["arguments"]
-        function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+        name, arguments = function["name"], function["arguments"]
+        if not isinstance(name, str):
+            raise TypeError
+        function["arguments"] = parse_json(arguments.encode(), NESTED) if isinstance(arguments, str) else arguments
         return {"type": "function", "function": function}
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise EndpointError("content", f"a tool call that is none: {call!r}") from error
 
 
@@ -288,5 +368,5 @@ def retry_after(asked: str) -> float | None:
         pass
     try:
         return max(0.0, (parsedate_to_datetime(asked) - datetime.now(timezone.utc)).total_seconds())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import PartialState
 
-from data.batches import Packed, pack
+from data.batches import Packed, check_known, pack
 from data.coding import compute, join, to_row
 from data.config import DataConfig
 from data.extract import GB, Make, estimate, extract, shard_rows, spec_there, timed
@@ -17,9 +17,11 @@ from data.prompts import load_training
 from data.store import FeatureStore, Row, StoreSpec, packed_fingerprint
 from data.vllm_features import VllmFiles, write_prompts
 from heads import HEADS
+from heads.context import check_rows, context_of
 from heads.typed import typed
 from inference.bare import Bare
 from inference.ends import final_norm
+from inference.loading import configuration
 from inference.placement import alone
 from inference.target import Target
 
@@ -89,9 +91,12 @@ def extract_features(
     Raises:
         ValueError: it does not fit, the folder holds something else, or the disk refused.
     """
+    own = configuration(model["path"], model["trust_remote_code"])
+    check_rows(data.length, context_of(own), model["path"])
     state = PartialState(cpu=model["device"] == "cpu")
     target = _target(model, str(state.device), bare=config.vllm is not None or prompts is not None)
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
+    check_known(packed, target.tokenizer, target.ends.vocab_size)
     if prompts is not None:
         if state.is_main_process:
             say(f"{prompts}: the tokens of {write_prompts(packed, Path(prompts))} documents, for vLLM")

@@ -12,6 +12,7 @@ from data.batches import Batch, Batches
 from data.quantize import DTYPES
 from heads.base import Features
 from heads.law import TopLaw
+from heads.ranges import Amount, Count
 
 MODES = ("live", "stored", "hybrid")
 TEACHERS = ("state", "top_k")
@@ -43,12 +44,12 @@ class FeaturesConfig:
     path: str | None
     dtype: str
     teacher: str
-    k: int
-    budget_gb: float | None
+    k: Count
+    budget_gb: Amount | None
     on_missing: str
-    shard_mb: int
-    prefetch: int
-    micro_rows: int
+    shard_mb: Count
+    prefetch: Count
+    micro_rows: Count
     vllm: str | None
     vllm_layers: list[int]
 
@@ -58,9 +59,6 @@ class FeaturesConfig:
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"features.{key} is {getattr(self, key)!r}: choose {', '.join(allowed)}")
-        for key in ("k", "shard_mb", "prefetch", "micro_rows"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"features.{key} is {getattr(self, key)}: give 1 or more")
         if self.mode != "live" and not self.path:
             raise ValueError(f"features.path is missing: features={self.mode} needs the store's folder")
 

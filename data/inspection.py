@@ -4,7 +4,6 @@ Not inspect.py: `python data/run.py` would then import this file where it means 
 """
 
 import html
-import os
 import re
 from collections.abc import Sequence
 from itertools import groupby, pairwise
@@ -17,7 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batches import fingerprint, pack
 from data.masks import Sample
-from inference.stream import CONTROL, TextStream
+from data.store_files import write_whole
+from heads.outside import visible
+from inference.stream import TextStream
 
 ROLE = re.compile(
     r"<[|\uff5c]?(?:im_start|start|start_of_turn|start_of_role|start_header_id)[|\uff5c]?>(\w+)"
@@ -90,7 +91,7 @@ def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
 def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, out: Console) -> None:
     """Print the first `count` samples, what is trained on standing out, and how much that is of each and of all."""
     for sample in samples[:count]:
-        out.rule(f"{sample.id}: {coverage([sample])}")
+        out.rule(Text(visible(f"{sample.id}: {coverage([sample])}")))
         out.print(_coloured(sample, tokenizer, marks=not out.is_terminal))
     filled = sum(len(sample.token) for sample in samples) / pack(samples, length).token.numel()
     out.rule(f"{len(samples)} samples: {coverage(samples)}")
@@ -108,13 +109,7 @@ def write_page(samples: Sequence[Sample], count: int, tokenizer: PreTrainedToken
         f'<p><span class="on">Coloured</span>: trained on. Fingerprint {fingerprint(samples)}</p>\n'
         f"{body}\n<output>hover over a token, or tap it</output>\n<script>{SCRIPT}</script>\n</html>\n"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(page)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    write_whole(path, page.encode())
 
 
 def coverage(samples: Sequence[Sample]) -> str:
@@ -149,7 +144,7 @@ def _coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marks: bool) -
     """Return the sample's text; `marks` puts brackets around what is trained on, where colours cannot be seen."""
     text = Text()
     for on, run in groupby(pieces(sample, tokenizer), key=lambda piece: piece.trained):
-        part = "".join(piece.text for piece in run).translate(CONTROL)
+        part = visible("".join(piece.text for piece in run))
         text.append(f"⟦{part}⟧" if on and marks else part, style="bold green" if on else "dim")
     return text
 
@@ -164,8 +159,8 @@ def _section(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
         told = (
             f"{'token' if len(token) == 1 else 'tokens'} {' '.join(map(str, token))}, {'' if on else 'not '}trained on"
         )
-        parts.append(f'<span{" class=on" if on else ""} title="{told}">{html.escape(text.translate(CONTROL))}</span>')
+        parts.append(f'<span{" class=on" if on else ""} title="{told}">{html.escape(visible(text))}</span>')
     return (
-        f"<h2>{html.escape(sample.id)}</h2><p>{coverage([sample])}</p>"
+        f"<h2>{html.escape(visible(sample.id))}</h2><p>{coverage([sample])}</p>"
         f'<meter value="{trained}" max="{tokens}"></meter>\n<pre>{"".join(parts)}</pre>'
     )

@@ -9,13 +9,13 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
 from data.records import Record
 from data.template import Span, encode, encode_plain, encode_spans, turn_ends
 from data.turns import BadSampleError, joined, turns_of
+from inference.chat_template import RenderError
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,8 @@ def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     """Return the chat as one sample, or as several where the template writes a turn otherwise once it is past."""
     try:
         turns = turns_of(record, tokenizer, config, seen)
-    except (TemplateError, TypeError) as error:
-        why = " ".join(str(error).split())
-        raise BadSampleError(
-            "refused by the chat template", f"the chat template refuses it: {why}; mend or remove the sample"
-        ) from error
+    except RenderError as error:
+        raise BadSampleError("refused by the chat template", f"{error}; mend or remove the sample") from error
     try:
         made = [_settle(*_mask(text, spans, tokenizer), tokenizer) for text, spans in joined(turns)]
     except UnicodeEncodeError as error:

@@ -13,18 +13,20 @@ from transformers import PreTrainedTokenizerBase
 
 from data.cache import PROMPTS, SAMPLES, CachedSamples, DamagedError, cache_key, making, read_cache
 from data.config import DataConfig
+from data.files import Raw
 from data.filters import Counts, Filters
 from data.masks import Sample, is_plain, samples_of, told
-from data.records import Record, content_text
+from data.records import Record, content_text, label
 from data.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.template import encode, encode_plain, render
 from heads.resolvers import ROOT
+from inference.chat_template import RenderError
 
 log = logging.getLogger(__name__)
 
 UNKNOWN_SHARE = 0.02  # of the tokens, above which the data does not fit the tokenizer
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
-OPENING = 32  # tokens of a plain document that serve as a prompt, at most half of it
+OPENING = 128  # tokens of a plain text, at most, that serve as a prompt: enough words for contamination, even of bytes
 
 
 class Prompt(NamedTuple):
@@ -35,6 +37,19 @@ class Prompt(NamedTuple):
     category: str
     text: str = ""
     system: str = ""
+
+    @classmethod
+    def read(cls, raw: Raw, place: int, path: str) -> "Prompt":
+        """Return the prompt that `save_prompts` wrote at a place of a file.
+
+        Raises:
+            ValueError: a key is another, or a value of another type.
+        """
+        kinds = {key: list if key == "token" else str for key in cls._fields}
+        right = raw.keys() == kinds.keys() and all(isinstance(raw[key], kind) for key, kind in kinds.items())
+        if not right or any(type(token) is not int for token in raw["token"]):
+            raise ValueError(f"{path}: record {place} is no prompt as they are saved: mend or remove the record")
+        return cls(**raw | {key: label(raw[key]) for key in ("id", "category")})
 
 
 class TrainingData(NamedTuple):
@@ -85,13 +100,13 @@ def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: 
 
 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
-    """Return the prompts of a file or Hub dataset: the questions of chats, else the openings of plain texts.
+    """Return the prompts of a file or Hub dataset: the questions of chats, else pieces of plain texts.
 
     What `save_prompts` wrote comes back as it was, token for token.
     """
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
-        return [Prompt(**record) for record in islice(source, limit)]
+        return [Prompt.read(record, place, path) for place, record in enumerate(islice(source, limit))]
     return [prompt_of(record, tokenizer) for _, record in islice(read_all(source), limit)]
 
 
@@ -220,23 +235,37 @@ def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 
 
 def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return the first question of a chat after the chat template, or without one, or the opening of a plain text.
+    """Return the first question of a chat after the chat template, or without one, or a piece of a plain text.
 
     Raises:
-        ValueError: there is none, or it is no text; the record is named.
+        ValueError: there is none, it is no text, or the chat template does not render it; the record is named.
     """
     try:
         return _prompt_of(record, tokenizer)
+    except RenderError as error:
+        raise ValueError(f"prompt {record.id}: {error}; mend or remove the record") from error
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {record.id}: holds half a surrogate pair, which is no text; remove it") from error
+
+
+def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens of a plain text that serve as a prompt, which end in its middle, and all that follow them.
+
+    Texts of one kind often begin alike, so a long one's first half is cut to its last words.
+    """
+    token = encode_plain(text, tokenizer)
+    half = max(1, len(token) // 2)
+    if half <= OPENING:
+        return token[:half], token[half:]
+    piece = str(tokenizer.decode(token[half - OPENING : half], skip_special_tokens=True))
+    return encode_plain(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # from a word's start on
 
 
 def _prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if is_plain(record, tokenizer):
         if not record.text.strip():
             raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
-        token = encode_plain(record.text, tokenizer)
-        token = token[: max(1, min(OPENING, len(token) // 2))]
+        token, _ = split_text(record.text, tokenizer)
         text = str(tokenizer.decode(token, skip_special_tokens=True))
         return Prompt(record.id, token, record.category, text)
     first = next((i for i, message in enumerate(record.messages) if message["role"] == "user"), None)

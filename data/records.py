@@ -3,6 +3,8 @@
 import json
 from typing import Any, NamedTuple
 
+from heads.outside import parse_json
+
 Message = dict[str, Any]
 
 ROLES = {
@@ -12,7 +14,10 @@ ROLES = {
 }
 QUESTIONS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "output", "response", "completion")
-IDS = ("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id")
+IDS = (
+    *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
+    *("uid", "unique_id", "instance_id", "_id", "ID", "key"),
+)
 SHAPES = (
     '{"messages": [{role, content}]}, {"conversations": [{role, content} or {from, value}]}, {"prompt", "answer"}, '
     '{"question", "answer"}, {"instruction", "input", "output"}, {"turns" or "prompt": [...]}, '
@@ -48,14 +53,19 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
     Raises:
         ValueError: the shape is unknown; the record is shown, cut to a readable length.
     """
-    name = next((str(raw[key]) for key in IDS if raw.get(key) is not None), str(index))
+    name = next((label(raw[key]) for key in IDS if raw.get(key) is not None), str(index))
     body = raw["body"] if isinstance(raw.get("body"), dict) else raw
     messages, text, tools = _messages(body), body.get("text") or "", _tools(body.get("tools"))
     if (messages is None and not isinstance(body.get("text"), str)) or tools is None or not isinstance(text, str):
         shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
         shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
         raise ValueError(f"{path}: record {name} is of no known shape: {shown} The shapes read are {SHAPES}")
-    return Record(name, str(raw.get("category") or ""), messages or [], text, tools)
+    return Record(name, label(raw.get("category") or ""), messages or [], text, tools)
+
+
+def label(value: Any) -> str:
+    """Return an id or a category as text that can be written: half a surrogate pair cannot."""
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def content_text(message: Message) -> str:
@@ -64,6 +74,14 @@ def content_text(message: Message) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text") or "" for part in content)
+
+
+def parsed(value: Any) -> Any:
+    """Return what a string of JSON says, and anything else, nested too deeply too, as it is."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _messages(raw: dict[str, Any]) -> list[Message] | None:
@@ -100,7 +118,7 @@ def _is_message(message: Any) -> bool:
         right = all(isinstance(part, dict) and isinstance(part.get("text"), str | None) for part in content)
     else:
         right = isinstance(content, str | None)
-    calls = _parsed(message.get("tool_calls")) or []
+    calls = parsed(message.get("tool_calls")) or []
     named = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     return right and named and all(isinstance(call.get("function") or {}, dict) for call in calls)
 
@@ -110,21 +128,21 @@ def _message(message: Message) -> Message:
     role = message.get("role") or message.get("from") or ""
     kept = _filled({key: value for key, value in message.items() if key not in ("from", "value")})
     made = {**kept, "role": ROLES.get(role, role), "content": kept.get("content", message.get("value") or "")}
-    said = _parsed(made["content"]) if role == "function_call" else []
+    said = parsed(made["content"]) if role == "function_call" else []
     called = said if isinstance(said, list) else [said]
     if called and all(isinstance(call, dict) and "name" in call for call in called):
         made |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in called]}
     elif "tool_calls" in made:
-        made["tool_calls"] = _filled(_parsed(made["tool_calls"]))
+        made["tool_calls"] = _filled(parsed(made["tool_calls"]))
     for call in made.get("tool_calls") or []:
         function = call.get("function") or {}
         if "arguments" in function:  # OpenAI has them as a string of JSON, chat templates as what it says
-            function["arguments"] = _parsed(function["arguments"])
+            function["arguments"] = parsed(function["arguments"])
     return made
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
-    found = _parsed(value or [])
+    found = parsed(value or [])
     if not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
         return None
     return tuple(_tool(_filled(tool)) for tool in found)
@@ -135,14 +153,6 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if "function" in tool or "name" not in tool:
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-
-
-def _parsed(value: Any) -> Any:
-    """Return what a string of JSON says, and anything else as it is."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
-        return value
 
 
 def _filled(value: Any) -> Any:

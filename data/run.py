@@ -15,28 +15,31 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import hydra
 import torch
 from accelerate import PartialState
 from omegaconf import DictConfig
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.answer_chats import Answerer, AnswerSettings
 from data.answer_endpoint import Endpoint
-from data.answer_engine import Engine, drafter_of
+from data.answer_engine import Engine, check_drafter, drafter_of
 from data.answers import Share, Work, source_of, write_answers
 from data.config import DataConfig
-from data.endpoint import Client, EndpointConfig
+from data.endpoint import Client, EndpointConfig, check_url
 from data.extraction import Layers, extract_features
 from data.features import FeaturesConfig
 from data.inspection import show, write_page
 from data.prompts import load_samples, records_to_answer
+from data.sources import check_sources
+from heads.command import command
 from heads.errors import user_errors
+from heads.folders import check_writable
+from heads.ranges import Count, Number
 from heads.resolvers import register_resolvers
 from heads.typed import typed
+from inference.loading import load_tokenizer
 from inference.placement import alone
-from inference.target import Target
+from inference.target import Target, device_named
 
 register_resolvers()
 
@@ -83,15 +86,15 @@ class JobConfig:
     drafter: dict[str, Any]
     tree: dict[str, Any]
     endpoint: EndpointConfig
-    inspect: int
+    inspect: Number
     inspect_html: str | None
-    limit: int | None
-    batch_size: int
+    limit: Count | None
+    batch_size: Count
     temperature: float
     top_p: float
     max_new_tokens: int
     keep_unfinished: bool
-    seed: int
+    seed: Number
     thinking: bool | None
     template_args: dict[str, Any]
 
@@ -99,6 +102,8 @@ class JobConfig:
         """Refuse a `by` that is nobody."""
         if self.by != "engine" and not self.by.startswith(URLS):
             raise ValueError(f"by={self.by}: give engine, or the URL of an endpoint, such as http://localhost:8000/v1")
+        if self.by != "engine":
+            check_url("by", self.by)
 
     def settings(self) -> AnswerSettings:
         """Return how the target answers."""
@@ -139,23 +144,32 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
     model = job.model
     if job.by != "engine":
         client = Client(job.by, job.endpoint, os.environ.get(job.endpoint.api_key_env))
-        return Endpoint(client, _load_tokenizer(model["path"], model["trust_remote_code"]), settings)
+        return Endpoint(client, load_tokenizer(model["path"], model["trust_remote_code"]), settings)
     how = model["trust_remote_code"], model.get("quantize"), model.get("adapter"), alone(model, "writing answers")
     target = Target.load(model["path"], model["dtype"], model["device"], *how)
     drafter = drafter_of(job.drafter, job.run, job.tree, target)
     return Engine(target, drafter, settings, job.batch_size)
 
 
-def _load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"model.path={path}: no tokenizer loads from there ({reason})") from error
-    return tokenizer
+def check_early(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
+    """Check what can be known before anything is loaded: the data, the folders that are written, who drafts.
+
+    Raises:
+        ValueError: naming the key and the remedy.
+    """
+    check_sources(config)
+    written = {"answers": job.answers, "vllm_prompts": job.vllm_prompts, "inspect_html": job.inspect_html}
+    for key, file in written.items():
+        if file is not None:
+            check_writable(Path(file).parent, key)
+    if features.path is not None:
+        check_writable(Path(features.path), "features.path")
+    if job.answers is not None and job.by == "engine":
+        device_named(job.model["device"])
+        check_drafter(job.drafter, job.run, job.tree)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="data")
+@command("data")
 def main(cfg: DictConfig) -> None:
     """Do what `answers` and `inspect` ask for."""
     with user_errors():
@@ -172,8 +186,9 @@ def run(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
             "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
             "features=stored features.path=FOLDER to extract features"
         )
+    check_early(job, config, features)
     if job.inspect > 0:
-        tokenizer = _load_tokenizer(job.model["path"], job.model["trust_remote_code"])
+        tokenizer = load_tokenizer(job.model["path"], job.model["trust_remote_code"])
         samples = list(load_samples(config, tokenizer, max(job.inspect, job.limit or 0)))
         show(samples, job.inspect, config.length, tokenizer, Console())
         if job.inspect_html is not None:

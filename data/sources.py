@@ -11,11 +11,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import datasets
 import numpy as np
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 
+from data.benchmarks import readable
 from data.config import DataConfig
-from data.files import FORMATS, META, PARTS, SETTINGS, Raw, content_hash, kind_of, read_file
+from data.files import FORMATS, META, PARTS, SETTINGS, Raw, check_file, content_hash, kind_of, read_file
 from data.records import Record, parse
+from heads.hub import cache_alone_without_connection
+from heads.outside import regular
 
 T = TypeVar("T")
 
@@ -25,6 +28,7 @@ SPLIT_WORDS = {  # as `datasets` knows them
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?")
 DRAWS = 1000  # numbers drawn at once, as `datasets.interleave_datasets` draws them
 
 
@@ -137,7 +141,40 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming)
+    regular(path)  # a pipe is no name on the Hub
     return _hub(name, split, streaming)
+
+
+def check_sources(config: DataConfig) -> None:
+    """Check that the data and its prompts are there.
+
+    Raises:
+        ValueError: as `check_source`.
+    """
+    for name in config.paths:
+        check_source(name, config.split)
+    if config.prompts:
+        check_source(config.prompts)
+
+
+def check_source(name: str, split: str = "") -> None:
+    """Check what can be known of a source without reading it: its files are there, readable and of a known format.
+
+    Raises:
+        ValueError: naming what is not. What a Hub data set holds is not asked.
+    """
+    if not Path(name).expanduser().exists() and not glob.has_magic(name):
+        _check_hub_name(name)
+        return
+    source = open_source(name, split)
+    assert isinstance(source, Files)
+    for file in source.files:
+        check_file(file)
+
+
+def _check_hub_name(name: str) -> None:
+    if kind_of(Path(name)) or not HUB_NAME.fullmatch(name):
+        raise ValueError(f"{name}: neither a file here nor a Hub dataset, name or name:config; give one of these")
 
 
 def _is_beside(file: Path) -> bool:
@@ -164,6 +201,9 @@ def _of_split(folder: Path, files: list[Path], split: str) -> tuple[Path, ...]:
 
 
 def _hub(name: str, split: str, streaming: bool) -> Hub:
+    _check_hub_name(name)
+    cache_alone_without_connection()
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
     repository, _, config = name.partition(":")
     try:
         table: Any = datasets.load_dataset(repository, config or None, split=split or None, streaming=streaming)
@@ -179,8 +219,9 @@ def _hub(name: str, split: str, streaming: bool) -> Hub:
 
 
 def read_all(source: Source) -> Iterator[tuple[str, Record]]:
-    """Yield every record of a source with the source's name."""
-    return _unique((source.name, parse(raw, index, source.name)) for index, raw in enumerate(source))
+    """Yield every record of a source of prompts with the source's name."""
+    named = ((source.name, readable(raw, index, source.name), index) for index, raw in enumerate(source))
+    return _unique((name, parse(raw, index, name)) for name, raw, index in named)
 
 
 class Part(NamedTuple):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from heads.outside import parse_json
+from heads.outside import parse_json, regular
 from heads.store import flush
 
 CHECKSUM = "sha256"
@@ -72,6 +72,7 @@ def read_checked(path: Path) -> dict[str, Any]:
         ValueError: it is not what was written.
         OSError: it cannot be read.
     """
+    regular(path)
     try:
         content = parse_json(path.read_bytes())
         told = content.pop(CHECKSUM)

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data.records import Message, content_text
+from data.records import Message, content_text, parsed
+from inference.chat_template import rendering
 
 T = TypeVar("T")
 Span = tuple[int, int]
@@ -54,9 +55,13 @@ def render(
     """Return the chat in the template's words, ready for the target's answer if `generation_prompt`.
 
     `options` are further values for the template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: as `rendering`; a RenderError where that is this chat's fault.
     """
     return _as_it_takes_them(
         messages,
+        tokenizer,
         lambda told: str(
             tokenizer.apply_chat_template(
                 told,
@@ -73,7 +78,11 @@ def render(
 def render_tagged(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
 ) -> tuple[str, list[Span]]:
-    """Return the chat in the template's words, and where in it each {% generation %} block starts and ends."""
+    """Return the chat in the template's words, and where in it each {% generation %} block starts and ends.
+
+    Raises:
+        ValueError: as `render`.
+    """
 
     def call(told: list[Message]) -> tuple[str, list[Span]]:
         made: Any = render_jinja_template(
@@ -86,19 +95,22 @@ def render_tagged(
         (rendered,), (blocks,) = made
         return rendered, [(start, end) for start, end in blocks]
 
-    return _as_it_takes_them(messages, call)
+    return _as_it_takes_them(messages, tokenizer, call)
 
 
-def _as_it_takes_them(messages: list[Message], call: Callable[[list[Message]], T]) -> T:
+def _as_it_takes_them(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, call: Callable[[list[Message]], T]
+) -> T:
     """Call a template with the arguments of tool calls as objects, as its documentation asks, else as JSON text.
 
     Some templates (DeepSeek-V3) join them to strings. Content in parts goes in as their text: a template for text alone
     would print the list.
     """
-    try:
-        return call([_told(message, json.loads) for message in messages])
-    except TypeError:
-        return call([_told(message, lambda text: text) for message in messages])
+    with rendering(tokenizer):
+        try:
+            return call([_told(message, parsed) for message in messages])
+        except TypeError:
+            return call([_told(message, lambda text: text) for message in messages])
 
 
 def _told(message: Message, read: Callable[[str], Any]) -> Message:
@@ -112,10 +124,7 @@ def _call(call: Message, read: Callable[[str], Any]) -> Message:
     function = call.get("function") or call
     given = function.get("arguments") or {}
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    try:
-        function = {**function, "arguments": read(text)}
-    except json.JSONDecodeError:
-        function = {**function, "arguments": text}  # what the model wrote, though it is no JSON
+    function = {**function, "arguments": read(text)}
     return {**call, "function": function} if call.get("function") else function
 
 

@@ -13,11 +13,12 @@ from eval.live import Runs
 from eval.states import Around
 from eval.teacher_forced import unrolled
 from heads.base import Features
+from heads.outside import visible
 from heads.vocab import spread
 from inference.decode import Generation
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
-from inference.stream import CONTROL, TextStream
+from inference.stream import TextStream
 from inference.target import Target
 
 ANSWERS = 3
@@ -57,7 +58,7 @@ def answers(
     """
     found = []
     for index, prompt in enumerate(prompts[:ANSWERS]):
-        question = str(target.tokenizer.decode(prompt.token))[-QUESTION:].translate(CONTROL)
+        question = visible(str(target.tokenizer.decode(prompt.token))[-QUESTION:])
         for name, drafter in drafters.items():
             run = made[name][index][0]
             steps = [[step.drafted, step.accepted, step.committed] for step in run.steps]
@@ -85,9 +86,9 @@ def pieces(run: Generation, tokenizer: Any, known: Sequence[Chance]) -> Records:
     for token, source, number, chance in zip(run.tokens, run.sources, passes, known, strict=True):
         piece = {"source": source, "step": number, **asdict(chance)}
         if text := stream.push(token):
-            found.append({"text": text.translate(CONTROL), **piece})
+            found.append({"text": visible(text), **piece})
     if rest := stream.rest():
-        found.append({"text": rest.translate(CONTROL), **piece})
+        found.append({"text": visible(rest), **piece})
     return found
 
 
@@ -114,7 +115,7 @@ def chances(target: Target, drafter: Drafter, prompt: list[int], run: Generation
         likely, ids = (part.tolist() for part in law.topk(min(LIKELIEST, law.shape[-1])))
         wanted = token[begin + first : begin + first + ROWS]
         for row, p in enumerate(law.gather(1, wanted[:, None])[:, 0].tolist()):
-            texts = (str(target.tokenizer.decode([one])).translate(CONTROL) for one in ids[row])
+            texts = (visible(str(target.tokenizer.decode([one]))) for one in ids[row])
             top = [(text, rounded(share)) for text, share in zip(texts, likely[row], strict=True)]
             found.append(Chance(rounded(p), q.get(first + row), top))
     return found

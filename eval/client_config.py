@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from data.endpoint import check_url
 from eval.row import LIVE
 from eval.tuner_config import listed
 
@@ -58,7 +58,7 @@ def check_endpoint(config: "EvalConfig") -> None:
         return
     for key in ("endpoint", "baseline"):
         if (url := getattr(config, key)) is not None:
-            _check_url(key, url)
+            check_url(key, url)
     if config.baseline is not None and _place(config.baseline) == _place(config.endpoint):
         raise ValueError("baseline is the endpoint itself: serve the model without speculation at another port")
     given = [key for key, neutral in NEUTRAL.items() if getattr(config, key) != neutral]
@@ -72,17 +72,6 @@ def check_endpoint(config: "EvalConfig") -> None:
         raise ValueError(
             f"temperature is {config.temperature!r}: texts can be compared at 0 alone, so give temperature=[0,…] or "
             "no baseline"
-        )
-
-
-def _check_url(key: str, url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{key}={url}: give a URL such as http://localhost:8000")
-    if parts.username is not None or parts.query or parts.fragment:
-        raise ValueError(
-            f"{key}: the URL of {parts.hostname} carries a user or a query, which the report would tell: give the key "
-            "in the environment variable that client.api_key_env names"
         )
 
 

@@ -10,6 +10,7 @@ from eval.client_config import ClientConfig, check_endpoint
 from eval.row import LIVE, REPLAY, TEACHER_FORCED, TIERS
 from eval.tuner_config import TunerConfig, listed
 from eval.workloads import TURNS
+from heads.ranges import Count, NewTokens, Number
 from heads.resolvers import ROOT
 from heads.typed import typed
 from inference.sample import Sampling
@@ -83,11 +84,11 @@ class EvalConfig:
     model: dict[str, Any]
     tree: dict[str, Any]
     workload: Any
-    prompts: int
+    prompts: Count
     balanced: bool
     turns: str
     truncate: bool
-    max_new_tokens: int
+    max_new_tokens: NewTokens
     min_new_tokens: int
     temperature: Any
     top_k: int
@@ -98,15 +99,15 @@ class EvalConfig:
     lossy: bool
     batch_size: Any
     request_rate: Any
-    seed: int
+    seed: Number
     cold: bool
-    budget: int | None
+    budget: Count | None
     dtype: str
     gate_dtype: str
     gate_tv: float
     engine: EngineConfig
-    repeats: int
-    warmup: int
+    repeats: Count
+    warmup: Number
     hf: bool
     tier: Any
     text: str
@@ -122,10 +123,6 @@ class EvalConfig:
         Raises:
             ValueError: naming the key, its value and the remedy.
         """
-        least = {"prompts": 1, "max_new_tokens": 2, "repeats": 1, "warmup": 0}
-        for key, low in least.items():
-            if getattr(self, key) < low:
-                raise ValueError(f"{key} is {getattr(self, key)}: give {low} or more")
         if not self.drafter:
             raise ValueError("drafter is empty: name at least one draft source, or plain")
         if self.dtype not in ("auto", *DTYPES):
@@ -167,8 +164,6 @@ class EvalConfig:
             raise ValueError(f"turns is {self.turns!r}: choose {' or '.join(TURNS)}")
         if not 0 < self.gate_tv < 1:
             raise ValueError(f"gate_tv is {self.gate_tv}: give a number between 0 and 1")
-        if self.budget is not None and self.budget < 1:
-            raise ValueError(f"budget is {self.budget}: give 1 or more, or null")
         if not all(isinstance(name, str) for name in listed(self.workload)):
             raise ValueError(f"workload is {self.workload!r}: give a name, a file or a Hub data set, or a list of them")
 

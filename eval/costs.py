@@ -9,9 +9,8 @@ processor's cache, and reports less than the part costs.
 import itertools
 import random
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -24,14 +23,14 @@ from inference.drafters import Commit, Context, Drafter, Proposal
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
-from inference.speed import Costs, cycled, draft_key, rising
+from inference.speed import Costs, draft_key, rising
 from inference.target import Target
 from inference.tree import DraftTree
 
 ROUNDS = 20  # over the texts: what is rare in them is then left as it is
-TURNS = 3  # of plain decoding and playback, at least: a machine that slows down for a while must not slow one alone
-SPARE = 8  # texts that follow those of a batch
-WARM = 8  # tokens of a text that are decoded before anything counts
+# Plain decoding and playback take turns of so few passes that a machine which slows down for a while slows both alike.
+STRETCH = 8
+TURNS = 6  # at least
 Samples = defaultdict[int, list[float]]
 T = TypeVar("T")
 
@@ -145,7 +144,7 @@ def measure(
     settings: Settings,
     batch: int = 1,
 ) -> Costs:
-    """Measure the costs on recorded texts, plain decoding and playback in turn.
+    """Measure the costs on recorded texts, a few passes of plain decoding and of playback in turn.
 
     Args:
         target: the target that wrote them.
@@ -155,7 +154,7 @@ def measure(
         sizes: the drafted nodes whose verification is timed; 0 is plain decoding's pass.
         samples: how often each at least.
         settings: those that the texts were written under.
-        batch: how many sequences are decoded side by side; passes over fewer do not count.
+        batch: how many sequences are decoded side by side, in every pass.
     """
     script = Script(measured, sizes, settings.seed)
     script.texts = {tuple(text.token[: text.start]): text for text in texts}
@@ -165,23 +164,26 @@ def measure(
     settle: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
     plain: list[float] = []
     wanted = {draft_key(tree) for tree in measured}
-    decode(target, players, cycled(texts, batch)[:batch], replace(settings, max_new_tokens=WARM), script.begin)
-    script.draft.clear()  # what the first calls of everything cost is not what later ones do
+    alone = decode(target, [Plain(target.device) for _ in players], texts, settings, lambda: None)
+    played = decode(target, players, texts, settings, script.begin)
+    for _ in sizes:  # what the first passes of every size cost is not what later ones do
+        next(alone)
+        next(played)
+    script.draft.clear()
     script.commit.clear()
-    decoded = 0
-    for turn, group in enumerate(groups(texts, batch)):
-        decoded += len(group)
-        alone = decode(target, [Plain(target.device) for _ in players], group, settings, lambda: None)
-        made = decode(target, players, group, settings, script.begin)
-        plain += [sum(step.draft_s + step.verify_s + step.other_s for step in row) for row in alone]
-        for row in made:
+    left = ROUNDS * sum(text.made for text in texts)
+    for turn in itertools.count(1):
+        for row in itertools.islice(alone, STRETCH):
+            plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in row))
+        for row in itertools.islice(played, STRETCH):
             verify[max(step.drafted for step in row)].append(sum(step.verify_s for step in row))
             for step in row:
                 settle[step.accepted > 1][step.drafted].append(step.other_s)
+                left -= step.committed
         drafts = [script.draft[key] for key in wanted]
         scarce = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
         # What is rare is left as it is, but a tree whose draft was never timed has no price.
-        if turn + 1 >= TURNS and (scarce >= samples or (decoded >= ROUNDS * len(texts) and all(drafts))):
+        if turn >= TURNS and (scarce >= samples or (left <= 0 and all(drafts))):
             break
     straight, gaps = ({size: typical(each) for size, each in one.items()} for one in settle)
     return Costs(
@@ -194,38 +196,25 @@ def measure(
     )
 
 
-def groups(texts: Sequence[Text], batch: int) -> Iterator[list[Text]]:
-    """Yield texts to decode in turns, together, from the first on again without an end.
-
-    Beside one another some end early: a few more than fit follow those.
-    """
-    size, every = batch + (SPARE if batch > 1 else 0), itertools.cycle(texts)
-    while True:
-        yield list(itertools.islice(every, size))
-
-
 @torch.inference_mode()
 def decode(
     target: Target, drafters: Sequence[Drafter], texts: Sequence[Text], settings: Settings, begin: Callable[[], None]
-) -> list[list[Step]]:
-    """Decode texts in the engine, one for each drafter at a time; return the steps of every pass over so many.
+) -> Iterator[list[Step]]:
+    """Decode texts in the engine without an end, one for each drafter at a time; yield the steps of every pass.
 
     `begin` is called before each pass.
     """
-    target.feature_layers = drafters[0].feature_layers
-    batch = Batch(target, drafters)
-    waiting = deque(enumerate(texts))
-    full = []
-    while len(waiting) + len(batch.rows) >= len(drafters):
+    batch, waiting = Batch(target, drafters), enumerate(itertools.cycle(texts))
+    while True:
+        target.feature_layers = drafters[0].feature_layers
         while batch.free:
-            number, text = waiting.popleft()
+            number, text = next(waiting)
             batch.admit(number, text.token[: text.start], settings)
         begin()
         sessions = [row.session for row in batch.rows]
         batch.step()
-        full.append([session.made.steps[-1] for session in sessions])
         batch.release()
-    return full
+        yield [session.made.steps[-1] for session in sessions]
 
 
 @torch.inference_mode()
@@ -258,13 +247,13 @@ def verification(
 
 
 def typical(values: Sequence[float]) -> float:
-    """Return the mean without the lowest and highest tenth.
+    """Return the mean without the lowest and highest twentieth.
 
-    Decoding pays for interruptions, and a short part has few of them but long ones: a median would not see those, and
-    price short parts too low. A single outlier must not price a tree either.
+    Decoding pays for interruptions, and a short part has few of them but long ones: a median, or a mean without more
+    of the highest, would not see those, and price short parts too low. A single outlier must not price a tree either.
     """
     ordered = sorted(values)
-    cut = len(ordered) // 10
+    cut = len(ordered) // 20
     middle = ordered[cut : len(ordered) - cut]
     return sum(middle) / len(middle)
 

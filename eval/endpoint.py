@@ -5,14 +5,17 @@ turns, greedy texts are compared, and there is a speedup. Requests in flight tak
 """
 
 import itertools
+import json
 import platform
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import track
 
+from eval import metrics
 from eval.config import EvalConfig
 from eval.endpoint_client import Asked, Server, requests_of
 from eval.endpoint_rows import Runs, Session, Timed, row_of, text_gate
@@ -27,12 +30,13 @@ Servers = Mapping[str, Server]  # by the names of their rows, the baseline as PL
 
 
 class Job(NamedTuple):
-    """A workload's requests: those to measure, and those before; `fresh` if these are others."""
+    """A workload's requests: those to measure, those before, `fresh` if these are others, and how many differ."""
 
     name: str
     asked: list[Asked]
     warmup: list[Asked]
     fresh: bool
+    distinct: int
 
 
 def measure(config: EvalConfig, workloads: Sequence[str]) -> Report:
@@ -82,9 +86,12 @@ def _job(name: str, config: EvalConfig) -> Job:
         warmup = [each for record in spare for each in requests_of(record, -1, "first", chat)]
     except ValueError as error:
         raise ValueError(f"workload {name}, {error}") from error
+    bodies = [(each.path, json.dumps(each.body, sort_keys=True)) for each in asked]
+    places = metrics.clustered(bodies, [each.conversation for each in asked])
+    asked = [replace(each, conversation=place) for each, place in zip(asked, places, strict=True)]
     fresh = len(warmup) == config.warmup
     warmup += [asked[-1 - i % len(asked)] for i in range(config.warmup - len(warmup))]
-    return Job(short_name(name), asked, warmup, fresh)
+    return Job(short_name(name), asked, warmup, fresh, len(set(bodies)))
 
 
 def _baseline(config: EvalConfig, server: Server) -> Server:
@@ -176,6 +183,7 @@ def _told(config: EvalConfig, jobs: Sequence[Job]) -> dict[str, Any]:
     keys = ("endpoint", "baseline", "max_new_tokens", "min_new_tokens", *sampling, "repeats", "warmup", "turns")
     return {
         "prompts": sum(len(job.asked) for job in jobs),
+        "distinct_prompts": sum(job.distinct for job in jobs),
         "warmup_prompts": "further ones" if all(job.fresh for job in jobs) else "measured ones",
         **{key: getattr(config, key) for key in (*keys, "balanced")},
         "engine": "as served",

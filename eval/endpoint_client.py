@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +13,17 @@ from data.endpoint import Client, EndpointConfig, EndpointError
 from data.prompts import OPENING, Prompt
 from data.records import Message, Record, content_text
 from eval.client_config import ClientConfig
-from eval.endpoint_metrics import SGLANG, Counters, Verified, between, of_reply, read_counters, restarted, together
+from eval.endpoint_metrics import (
+    EXACT,
+    SGLANG,
+    Counters,
+    Verified,
+    between,
+    of_reply,
+    read_counters,
+    restarted,
+    together,
+)
 from eval.texts import TokenLog
 
 API = "/v1"
@@ -61,7 +71,7 @@ class Round(NamedTuple):
 def requests_of(record: Record | Prompt | TokenLog, place: int, turns: str, chat: bool) -> Iterator[Asked]:
     """Yield a record's requests: its first question, or every one after all that was said before it.
 
-    Of a plain text it is the first half, up to so many words as a prompt has tokens elsewhere.
+    Of a plain text it is the end of the first half, up to so many words as a prompt has tokens elsewhere.
 
     Raises:
         ValueError: there is nothing to ask, or nobody recorded the answers before a question.
@@ -75,7 +85,8 @@ def requests_of(record: Record | Prompt | TokenLog, place: int, turns: str, chat
         words = record.text.split()
         if not words:
             raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
-        text = " ".join(words[: max(1, min(OPENING, len(words) // 2))])
+        half = max(1, len(words) // 2)
+        text = " ".join(words[max(0, half - OPENING) : half])
         yield Asked(record.id, record.category, place, "/completions", {"prompt": text})
         return
     for turn, at in enumerate(questions if turns == "all" else questions[:1], 1):
@@ -149,7 +160,7 @@ class Server:
         body = {"model": self.model, **asked.body, **settings, "n": 1, **stream, **more, **self.config.extra}
         begin = time.perf_counter()
         try:
-            came = [(time.perf_counter() - begin, event) for event in self.client.events(asked.path, body)]
+            came = ((time.perf_counter() - begin, event) for event in self.client.events(asked.path, body))
             return read_answer(came, self.model)
         except EndpointError as failure:
             raise ValueError(
@@ -236,11 +247,11 @@ class Server:
         return after
 
 
-def read_answer(came: Sequence[tuple[float, Mapping[str, Any]]], model: str) -> Answer:
+def read_answer(came: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> Answer:
     """Return the answer that a reply's objects make up, one object where nothing was streamed.
 
     Args:
-        came: the objects, each with the seconds from the request to it.
+        came: the objects as they come, each with the seconds from the request to it.
         model: the name that was asked.
 
     Raises:
@@ -248,7 +259,9 @@ def read_answer(came: Sequence[tuple[float, Mapping[str, Any]]], model: str) -> 
     """
     texts: list[str] = []
     first, finish, tokens, told = None, None, None, None
-    for at, event in came:
+    end, pieces = 0.0, 0
+    for end, event in came:
+        pieces += 1
         if event.get("error") is not None:
             raise EndpointError("error", json.dumps(event["error"]))
         if event.get("model") != model:
@@ -260,18 +273,16 @@ def read_answer(came: Sequence[tuple[float, Mapping[str, Any]]], model: str) -> 
             raise EndpointError("choices", json.dumps(event))
         for choice in choices:
             text = said_in(choice)
-            first = at if first is None and text else first
+            first = end if first is None and text else first
             texts.append(text)
             finish = choice.get("finish_reason") or finish
         told = event if of_reply(event, 0) is not None else told
     if finish not in FINISHES:
         raise EndpointError("finish_reason", f"it is {finish!r}")
-    if tokens is None or tokens < 0:
+    if tokens is None or not 0 <= tokens < EXACT:
         raise EndpointError("usage", "the reply does not count its tokens")
     verified = None if told is None else of_reply(told, max(tokens - 1, 0))
-    end = came[-1][0]
-    streamed = len(came) > 1
-    return Answer("".join(texts), tokens, end, (first or end) if streamed else None, verified)
+    return Answer("".join(texts), tokens, end, (first or end) if pieces > 1 else None, verified)
 
 
 def said_in(choice: Mapping[str, Any]) -> str:

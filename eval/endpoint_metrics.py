@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 VLLM, SGLANG = ENGINES = ("vllm", "sglang")
 LINE = re.compile(r"^((?:vllm|sglang|process)[:_]\w+?)(?:_total)?(?:\{(.*)\})?\s+([^\s}]+)(?:\s+-?\d+)?$")
-LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 DRAFTS = {VLLM: "vllm:spec_decode_num_drafts", SGLANG: "sglang:spec_verify_calls"}
 FINISHED = {VLLM: "vllm:request_success", SGLANG: "sglang:num_requests"}
+EXACT = 2**53  # from here on a float counts no longer one by one
+DIGITS = 3  # of the deepest place in a draft that a server may tell of
 START = "process_start_time_seconds"
 
 
@@ -91,7 +93,8 @@ def samples(page: str) -> Iterator[Sample]:
                 number = float(value)
             except ValueError:
                 continue
-            yield Sample(re.sub(r"^(vllm|sglang)_", r"\1:", name), dict(LABEL.findall(labels or "")), number)
+            if abs(number) < EXACT:
+                yield Sample(re.sub(r"^(vllm|sglang)_", r"\1:", name), dict(LABEL.findall(labels or "")), number)
 
 
 def read_counters(page: str) -> Counters | None:
@@ -102,9 +105,9 @@ def read_counters(page: str) -> Counters | None:
         return None
     positions: dict[int, float] = {}
     for each in found:
-        if each.name == "vllm:spec_decode_num_accepted_tokens_per_pos" and each.labels.get("position", "").isdigit():
-            place = int(each.labels["position"])
-            positions[place] = positions.get(place, 0.0) + each.value
+        told = each.labels.get("position", "")
+        if each.name == "vllm:spec_decode_num_accepted_tokens_per_pos" and told.isdecimal() and len(told) <= DIGITS:
+            positions[int(told)] = positions.get(int(told), 0.0) + each.value
     width = [each.value for each in found if each.name == "sglang:spec_num_draft_tokens" and each.value > 0]
     return Counters(
         engine=engine,
@@ -188,8 +191,12 @@ def _verified(told: Mapping[str, Any], keys: tuple[str, ...], decoded: int) -> V
     if accepted > drafted or (accepted and not passes):
         return None
     histogram = told.get(keys[3])
-    counts = histogram if isinstance(histogram, list) and all(map(_count, histogram)) else []
-    whole = sum(counts) == passes and sum(depth * count for depth, count in enumerate(counts)) == accepted
+    counts = histogram[: 10**DIGITS] if isinstance(histogram, list) else []
+    whole = (
+        all(map(_count, counts))
+        and sum(counts) == passes
+        and sum(depth * count for depth, count in enumerate(counts)) == accepted
+    )
     return Verified(
         passes=max(passes, decoded - accepted),
         accepted=accepted,
@@ -199,7 +206,7 @@ def _verified(told: Mapping[str, Any], keys: tuple[str, ...], decoded: int) -> V
 
 
 def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < EXACT
 
 
 def together(parts: Iterable[Verified]) -> Verified:

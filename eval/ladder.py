@@ -7,7 +7,7 @@ left. All from the row's own seconds and from plain decoding's in the same sessi
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from math import prod
+from operator import mul
 from typing import Any
 
 Told = Mapping[str, Any]  # a row as report.json has it
@@ -54,7 +54,9 @@ def ladder(row: Told, plain: Told | None) -> dict[str, Any] | None:
         return None
     if not row["seconds"]["verify"]:  # an endpoint does not say where a step's time goes
         return None
-    if plain is None or row["drafter"] == PLAIN or row["speedup"] is None or not row["tau"]:
+    if plain is None or row["drafter"] == PLAIN or row["speedup"] is None:
+        return None
+    if not all(one[key] for one in (row, plain) for key in ("tau", "tokens_per_second", "steps")):
         return None
     tau, base = row["tau"], plain["tau"] / plain["tokens_per_second"]
     step = tau / row["tokens_per_second"]
@@ -83,7 +85,7 @@ def closer(conditional: Sequence[float]) -> float:
 
 def _tau(conditional: Sequence[float]) -> float:
     """Return τ of these acceptances: the bonus token, and P(a >= d) of each depth."""
-    return 1.0 + sum(prod(conditional[:depth]) for depth in range(1, len(conditional) + 1))
+    return 1.0 + sum(accumulate(conditional, mul))
 
 
 HEADER = ("drafter", "T", "τ", *(f"after {cost}" for cost in COSTS[:-1]), "speedup", "oracle", "would help most")

@@ -8,6 +8,7 @@ so a long answer weighs more than a short one; where nothing was measured the va
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -159,13 +160,15 @@ def overlap_headroom(seconds: dict[str, float]) -> float | None:
 
 
 def speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | None:
-    """Tokens per second of `runs` over those of `base`."""
+    """Tokens per second of `runs` over those of `base`, which hold the same requests."""
+    assert len(runs) == len(base), "a speedup needs the same requests on both sides"
     fast, slow = tokens_per_second(runs), tokens_per_second(base)
     return None if fast is None or slow is None else ratio(fast, slow)
 
 
 def whole_speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | None:
     """Tokens per second of `runs` over those of `base`, end to end."""
+    assert len(runs) == len(base), "a speedup needs the same requests on both sides"
     fast, slow = whole_tokens_per_second(runs), whole_tokens_per_second(base)
     return None if fast is None or slow is None else ratio(fast, slow)
 
@@ -218,6 +221,16 @@ def within(columns: Float[Tensor, "n k"], groups: Groups) -> Float[Tensor, "g k"
     place = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     index = torch.tensor([place[group] for group in groups])
     return columns.new_zeros(len(place), columns.shape[1]).index_add(0, index, columns)
+
+
+def clustered(prompts: Sequence[Sequence[Any]], groups: Groups = None) -> list[int]:
+    """Return the group of each prompt, and of a copy of an earlier prompt that of the earlier one.
+
+    A prompt that is measured twice says no more than once.
+    """
+    first: dict[tuple[Any, ...], int] = {}
+    each = range(len(prompts)) if groups is None else groups
+    return [first.setdefault(tuple(prompt), group) for prompt, group in zip(prompts, each, strict=True)]
 
 
 def bootstrap(

@@ -1,18 +1,19 @@
 """Reports read back: a report.json of this schema as it was written, or one line that says why not."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from eval import metrics
 from eval.forms import RECORDS, damage, damage_of_settings
+from eval.ladder import laddered
 from eval.law import LawTest
 from eval.lossless import Divergence, Gate, SampledGate
 from eval.report import SCHEMA, Report
 from eval.row import Row
-from heads.outside import names_code, parse_json, shown
+from heads.outside import names_code, parse_json, regular, shown
 from heads.typed import fits, typed
 
 OWN = ("schema", "target", "device", "settings", "rows")  # what else stands in a report are its extras
@@ -23,6 +24,10 @@ EXTRAS = {  # by eval/extras.py and the tiers, and where reports stand side by s
 GATES = ("gate", "sampled_gate")  # of its settings
 COUNTS = ("checked", "identical", "near_tie", "failed")
 TEXTS = [each.name for each in fields(Row) if each.type is str]  # which `typed` makes of numbers too
+# Beyond these a report is none of ours, and its page would take gigabytes.
+MOST_BYTES, MOST_ROWS = 32 << 20, 2_000
+LONGEST = 4_000  # text, list or mapping in a row
+GREATEST = 1e20  # number; seeds have 64 bits
 SPEEDUPS = ("speedup", "speedup_ci", "speedup_hf", "whole_speedup", "whole_speedup_ci")
 
 
@@ -33,7 +38,11 @@ def read_report(file: Path) -> dict[str, Any]:
         ValueError: there is no such file, it is damaged, no report, or one of another schema; the file is named.
     """
     try:
-        told = parse_json(file.read_bytes())
+        with regular(file).open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
+        told = parse_json(content)
     except OSError as error:
         raise ValueError(f"report {file} cannot be read ({error.strerror}): give a report.json") from None
     except ValueError as error:
@@ -48,12 +57,22 @@ def read_report(file: Path) -> dict[str, Any]:
     for key in ("target", "device", "settings"):
         if not isinstance(told.get(key), dict):
             raise ValueError(f"report {file} has no {key}: evaluate again to write it anew")
+    if len(told["rows"]) > MOST_ROWS:
+        raise ValueError(
+            f"report {file} has {len(told['rows'])} rows, {MOST_ROWS} are read: evaluate fewer drafters, workloads or "
+            "settings at once"
+        )
+    if odd := next(((key, value) for key, value in _held(told) if _is_odd(value)), None):
+        raise ValueError(
+            f"report {file}: {shown(odd[0])} is {shown(odd[1])}, no number that is measured: evaluate again"
+        )
     _check_extras(told, file)
     for number, row in enumerate(told["rows"]):
         try:
             row_of(row)
         except ValueError as error:
             raise ValueError(f"report {file}, row {number}: {error}; evaluate again to write it anew") from None
+    _check_ladders(told["rows"], file)
     return told
 
 
@@ -76,6 +95,36 @@ def report_of(told: Mapping[str, Any], file: str) -> Report:
         if report.red(row) and any(getattr(row, key) is not None for key in SPEEDUPS):
             raise ValueError(f"report {file}: {row.drafter} has a speedup and a red gate: evaluate again")
     return replace(report, rows=rows)
+
+
+def _held(told: Any, key: str = "it") -> Iterator[tuple[str, Any]]:
+    """Yield a value and all that it holds, each with the key that it stands under."""
+    yield key, told
+    if isinstance(told, dict):
+        for inner, value in told.items():
+            yield from _held(value, inner)
+    elif isinstance(told, list):
+        for value in told:
+            yield from _held(value, key)
+
+
+def _is_odd(value: Any) -> bool:
+    """Whether this is a number that nobody measures, such as one that is not finite."""
+    return isinstance(value, int | float) and not abs(value) <= GREATEST
+
+
+def _check_ladders(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Check that the numbers of rows that are compared with each other go together.
+
+    Raises:
+        ValueError: they lead to no finite ladder; the file is named.
+    """
+    try:
+        right = not any(_is_odd(value) for row in laddered(rows) for _, value in _held(row["ladder"]))
+    except ArithmeticError:
+        right = False
+    if not right:
+        raise ValueError(f"report {file}: seconds, steps and tokens of its rows contradict each other: evaluate again")
 
 
 def _check_extras(told: dict[str, Any], file: Path) -> None:
@@ -113,6 +162,9 @@ def row_of(told: Any) -> Row:
     """
     if not isinstance(told, dict):
         raise ValueError(f"{shown(told)} is no row")
+    for key, value in _held(told):
+        if isinstance(value, str | list | dict) and len(value) > LONGEST:
+            raise ValueError(f"{shown(key)} has a length of {len(value)}, at most {LONGEST} is read")
     row = typed(Row, {key: value for key, value in told.items() if key != "ladder"})
     typed(Gate, {**row.lossless})
     if odd := [key for key, value in told.items() if key in TEXTS and not isinstance(value, str)]:

@@ -1,6 +1,7 @@
 """The report: what was measured, under which settings, and was it lossless? As JSON, Markdown, a page and a table."""
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from data.store_files import write_whole
 from eval import advice, ladder
 from eval.lossless import Gate, SampledGate, labelled
 from eval.metrics import LEVEL
-from eval.page.build import page
+from eval.page.build import RenderError, page
 from eval.row import LIVE, Row
 from eval.sections import reports, sections
 from eval.tables import grid, number, spread
 from eval.written import finite
+from heads.outside import visible
 
 SCHEMA = 1
+READ = ("report.md", "report.html")  # by people
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,20 +98,32 @@ class Report:
         return told | {"rows": ladder.laddered(told["rows"])}
 
     def write(self, folder: Path) -> None:
-        """Write report.json, report.md and report.html; each is there whole, or as it was before.
+        """Write report.json, then report.md, then report.html, each whole or not at all.
+
+        With the first, those of an earlier report go: what cannot be written after it is missing, and not an old one.
+        A page that cannot be made is told of, and leaves the other two.
 
         Raises:
-            OSError: the folder cannot be written, or the disk is full.
+            OSError: the folder cannot be written, or the disk is full; the file is named.
         """
         told = self.as_dict()
-        texts = {
-            "report.json": json.dumps(told, indent=1, allow_nan=False) + "\n",
-            "report.md": markdown(self),
-            "report.html": page(told, title(self), self.failures(), notes_of(self)),
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            write_whole(folder / name, text.encode())
+        _write(folder / "report.json", json.dumps(told, indent=1, allow_nan=False) + "\n")
+        for name in READ:
+            (folder / name).unlink(missing_ok=True)
+        _write(folder / "report.md", markdown(self))
+        try:
+            _write(folder / "report.html", page(told, title(self), self.failures(), notes_of(self)))
+        except RenderError as error:
+            log.warning("%s is not written, the other files are: %s", folder / "report.html", error)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        write_whole(file, text.encode(errors="replace"))
+    except OSError as error:
+        raise OSError(
+            f"{file} cannot be written ({error.strerror or error}): free space there, or give another out"
+        ) from error
 
 
 INTERVAL = f"[{LEVEL:.0%}]"
@@ -128,7 +146,8 @@ TIME_HEADER = (
 )
 NOTES = (
     "τ is what a target pass commits on average, its bonus token included: the tokens after the prefill's over the "
-    "passes, pooled over all prompts. Intervals come from resampling the prompts, all turns of a conversation at once.",
+    "passes, pooled over all prompts. Intervals come from resampling the prompts, all turns of a "
+    "conversation and all copies of a prompt at once; distinct_prompts among the settings counts those that differ.",
     "Speed is that of decoding alone, without the prefill. Each prompt counts with its median repeat. Plain decoding, "
     "every drafter and HF generate take turns on each prompt in random order.",
     "P(a≥d) is the share of target passes in which d drafted tokens or more were accepted.",
@@ -174,17 +193,22 @@ def title(report: Report) -> str:
     how = f", weights quantised ({quantized})" if (quantized := report.target.get("quantized")) else ""
     carried = f" with adapter {adapter}" if (adapter := report.target.get("adapter")) else ""
     dtype = f", {report.device['dtype']}" if report.device.get("dtype") else ""  # none: no model computed
-    return f"{report.target.get('name')}{carried} on {report.device.get('name')}{dtype}{how}"
+    return " ".join(f"{report.target.get('name')}{carried} on {report.device.get('name')}{dtype}{how}".split())
 
 
 def table(report: Report) -> Table:
     """Return the table for the terminal."""
-    shown = Table(title=title(report))
+    shown = Table(title=_plain(title(report)))
     for name in HEADER:
         shown.add_column(name, justify="left" if name in ("drafter", "rule", "lossless") else "right")
     for row in report.overall:
-        shown.add_row(*_cells(report, row))
+        shown.add_row(*map(_plain, _cells(report, row)))
     return shown
+
+
+def _plain(text: str) -> Text:
+    """Return a text for the terminal, in which rich looks for no markup."""
+    return Text(visible(text))
 
 
 def markdown(report: Report) -> str:
@@ -196,7 +220,7 @@ def markdown(report: Report) -> str:
     memory = f" Peak memory: {peak / 2**20:.0f} MiB." if peak else ""
     parts = [
         f"# {title(report)}",
-        *(f"**Not lossless.** {failure}." for failure in report.failures()),
+        *(" ".join(f"**Not lossless.** {failure}.".split()) for failure in report.failures()),
         *reports(report.extras),
         grid(HEADER, [_cells(report, row) for row in report.overall]),
         *_times(report),
@@ -204,10 +228,15 @@ def markdown(report: Report) -> str:
         *advice.sections(report.extras),
         *sections(report.rows, report.sampled, report.gates, report.red),
         "## How it was measured",
-        f"Settings: {settings}. Device: {device}.{memory} Provenance: {source}.",
+        " ".join(f"Settings: {settings}. Device: {device}.{memory} Provenance: {source}.".split()),
         "\n".join(f"- {note}" for note in notes_of(report)),
     ]
-    return "\n\n".join(parts) + "\n"
+    return _inert("\n\n".join(parts)) + "\n"
+
+
+def _inert(text: str) -> str:
+    """Return Markdown whose names from outside are no HTML, no link and no picture, and move no cursor."""
+    return visible(text).replace("<", "&lt;").replace("](", "]\\(")
 
 
 def _times(report: Report) -> list[str]:

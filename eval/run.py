@@ -11,17 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
+from data.prompts import locate
+from data.sources import check_source
 from eval import endpoint
 from eval.config import OWN, RECORDED, EngineConfig, EvalConfig
+from eval.drafters import check_drafters
 from eval.gates import check, failed, settings_at, sources
 from eval.lossless import Gate, SampledGate
 from eval.machine import device_facts, provenance
-from eval.report import Report, table
+from eval.report import READ, Report, table
 from eval.row import LIVE, REPLAY, TEACHER_FORCED
 from eval.sessions import timed_rows
 from eval.side_by_side import folder_of, side_by_side
@@ -31,13 +33,17 @@ from eval.tune import tune
 from eval.tuned import TUNED
 from eval.tuner_config import listed
 from eval.workloads import Selection, Workload, load_workload, read_workload
+from heads.command import command
 from heads.errors import user_errors
+from heads.folders import check_writable
+from heads.outside import visible
 from heads.resolvers import register_resolvers
 from heads.typed import bracketed, typed
 from inference.decode import autoregress
+from inference.loading import configuration, note_dtype
 from inference.placement import alone
 from inference.reader import Reader
-from inference.target import Target, default_device, fast_dtype
+from inference.target import DTYPES, Target, device_named, fast_dtype
 
 PIPE_WIDTH = 140
 
@@ -60,18 +66,35 @@ def evaluate(config: EvalConfig) -> Report:
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
     out = folder_for(config.out, runs, list(config.drafter))
+    check_early(config, model, out)
     report = from_log(config, model) if config.from_log and config.tiers() == [REPLAY] else measured(config, model)
-    report.write(out)
-    show(report, out)
+    publish(report, out)
     return report
+
+
+def check_early(config: EvalConfig, model: Mapping[str, Any], out: Path) -> None:
+    """Check what can be known before anything is loaded: sources, workloads, the device and the report's folder.
+
+    Raises:
+        ValueError: naming the key and the remedy.
+    """
+    check_drafters(config)
+    for name in workloads_of(config, model):
+        check_source(locate(name))
+    device_named(model["device"])
+    check_writable(out, "out")
+    if not config.from_log:
+        configuration(model["path"], bool(model["trust_remote_code"]))
 
 
 def served(config: EvalConfig) -> Report:
     """Measure a served endpoint, print the table, and write the report, to outputs/endpoint unless the user says."""
-    report = endpoint.measure(config, workloads_of(config, {}))
-    out = folder_for(config.out, [], ["endpoint"])
-    report.write(out)
-    show(report, out)
+    names, out = workloads_of(config, {}), folder_for(config.out, [], ["endpoint"])
+    for name in names:
+        check_source(locate(name))
+    check_writable(out, "out")
+    report = endpoint.measure(config, names)
+    publish(report, out)
     return report
 
 
@@ -80,7 +103,7 @@ def measured(config: EvalConfig, model: Mapping[str, Any]) -> Report:
     live = LIVE in config.tiers()
     gates: dict[str, Gate] = {}
     sampled: list[SampledGate] = []
-    dtype = speed_dtype(config, model, torch.device(model["device"] or default_device()))
+    dtype = dtype_for(config, model)
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads = read(config, model, target)
     # A log without answers is told before anything is measured.
@@ -132,18 +155,18 @@ def tuned(config: EvalConfig) -> bool:
     """
     runs = config.runs()
     model = model_of(runs[0], config.model)
+    out = folder_for(config.out, runs, list(config.drafter))
+    check_early(config, model, out)
     names = workloads_of(config, model)
     if len(names) > 1:
         raise ValueError(f"workload is {', '.join(names)}: tune=true finds the tree for one, give one")
-    device = torch.device(model["device"] or default_device())
-    target = load_target(model, speed_dtype(config, model, device), config.engine)
+    target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
-    out = folder_for(config.out, runs, list(config.drafter))
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     found = tune(config, target, prompts)
     found.write(out)
     found.show(console)
-    console.print(f"all numbers: {out / TUNED}", soft_wrap=True)
+    console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)
     return found.passed
 
 
@@ -153,12 +176,12 @@ def beside(config: EvalConfig) -> Report:
     Raises:
         ValueError: a report is missing, damaged, none, or of another schema.
     """
-    report = side_by_side(config.reports())
     out = Path(config.out).expanduser() if config.out else folder_of(config.reports())
-    report.write(out)
-    show(report, out)
+    check_writable(out, "out")
+    report = side_by_side(config.reports())
+    publish(report, out)
     for warning in report.extras["warnings"]:
-        print(f"compare with care: {warning}", file=sys.stderr)
+        print(visible(f"compare with care: {warning}"), file=sys.stderr)
     return report
 
 
@@ -195,6 +218,14 @@ def load_target(model: Mapping[str, Any], dtype: str, engine: EngineConfig) -> T
     return target
 
 
+def dtype_for(config: EvalConfig, model: Mapping[str, Any]) -> str:
+    """Return the dtype to time in, and say so where it was chosen and the checkpoint's is another."""
+    chosen = speed_dtype(config, model, device_named(model["device"]))
+    if config.dtype == model["dtype"] == "auto":
+        note_dtype(model["path"], bool(model["trust_remote_code"]), DTYPES[chosen])
+    return chosen
+
+
 def speed_dtype(config: EvalConfig, model: Mapping[str, Any], device: torch.device) -> str:
     """Return the dtype to time in: the evaluation's, else the model's, else the one that is fast on the device."""
     chosen: str = next((name for name in (config.dtype, model["dtype"]) if name != "auto"), "auto")
@@ -228,6 +259,7 @@ def settings_of(config: EvalConfig, workloads: Sequence[Workload]) -> dict[str, 
         chosen["text"] = RECORDED if config.from_log else OWN
     return {
         "prompts": sum(len(workload.prompts) for workload in workloads),
+        "distinct_prompts": sum(workload.distinct for workload in workloads),
         "warmup_prompts": "further ones" if all(each.fresh for each in workloads) else "measured ones, halves swapped",
         **chosen,
         "engine": config.engine.label,
@@ -235,17 +267,19 @@ def settings_of(config: EvalConfig, workloads: Sequence[Workload]) -> dict[str, 
     }
 
 
-def show(report: Report, out: Path) -> None:
-    """Print the table, where the files are, and on stderr what failed."""
+def publish(report: Report, out: Path) -> None:
+    """Print the table, which outlives a full disk; write the files, say where they are, and on stderr what failed."""
     # A pipe has no width of its own, and rich's guess would break the lines.
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(table(report))
-    console.print(f"report: {out / 'report.md'} and {out / 'report.html'}", soft_wrap=True)
+    report.write(out)
+    files = [str(out / name) for name in READ if (out / name).exists()]
+    console.print(visible(f"report: {' and '.join(files)}"), soft_wrap=True, markup=False)
     for failure in report.failures():
-        print(f"NOT LOSSLESS: {failure}", file=sys.stderr)
+        print(visible(f"NOT LOSSLESS: {failure}"), file=sys.stderr)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="eval")
+@command("eval")
 def main(cfg: DictConfig) -> None:
     """Evaluate; exit with 1 if a drafter is not lossless, with 2 for an error of the user's."""
     register_resolvers()

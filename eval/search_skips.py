@@ -12,10 +12,10 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
 from dataclasses import dataclass
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
 from eval.workloads import load_workload
+from heads.command import command
 from heads.errors import user_errors
 from heads.resolvers import register_resolvers
 from heads.typed import typed
@@ -97,7 +97,7 @@ def measured(plain: list[Generation], drafted: list[Generation]) -> dict[str, fl
     }
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="search")
+@command("search")
 def main(cfg: DictConfig) -> None:
     """Run the command."""
     register_resolvers()

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataConfig
 from data.files import Raw
 from data.masks import samples_of
-from data.prompts import prompt_of
-from data.records import Message, Record, content_text
+from data.prompts import prompt_of, split_text
+from data.records import Message, Record, content_text, label
 from data.template import encode_plain
 from inference.decode import Settings, autoregress
 from inference.reader import Reads
@@ -51,11 +51,11 @@ class TokenLog(NamedTuple):
         Raises:
             ValueError: one of these is no list of tokens.
         """
-        name = str(raw.get("id", raw.get("request_id", place)))
+        name = label(raw.get("id", raw.get("request_id", place)))
         for key in TOKENS:
             if not isinstance(raw[key], list) or not all(type(token) is int for token in raw[key]):
                 raise ValueError(f"{path}: record {name}: {key} is no list of token numbers: mend or remove the record")
-        return cls(name, str(raw.get("category") or ""), *(list(raw[key]) for key in TOKENS))
+        return cls(name, label(raw.get("category") or ""), *(list(raw[key]) for key in TOKENS))
 
 
 class Told(NamedTuple):
@@ -111,10 +111,10 @@ def _answers(record: Record | TokenLog, name: str, reads: Reads) -> Iterator[tup
     tokenizer: Any = reads.tokenizer
     if not record.messages:
         prompt = prompt_of(record, tokenizer).token
-        whole = encode_plain(record.text, tokenizer)
-        if len(whole) <= len(prompt):
-            raise ValueError(f"workload {name}, record {record.id}: a text of {len(whole)} token has no answer")
-        yield whole, len(prompt)
+        _, rest = split_text(record.text, tokenizer)
+        if not rest:
+            raise ValueError(f"workload {name}, record {record.id}: a text of {len(prompt)} token has no answer")
+        yield prompt + rest, len(prompt)
         return
     if all(message["role"] != "assistant" for message in record.messages):
         raise ValueError(f"workload {name}, record {record.id}: {NO_ANSWER}")

@@ -1,15 +1,15 @@
 """The best tree for a head on this device and workload: predicted from costs and acceptance, measured, written.
 
 Each kind of tree is a family. All of its trees are replayed on the target's recorded text and priced with the costs
-measured in the engine; the most promising are priced again from more samples, and the best one of each family is timed
-against plain decoding beside the tree that the head has now. At further batch sizes the best chain and the best tree
-are.
+measured in the engine; the most promising are priced again from more samples, and the best one of each family, and the
+one predicted best of all, are timed against plain decoding beside the tree that the head has now. At further batch
+sizes the best chain and the best tree are. A family that is not as fast as predicted is not chosen.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from data.prompts import Prompt
 from eval import costs as costing
@@ -37,9 +37,10 @@ from inference.speed import Costs, at_context, cycled, mean, predict, rising
 from inference.target import Target
 
 FINALISTS = 3  # of each family, priced again
-AGAIN = 4  # times as many samples for that
+AGAIN = 8  # times as many samples for that
 
 Group = Callable[[Tried], str]
+T = TypeVar("T")
 
 
 def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
@@ -140,7 +141,7 @@ class Bench:
         contexts: Mapping[int, Mapping[int, float]],
         here: int,
     ) -> list[Candidate]:
-        """Return the candidates; the first of each group with what decoding gives, beside plain decoding."""
+        """Return the candidates; the first of each group and the one predicted best of all are decoded with."""
         others = {context: there for context, there in contexts.items() if context != here and here in contexts}
         elsewhere = {context: at_context(costs, contexts[here], there) for context, there in others.items()}
 
@@ -150,8 +151,11 @@ class Bench:
             return Candidate(one.family, one.tree, predict(texts, one.tree, costs, batch), far)
 
         priced = [[candidate(one) for one in group] for group in groups]
-        timed = self.timed([each[0] for each in priced], batch)
-        return [one for winner, each in zip(timed, priced, strict=True) for one in (winner, *each[1:])]
+        every = [one for each in priced for one in each]
+        best = max(every, key=lambda one: one.predicted.speedup)
+        wanted = [one for one in every if one is best or any(one is each[0] for each in priced)]
+        found = {id(one): timed for one, timed in zip(wanted, self.timed(wanted, batch), strict=True)}
+        return [found.get(id(one), one) for one in every]
 
     def timed(self, candidates: Sequence[Candidate], batch: int) -> list[Candidate]:
         """Return the candidates with what decoding gives, all in one interleaved session.
@@ -186,15 +190,19 @@ class Bench:
 
 
 def merged(first: Costs, again: Costs) -> Costs:
-    """Return the later costs, and the first where there are no others."""
-    settle = tuple({**old, **new} for old, new in zip(first.settle, again.settle, strict=True))
+    """Return the later costs, and where there are no others the first, at the speed that the machine had later."""
+    faster = again.plain / first.plain
+
+    def both(old: Mapping[T, float], new: Mapping[T, float]) -> dict[T, float]:
+        return {**{key: faster * seconds for key, seconds in old.items()}, **new}
+
     return Costs(
         batch=first.batch,
         plain=again.plain,
-        verify=rising({**first.verify, **again.verify}),
-        settle=(settle[0], settle[1]),
-        draft={**first.draft, **again.draft},
-        commit={**first.commit, **again.commit},
+        verify=rising(both(first.verify, again.verify)),
+        settle=(both(first.settle[0], again.settle[0]), both(first.settle[1], again.settle[1])),
+        draft=both(first.draft, again.draft),
+        commit=both(first.commit, again.commit),
     )
 
 

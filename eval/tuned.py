@@ -16,6 +16,7 @@ from inference.speed import Costs, Prediction, stops_paying
 
 TUNED = "tune.json"
 KINDS = {CHAIN: "a chain", TREE: "a tree"}
+OFF = 0.2  # a share of the measured speedup; a family whose prediction is further off is not chosen
 
 
 @dataclass(frozen=True)
@@ -137,20 +138,33 @@ class Tuning:
             console.print(f"batch size from which on {KINDS[kind]} no longer pays: {told}", soft_wrap=True)
 
 
+def mispredicted(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the measured trees that are further off their prediction than `OFF`."""
+    return [one for one in candidates if one.error is not None and abs(one.error) > OFF]
+
+
 def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate with the greatest measured speedup, None if that is none."""
-    closest = max(candidates, key=lambda one: one.gain)
-    return closest if closest.gain > 1 else None
+    """Return the candidate with the greatest measured speedup, None if that is none; no mispredicted family's."""
+    off = {one.family for one in mispredicted(candidates)}
+    closest = max((one for one in candidates if one.family not in off), key=lambda one: one.gain, default=None)
+    return closest if closest is not None and closest.gain > 1 else None
 
 
 def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
-    """Return the verdict at a batch size: the tree and what was done with it, or plain decoding."""
-    closest = max(candidates, key=lambda one: one.gain)
-    if closest.gain > 1:
+    """Return the verdict at a batch size: the tree and what was done with it, or plain decoding; who was not chosen."""
+    best, off = fastest(candidates), mispredicted(candidates)
+    named = [f"{one.family} ({one.tree.label} {one.predicted.speedup:.2f} / {one.gain:.2f})" for one in off]
+    among = " of those predicted well" if off else ""
+    apart = f"predicted and measured more than {OFF:.0%} apart (tune again while nothing else runs)"
+    tail = f"; not chosen, {apart}: {', '.join(named)}" if off else ""
+    if best is not None:
         then = f"; {done}" if done else ""
-        return f"batch size {batch}: {closest.tree.label} is fastest, {closest.gain:.2f} times plain decoding{then}"
+        gain = f"{best.gain:.2f} times plain decoding"
+        return f"batch size {batch}: {best.tree.label} is fastest{among}, {gain}{then}{tail}"
+    closest = max(candidates, key=lambda one: one.gain)
     gain = f"{closest.tree.label} at {closest.gain:.2f}" if closest.gain else "none is lossless"
-    return f"batch size {batch}: no tree beats plain decoding (best: {gain}); decode plainly, nothing is written"
+    told = f"no tree{among} beats plain decoding (best{' of all' if off else ''}: {gain})"
+    return f"batch size {batch}: {told}; decode plainly, nothing is written{tail}"
 
 
 def cost_table(batches: Sequence[AtBatch], contexts: Mapping[int, Mapping[int, float]]) -> Table:

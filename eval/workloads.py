@@ -6,21 +6,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.files import Raw
+from data.benchmarks import readable
+from data.filters import WORD
 from data.prompts import WORKLOADS, Prompt, locate, prompt_of
-from data.records import ANSWERS, QUESTIONS, Message, Record, content_text, parse
+from data.records import Message, Record, content_text, parse
 from data.sources import open_source
 from data.template import encode, encode_plain, render
+from eval import metrics
 from eval.texts import NO_ANSWER, TOKENS, Text, TokenLog, Told, recorded
+from inference.chat_template import RenderError
 from inference.reader import Reads
 from inference.target import Target
 
 # Below this, generation would end at the context's edge and not at the answer's, and measure next to nothing.
 ROOM = 8
 LOOKED = 10_000  # records, at most, among which prompts of all categories are looked for
+LONG = 32  # words of a plain text, half of which is a prompt that differs from others
 TURNS = ("first", "all")
-SUMMARIZE = "Summarize: {}"  # what Spec-Bench asks of CNN/DM's articles
-UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # what stands in SPEED-Bench for text under others' licences
 
 Answer = Callable[[list[int]], str]  # of the target, to a prompt
 Readable = Record | Prompt | TokenLog
@@ -49,7 +51,7 @@ class Selection:
 class Workload(NamedTuple):
     """What reports call it, where it is, the prompts to measure on, and those before; `fresh` if these are its own.
 
-    `conversations` has a number for each prompt: the same one for all turns of one dialogue.
+    `conversations` has a number for each prompt, the same one for all turns of a dialogue and for copies of a prompt.
     """
 
     name: str
@@ -58,6 +60,11 @@ class Workload(NamedTuple):
     warmup: list[Prompt]
     fresh: bool
     conversations: list[int]
+
+    @property
+    def distinct(self) -> int:
+        """How many of the prompts differ."""
+        return len({tuple(prompt.token) for prompt in self.prompts})
 
     def categories(self) -> dict[str, list[int]]:
         """Return the places of each category's prompts; nothing where all are of one."""
@@ -93,15 +100,16 @@ def read_workload(name: str, target: Target, wanted: Selection, answer: Answer |
         return fit(prompt, name, target, wanted.truncate)
 
     prompts: list[Prompt] = []
-    conversations: list[int] = []
+    places: list[int] = []
     for place, record in measured:
         for prompt in _named(name, record, target, wanted.turns, lambda token: answer(token) if answer else ""):
             prompts.append(fitting(prompt))
-            conversations.append(place)
+            places.append(place)
     warmup = [fitting(prompt) for record in spare for prompt in _named(name, record, target, "first", None)]
     fresh = len(warmup) == wanted.warmup
     missing = wanted.warmup - len(warmup)
     warmup += [swapped(prompts[-1 - i % len(prompts)]) for i in range(missing)]
+    conversations = metrics.clustered([prompt.token for prompt in prompts], places)
     return Workload(short_name(name), name, prompts, warmup, fresh, conversations)
 
 
@@ -118,13 +126,14 @@ def read_log(name: str, reads: Reads, wanted: Selection, most: int) -> tuple[Wor
         ValueError: as `read_workload`, or a record without an answer.
     """
     told: list[Told] = []
-    conversations: list[int] = []
+    places: list[int] = []
     for place, record in chosen(name, wanted)[0]:
         if isinstance(record, Prompt):
             raise ValueError(f"workload {name}, prompt {record.id}: {NO_ANSWER}")
         told += recorded(record, name, reads, wanted.turns, most)
-        conversations += [place] * (len(told) - len(conversations))
+        places += [place] * (len(told) - len(places))
     prompts = [Prompt(each.id, each.text.token[: each.text.start], each.category) for each in told]
+    conversations = metrics.clustered([prompt.token for prompt in prompts], places)
     return Workload(short_name(name), name, prompts, [], False, conversations), [each.text for each in told]
 
 
@@ -187,9 +196,25 @@ def spread(found: Sequence[Placed], count: int) -> list[Placed]:
     kinds: dict[str, list[Placed]] = {}
     for place, record in found:
         kinds.setdefault(record.category, []).append((place, record))
+    kinds = {name: apart(each, count) for name, each in kinds.items()}
     longest = max(map(len, kinds.values()))
     turns = [each[i] for i in range(longest) for each in kinds.values() if i < len(each)]
     return turns[:count]
+
+
+def apart(found: list[Placed], count: int) -> list[Placed]:
+    """Return the records, of plain texts different ones from all over the source, long ones where it has any.
+
+    A text's neighbours are often its like, and of a short one there is no prompt to tell it from others by.
+    """
+    texts: dict[str, Placed] = {}
+    for place, record in found:
+        if not isinstance(record, Record) or record.messages:
+            return found
+        texts.setdefault(record.text, (place, record))
+    each = [texts[text] for text in texts if len(WORD.findall(text)) >= LONG] or list(texts.values())
+    count = min(count, len(each))
+    return [each[i * len(each) // count] for i in range(count)]
 
 
 def short_name(name: str) -> str:
@@ -205,36 +230,15 @@ def _records(path: str, wanted: Selection) -> Iterator[Placed]:
     limit = LOOKED if wanted.balanced else wanted.prompts + wanted.warmup
     for place, raw in enumerate(islice(source, limit)):
         if set(raw) == set(Prompt._fields):
-            yield place, Prompt(**raw)
+            yield place, Prompt.read(raw, place, path)
             continue
         if set(TOKENS) <= set(raw):
             yield place, TokenLog.read(raw, place, path)
             continue
-        read = parse(_readable(raw, place, path), place, path)
+        read = parse(readable(raw, place, path), place, path)
         name = f"{read.id}@{place}" if read.id in seen else read.id
         seen.add(name)
         yield place, read._replace(id=name)
-
-
-def _readable(raw: Raw, place: int, path: str) -> Raw:
-    """Return a published record in a shape that `parse` reads.
-
-    CNN/DM has an article and its highlights, question sets have lists of answers, dialogues without answers have turns.
-    """
-    if isinstance(raw.get("article"), str) and "highlights" in raw:
-        return {**raw, "prompt": SUMMARIZE.format(raw["article"])}
-    turns = raw.get("turns") or raw.get("prompt")
-    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
-        if any(turn.startswith(UNFETCHED) for turn in turns):
-            raise ValueError(
-                f"{path}: record {raw.get('question_id', place)} holds a placeholder in place of its text: fetch the "
-                "texts with SPEED-Bench's own prepare_data.py first"
-            )
-        asked = [{"role": "user", "content": turn} for turn in turns]
-        return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": asked}
-    if any(isinstance(raw.get(key), str) for key in QUESTIONS):
-        return {key: value for key, value in raw.items() if key not in ANSWERS or isinstance(value, str)}
-    return raw
 
 
 def _named(name: str, record: Readable, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:
@@ -245,6 +249,8 @@ def _named(name: str, record: Readable, target: Target, turns: str, answer: Answ
         raise ValueError(
             f"workload {name}, prompt {record.id}: holds half a surrogate pair, which is no text; remove it"
         ) from error
+    except RenderError as error:
+        raise ValueError(f"workload {name}, prompt {record.id}: {error}; mend or remove the record") from error
     except ValueError as error:
         raise ValueError(f"workload {name}, {error}") from error
 

@@ -150,8 +150,20 @@ class DraftHead(Protocol):
 
 
 def layer_shape(config: Any, ends: Ends) -> LayerShape:
-    """Return the shape that a head's configuration asks for, the target's own where it asks for nothing."""
-    return LayerShape(*(getattr(config, name) or getattr(ends.layer, name) for name in LayerShape._fields))
+    """Return the shape that a head's configuration asks for, the target's own where it asks for nothing.
+
+    Raises:
+        ValueError: the query heads are no multiple of the key-value heads, or the head width is odd.
+    """
+    shape = LayerShape(*(getattr(config, name) or getattr(ends.layer, name) for name in LayerShape._fields))
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(
+            f"head.num_heads is {shape.num_heads} and head.num_kv_heads {shape.num_kv_heads}, where null takes the "
+            "target's own: give num_heads as a multiple of num_kv_heads"
+        )
+    if shape.head_dim % 2:
+        raise ValueError(f"head.head_dim is {shape.head_dim}: give an even number, since rotary positions turn pairs")
+    return shape
 
 
 def check_depths(depths: int, heads: int) -> None:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from heads import rows
 from heads.attention import KeyValue, Pattern, attend_rows
 from heads.base import Draft, Ends, Features, Level, check_depths, layer_shape
-from heads.committed import Committed, check_length, joined, near
+from heads.committed import Committed, joined, near
 from heads.fusion import Fusion, chosen_layers
 from heads.layers import Block as Layer
 from heads.layers import RMSNorm, masked_attention
+from heads.ranges import Amount, Count, Parts, Positive, Width
 from heads.rope import Rope
 from heads.vocab import Readout, draft_vocabulary, spread
 
@@ -60,33 +61,28 @@ class Block(nn.Module):
         """Numbers of the head; null takes the target's own, as `length` all rows, as `feature_layers` five of them."""
 
         name: str
-        depths: int
-        layers: int
+        depths: Parts
+        layers: Parts
         feature_layers: list[int] | None
         causal: bool
         from_anchor: bool
-        markov_rank: int | None
+        markov_rank: Width | None
         confidence: bool
         mask_token: int | None
         qk_norm: bool
-        length: int | None
-        num_heads: int | None
-        num_kv_heads: int | None
-        head_dim: int | None
-        intermediate_size: int | None
-        rope_theta: float
+        length: Count | None
+        num_heads: Width | None
+        num_kv_heads: Width | None
+        head_dim: Width | None
+        intermediate_size: Width | None
+        rope_theta: Positive
         rope_scaling: dict[str, Any] | None
-        norm_eps: float
+        norm_eps: Amount
         lm_head: str
-        draft_vocab: int | None
+        draft_vocab: Count | None
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
-        if config.depths < 1 or config.layers < 1:
-            raise ValueError(
-                f"head.depths is {config.depths} and head.layers {config.layers}: give at least one of each"
-            )
-        check_length(config.length)
         self.config, self.max_depth = config, config.depths
         self.idle = 0 if config.from_anchor else 1  # how many slots of a block draft nothing: the anchor's or none
         self.size = config.depths + self.idle

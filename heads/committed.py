@@ -45,16 +45,6 @@ def committing(state: Committed, position: Int[Tensor, "T"], length: int | None)
     return (every <= position[:, None]) & near(position, every, length)
 
 
-def check_length(length: int | None) -> None:
-    """Check a head's length.
-
-    Raises:
-        ValueError: it is below 1.
-    """
-    if length is not None and length < 1:
-        raise ValueError(f"head.length is {length}: give 1 or more, or null to look at everything")
-
-
 def joined(before: KeyValue | None, new: KeyValue) -> KeyValue:
     """Return keys and values with new rows behind the earlier ones."""
     return new if before is None else (torch.cat([before[0], new[0]], 2), torch.cat([before[1], new[1]], 2))

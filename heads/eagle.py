@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from heads import recurrent
 from heads.attention import KeyValue
 from heads.base import Draft, Ends, Features, Level, layer_shape
-from heads.committed import Committed, check_length
+from heads.committed import Committed
 from heads.layers import Attend, Block
+from heads.ranges import Amount, Count, Parts, Positive, Width
 from heads.rope import Rope
 from heads.vocab import Readout, draft_vocabulary
 
@@ -30,18 +31,18 @@ class Eagle(nn.Module):
         """Numbers of the head; null takes the target's own, as `length` looks at all rows."""
 
         name: str
-        layers: int
-        length: int | None
-        num_heads: int | None
-        num_kv_heads: int | None
-        head_dim: int | None
-        intermediate_size: int | None
-        rope_theta: float
+        layers: Parts
+        length: Count | None
+        num_heads: Width | None
+        num_kv_heads: Width | None
+        head_dim: Width | None
+        intermediate_size: Width | None
+        rope_theta: Positive
         rope_scaling: dict[str, Any] | None
         bias: bool
-        norm_eps: float
+        norm_eps: Amount
         lm_head: str
-        draft_vocab: int | None
+        draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
     max_depth = 64
@@ -49,9 +50,6 @@ class Eagle(nn.Module):
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
-        if config.layers < 1:
-            raise ValueError(f"head.layers is {config.layers}: an EAGLE head has at least one layer")
-        check_length(config.length)
         self.config, self.attentions = config, config.layers
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         width, shape = ends.hidden_size, layer_shape(config, ends)

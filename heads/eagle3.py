@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from heads import recurrent
 from heads.attention import KeyValue
 from heads.base import Draft, Ends, Features, Level, layer_shape
-from heads.committed import Committed, check_length
+from heads.committed import Committed
 from heads.fusion import Fusion, chosen_layers
 from heads.layers import Attend, Attention, Block, RMSNorm, SwiGLU
+from heads.ranges import Amount, Count, Parts, Positive, Width
 from heads.rope import Rope
 from heads.vocab import Readout, draft_vocabulary
 
@@ -67,31 +68,28 @@ class Eagle3(nn.Module):
         """Numbers of the head; null takes the target's own, as `length` all rows, as `feature_layers` three of them."""
 
         name: str
-        layers: int
+        layers: Parts
         feature_layers: list[int] | None
         feature_norm: bool
         norm_output: bool
         norm_before_residual: bool
         qk_norm: bool
         kv_injection: bool
-        length: int | None
-        num_heads: int | None
-        num_kv_heads: int | None
-        head_dim: int | None
-        intermediate_size: int | None
-        rope_theta: float
+        length: Count | None
+        num_heads: Width | None
+        num_kv_heads: Width | None
+        head_dim: Width | None
+        intermediate_size: Width | None
+        rope_theta: Positive
         rope_scaling: dict[str, Any] | None
-        norm_eps: float
+        norm_eps: Amount
         lm_head: str
-        draft_vocab: int | None
+        draft_vocab: Count | None
 
     max_depth = 64
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
-        if config.layers < 1:
-            raise ValueError(f"head.layers is {config.layers}: an EAGLE-3 head has at least one layer")
-        check_length(config.length)
         self.config, self.attentions = config, config.layers
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         width, shape, eps = ends.hidden_size, layer_shape(config, ends), config.norm_eps

@@ -6,18 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from heads.outside import visible
 from heads.redact import redact_logs, redacted
 
 CHATTY = ("httpx", "httpx2")  # of huggingface_hub, which log every request with its URL
 
 
 def one_line(error: BaseException) -> str:
-    """Return the error's message as one line without secrets, its type where it has no message.
-
-    What moves a terminal's cursor, as a name from outside may, is shown as a sign.
-    """
-    line = " ".join(str(error).split()) or type(error).__name__
-    return redacted("".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in line))
+    """Return the error's message as one printable line without secrets, its type where it has no message."""
+    return redacted(visible(" ".join(str(error).split()) or type(error).__name__))
 
 
 @contextmanager
@@ -30,6 +27,7 @@ def user_errors() -> Iterator[None]:
     redact_logs()
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
     try:
         yield
     except (ValueError, OSError) as error:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,20 @@ def last_good(folder: Path) -> Path:
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Check that a folder can be written, or made, and leave nothing behind.
+
+    Raises:
+        ValueError: it cannot; `key` is where the user has named it.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{key}={folder}: cannot be written ({there}: {error.strerror}); give another") from None
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Where a head is found, in a run's folder, in a published folder or on the Hub, and how what is found is loaded."""
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 
@@ -17,10 +18,13 @@ from heads.published.files import INDEX, SAFE, further_files
 from heads.resolvers import ROOT
 from heads.store import CONFIG, TargetSpec, last_good, load_head, read_config
 
+log = logging.getLogger(__name__)
+
 REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 # The base of the transport's errors: huggingface_hub has changed its HTTP library before, this relation holds in both.
 TRANSPORT: Any = HfHubHTTPError.__bases__[0]
+PATIENCE = 5  # seconds
 
 
 def resolve_head(run_or_repo: str) -> Path:
@@ -93,6 +97,23 @@ def target_path(name: str) -> str:
     """Return where to load a head's target from: a published head names the embedded one relative to the checkout."""
     inside = ROOT / name
     return str(inside) if inside.is_dir() and not Path(name).exists() else name
+
+
+def cache_alone_without_connection() -> None:
+    """Look names up in the Hub's cache alone, as HF_HUB_OFFLINE=1 does, where no way leads to the Hub.
+
+    Otherwise the libraries try each file again and again, for a minute.
+    """
+    if constants.is_offline_mode():
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+    except TRANSPORT as error:
+        constants.HF_HUB_OFFLINE = True
+        log.warning(
+            "%s cannot be reached (%s): only what was downloaded before is found, as with HF_HUB_OFFLINE=1",
+            constants.ENDPOINT, one_line(error),
+        )  # fmt: skip
 
 
 @contextmanager

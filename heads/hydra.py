@@ -17,9 +17,10 @@ from torch.nn import functional
 from heads import recurrent
 from heads.attention import KeyValue
 from heads.base import Draft, Ends, Features, LayerShape, Level, check_depths, layer_shape
-from heads.committed import Committed, check_length
+from heads.committed import Committed
 from heads.layers import Attend, Block, RMSNorm
 from heads.medusa import ResidualBlock
+from heads.ranges import Amount, Count, Parts, Positive, Width
 from heads.rope import Rope
 from heads.rows import drafted_token
 from heads.vocab import DraftVocabulary, Readout, draft_vocabulary, spread
@@ -98,30 +99,27 @@ class Hydra(nn.Module):
         """Numbers of the head; null takes the target's own, as `length` looks at all rows."""
 
         name: str
-        heads: int
-        layers: int
+        heads: Parts
+        layers: Parts
         tied: bool
         prefix: bool
-        length: int | None
-        num_heads: int | None
-        num_kv_heads: int | None
-        head_dim: int | None
-        intermediate_size: int | None
-        rope_theta: float
+        length: Count | None
+        num_heads: Width | None
+        num_kv_heads: Width | None
+        head_dim: Width | None
+        intermediate_size: Width | None
+        rope_theta: Positive
         rope_scaling: dict[str, Any] | None
-        norm_eps: float
+        norm_eps: Amount
         lm_head: str
         lm_head_bias: bool
-        lm_head_rank: int | None
-        draft_vocab: int | None
+        lm_head_rank: Count | None
+        draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
-        if config.heads < 1 or config.layers < 1:
-            raise ValueError(f"head.heads is {config.heads} and head.layers {config.layers}: give at least one of each")
-        check_length(config.length)
         self.config, self.max_depth = config, config.heads
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         width = ends.hidden_size

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.base import Draft, Ends, Features, Level, check_depths
+from heads.ranges import Count, Parts
 from heads.vocab import Readout, draft_vocabulary, spread
 
 
@@ -35,18 +36,16 @@ class Medusa(nn.Module):
         """Numbers of the head; `lm_head` is one of `Readout.KINDS`, of rank `lm_head_rank` where that is given."""
 
         name: str
-        heads: int
-        layers: int
+        heads: Parts
+        layers: Parts
         lm_head: str
-        lm_head_rank: int | None
-        draft_vocab: int | None
+        lm_head_rank: Count | None
+        draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
-        if config.heads < 1 or config.layers < 1:
-            raise ValueError(f"head.heads is {config.heads} and head.layers {config.layers}: give at least one of each")
         self.config, self.max_depth = config, config.heads
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         self.blocks = nn.ModuleList(

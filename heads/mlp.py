@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.base import Draft, Ends, Features, Level, check_depths
+from heads.ranges import Count, Parts, Width
 from heads.rows import drafted_token
 from heads.vocab import draft_vocabulary, spread
 
@@ -41,18 +42,16 @@ class Mlp(nn.Module):
         """Numbers of the head; `inner` is the state's width, null for the target's."""
 
         name: str
-        heads: int
-        inner: int | None
+        heads: Parts
+        inner: Width | None
         tied: bool
         scale_input: bool
-        draft_vocab: int | None
+        draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
-        if config.heads < 1:
-            raise ValueError(f"head.heads is {config.heads}: give at least one")
         self.config, self.max_depth = config, config.heads
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         width = ends.hidden_size

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from heads import recurrent
 from heads.attention import KeyValue
 from heads.base import Draft, Ends, Features, Level, layer_shape
-from heads.committed import Committed, check_length
+from heads.committed import Committed
 from heads.layers import Attend, Block, RMSNorm
+from heads.ranges import Amount, Count, Positive, Width
 from heads.rope import Rope
 from heads.vocab import Readout, draft_vocabulary
 
@@ -34,17 +35,17 @@ class Mtp(nn.Module):
         """Numbers of the module; null takes the target's own, as `length` looks at all rows."""
 
         name: str
-        length: int | None
-        num_heads: int | None
-        num_kv_heads: int | None
-        head_dim: int | None
-        intermediate_size: int | None
-        rope_theta: float
+        length: Count | None
+        num_heads: Width | None
+        num_kv_heads: Width | None
+        head_dim: Width | None
+        intermediate_size: Width | None
+        rope_theta: Positive
         rope_scaling: dict[str, Any] | None
-        norm_eps: float
+        norm_eps: Amount
         qk_norm: bool
         lm_head: str
-        draft_vocab: int | None
+        draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
     max_depth = 64
@@ -52,7 +53,6 @@ class Mtp(nn.Module):
 
     def __init__(self, config: Config, ends: Ends) -> None:
         super().__init__()
-        check_length(config.length)
         self.config = config
         self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
         width, shape, eps = ends.hidden_size, layer_shape(config, ends), config.norm_eps

@@ -17,18 +17,24 @@ NAMES_CODE = ("_target_", "_partial_", "auto_map", "custom_generate", "trust_rem
 LONGEST = 255  # bytes of a file's name
 DEEPEST = 100  # lists and mappings in each other
 CUT = 200  # characters of a value in an error
+TOO_DEEP = "nested too deeply"
+UNSHOWN = (  # control characters but newline and tab, overrides of the direction, separators of lines, surrogates
+    *(*range(9), *range(11, 32), *range(127, 160)),
+    *(*range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)),
+)
+CONTROL = dict.fromkeys(UNSHOWN, "\N{REPLACEMENT CHARACTER}")
 
 
-def parse_json(content: bytes) -> Any:
-    """Return what a JSON text says.
+def parse_json(content: bytes | str, deepest: int = DEEPEST) -> Any:
+    """Return what a JSON text says, with so many lists and mappings in each other at most.
 
     Raises:
         ValueError: it is none, or nested too deeply; in one line, without the file's name.
     """
     try:
-        return _shallow(json.loads(content.decode("utf-8")))
+        return shallow(json.loads(content if isinstance(content, str) else content.decode("utf-8")), deepest)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError(TOO_DEEP) from None
     except ValueError as error:
         raise ValueError(" ".join(str(error).split())) from None
 
@@ -42,19 +48,28 @@ def parse_yaml(content: bytes) -> Any:
     """
     try:
         text = content.decode("utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise ValueError("an alias (*name) is not read here, write its value out")
-        return _shallow(yaml.safe_load(text))
+        depth = 0  # checked as the parser goes: what it does with depth is quadratic
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("an alias (*name) is not read here, write its value out")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise ValueError(TOO_DEEP)
+        return shallow(yaml.safe_load(text))
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError(TOO_DEEP) from None
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
-def _shallow(value: Any) -> Any:
-    """Return a value that is nested no deeper than any file of ours, so that whoever walks through it may recurse."""
+def shallow(value: Any, deepest: int = DEEPEST) -> Any:
+    """Return a value that is nested no deeper than any file of ours, so that whoever walks through it may recurse.
+
+    Raises:
+        ValueError: it is nested deeper.
+    """
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(deepest):
         level = [
             part
             for held in level
@@ -63,7 +78,7 @@ def _shallow(value: Any) -> Any:
         ]
         if not level:
             return value
-    raise ValueError("nested too deeply")
+    raise ValueError(TOO_DEEP)
 
 
 def names_code(value: Any) -> str | None:
@@ -83,6 +98,18 @@ def names_code(value: Any) -> str | None:
     return None
 
 
+def regular(path: Path) -> Path:
+    """Return the path of a file that is to be read, or of a folder with such files in it.
+
+    Raises:
+        ValueError: it is a pipe, a socket or a device, links followed: opening one may wait without end.
+    """
+    for each in path.iterdir() if path.is_dir() else [path]:
+        if each.exists() and not (each.is_file() or each.is_dir()):
+            raise ValueError(f"{each}: a pipe, a socket or a device, which is not read; put a file in its place")
+    return path
+
+
 def plain_name(name: object) -> bool:
     """Say whether this is the name of a file in a folder, and no way out of it."""
     return (
@@ -98,19 +125,24 @@ def inside(folder: Path, name: object) -> Path:
     """Return the path of a file that a file in the folder names.
 
     Raises:
-        ValueError: the name leads out of the folder, or is a link that does. The Hub's cache, whose snapshots are links
-            into itself, is no way out.
+        ValueError: the name leads out of the folder, or is a link that does, or it is not `regular`. The Hub's cache,
+            whose snapshots are links into itself, is no way out.
     """
     if not plain_name(name):
         raise ValueError(
             f"{folder}: {shown(name)} is named in it, which is no file of that folder; get the folder anew"
         )
-    path = folder / str(name)
+    path = regular(folder / str(name))
     real = path.resolve()
     homes = [folder.resolve(), Path(constants.HF_HUB_CACHE).resolve()]
     if not any(real.is_relative_to(home) for home in homes):
         raise ValueError(f"{path}: a link out of its folder, to {real}; put the file itself there")
     return path
+
+
+def visible(text: str) -> str:
+    """Return a text as it may be printed: its lines stay, what a terminal obeys and what is no character do not."""
+    return text.translate(CONTROL)
 
 
 def shown(value: object) -> str:

@@ -7,8 +7,10 @@ by the name that it is given under (`HF_TOKEN=…`, `api_key=…`), or by being 
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from heads.outside import visible
 
 HIDDEN = "[redacted]"
 SHAPES = re.compile(
@@ -25,36 +27,45 @@ NAME = (
 )
 SECRET_NAME = re.compile(rf"(?!(?:[\w.+-]*[_.])?{PLAIN}$){NAME}", re.IGNORECASE)
 NUMBER = r"(?:null|none|[\d.]+)(?![\w.-])"
-GIVEN = re.compile(
-    rf"""(?<![\w.+-])(?![\w.+-]*{PLAIN}=)(?P<name>{NAME}=)(?!{NUMBER})(?:"[^"]+"|'[^']+'|[^\s'"&,;)}}]+)""",
-    re.IGNORECASE,
+VALUE = rf"""(?!{NUMBER})(?P<value>"[^"]+"|'[^']+'|[^\s'"&,;)}}]+)"""
+GIVEN = re.compile(rf"(?<![\w.+-])(?![\w.+-]*{PLAIN}=)(?P<name>{NAME}=){VALUE}", re.IGNORECASE)
+ITEM = re.compile(  # of a mapping in an override
+    rf"""(?P<name>(?<=[{{,])\s*["']?(?!(?:[\w.+-]*[_.])?{PLAIN}["']?\s*:){NAME}["']?\s*:\s*){VALUE}""", re.IGNORECASE
 )
 SHORTEST = 8  # characters of a value in the environment that is looked for in text
 
 
 def redacted(text: str) -> str:
     """Return the text with `HIDDEN` in the place of every secret."""
-    for name, value in os.environ.items():
+    return _replaced(text, lambda _: HIDDEN)
+
+
+def _replaced(text: str, hide: Callable[[str], str]) -> str:
+    for name, value in list(os.environ.items()):
         if len(value) >= SHORTEST and value in text and SECRET_NAME.fullmatch(name):
-            text = text.replace(value, HIDDEN)
-    return SHAPES.sub(HIDDEN, GIVEN.sub(rf"\g<name>{HIDDEN}", text))
+            text = text.replace(value, hide(value))
+    text = GIVEN.sub(lambda found: found["name"] + hide(found["value"]), text)
+    return SHAPES.sub(lambda found: hide(found[0]), text)
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:
     """Return the words of a command line likewise; of `NAME=VALUE` with a secret's name the whole value goes."""
-    return [_redacted_word(word, *word.partition("=")[::2]) for word in words]
+    return [replaced_word(word, lambda _: HIDDEN) for word in words]
 
 
-def _redacted_word(word: str, name: str, value: str) -> str:
-    secret = SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE)
-    return f"{name}={HIDDEN}" if secret else redacted(word)
+def replaced_word(word: str, hide: Callable[[str], str]) -> str:
+    """Return a word of a command line with what `hide` gives in the place of every secret."""
+    name, _, value = word.partition("=")
+    if SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE):
+        return f"{name}={hide(value)}"
+    return _replaced(ITEM.sub(lambda found: found["name"] + hide(found["value"]), word), hide)
 
 
 def redacted_values(values: Any) -> Any:
     """Return the same of a configuration: of every string in it, and of all that a secret's name is the key of."""
     if isinstance(values, dict):
         return {
-            key: HIDDEN
+            redacted(key) if isinstance(key, str) else key: HIDDEN
             if isinstance(value, str) and value and SECRET_NAME.fullmatch(str(key))
             else redacted_values(value)
             for key, value in values.items()
@@ -65,7 +76,7 @@ def redacted_values(values: Any) -> Any:
 
 
 def redact_logs() -> None:
-    """Let every log line of this process be without secrets, whoever logs it; again changes nothing."""
+    """Let every log line of this process be without secrets and `visible`, whoever logs it; again changes nothing."""
     logging.setLogRecordFactory(_record)
 
 
@@ -75,6 +86,6 @@ def _record(*args: Any, **named: Any) -> logging.LogRecord:
         said = record.getMessage()
     except (TypeError, ValueError):  # logging itself tells of what does not fit its format
         return record
-    if (shown := redacted(said)) != said:
+    if (shown := visible(redacted(said))) != said:
         record.msg, record.args = shown, ()
     return record

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
+from heads.context import row_length
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -19,7 +21,8 @@ def register_resolvers() -> None:
     two agree, else nothing: a preset's prompts belong to the preset's data, not to data of the user's own. `by_device`
     gives its first value on a machine without an accelerator, else its second. `cache_folder` names a folder under
     HEADSTART_CACHE, which is ~/.cache/headstart unless the environment says otherwise. `digest` names a run after
-    all of its values. `made` is a folder that is made when it is asked for, for a library that does not make it.
+    all of its values. `row_length` gives the target's context where that is known to be less than a length. `made` is
+    a folder that is made when it is asked for, for a library that does not make it.
     """
     OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)
     OmegaConf.register_new_resolver("if_same", lambda given, own, value: value if given == own else "", replace=True)
@@ -28,6 +31,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("cache_folder", _cache_folder, replace=True)
     OmegaConf.register_new_resolver("digest", _digest, replace=True)
     OmegaConf.register_new_resolver("made", _made, replace=True)
+    OmegaConf.register_new_resolver("row_length", row_length, replace=True)
 
 
 def _by_device(cpu: object, accelerator: object) -> object:

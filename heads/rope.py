@@ -19,6 +19,10 @@ def scaling_of(said: dict[str, Any]) -> dict[str, Any] | None:
     return None if kind == "default" else {"rope_type": kind, **{n: said.get(n) for n in SCALINGS.get(kind, ())}}
 
 
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
 class Rope(NamedTuple):
     """What a head's configuration says of positions: the base, and how frequencies are scaled, None for not at all."""
 
@@ -37,9 +41,13 @@ class Rope(NamedTuple):
             kind = scaling.get("rope_type")
             if kind not in SCALINGS:
                 raise ValueError(f"head.rope_scaling.rope_type is {kind!r}: choose one of {', '.join(SCALINGS)}")
-            missing = [name for name in SCALINGS[kind] if not isinstance(scaling.get(name), (int, float))]
+            missing = [name for name in SCALINGS[kind] if not _positive(scaling.get(name))]
             if missing:
-                raise ValueError(f"head.rope_scaling has no number {missing[0]}, which rope_type={kind} needs")
+                raise ValueError(
+                    f"head.rope_scaling has no number {missing[0]} above 0, which rope_type={kind} needs: give it"
+                )
+            if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+                raise ValueError("head.rope_scaling.high_freq_factor is not above low_freq_factor: give a larger one")
         return cls(config.rope_theta, scaling)
 
     def frequency(self, width: int) -> Float[Tensor, "e"]:

@@ -21,6 +21,7 @@ from heads.base import Ends
 from heads.folders import flush, last_good, replacing
 from heads.outside import names_code, parse_json, shown
 from heads.typed import typed
+from heads.vocab import DraftVocabulary
 from heads.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,9 @@ def fill(module: nn.Module, folder: Path) -> None:
     for name, tensor in tensors.items():
         own[name].data = own[name].data.to(tensor.dtype)
     module.load_state_dict(tensors)
+    for part in module.modules():
+        if isinstance(part, DraftVocabulary):
+            part.check(str(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

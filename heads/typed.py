@@ -1,5 +1,7 @@
 """The one border between values in YAML or JSON and types in dataclasses."""
 
+import copy
+import math
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
@@ -9,8 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from heads.outside import CUT, shown
+from heads.ranges import MACHINE, Within
 
 T = TypeVar("T")
+NUMBERS = (list[int], list[list[int]])  # which OmegaConf takes a third of a millisecond a number for
 
 
 def bracketed(words: Sequence[str], *keys: str) -> list[str]:
@@ -29,7 +33,8 @@ def typed(schema: type[T], cfg: object) -> T:
     dict and have none: a resolver would let a foreign file read this machine's environment.
 
     Raises:
-        ValueError: an unknown key, a wrong type or a missing value, in one line with the key's full name.
+        ValueError: an unknown key, a wrong type, a missing value or a number out of range, in one line with the key's
+            full name.
     """
     prefix: str = ""
     values: Any = cfg
@@ -65,19 +70,25 @@ def build(schema: Any, values: Any, prefix: str) -> Any:
         raise ValueError(f"{keys} {'is' if len(missing) == 1 else 'are'} missing; valid keys: {', '.join(names)}")
     nested = {n: convert(hints[n], v, join(prefix, n)) for n, v in values.items() if holds_dataclass(hints[n])}
     leaves = {n: v for n, v in values.items() if n not in nested and v != "???"}
+    for name, value in leaves.items():
+        check_numbers(value, None, join(prefix, name))  # OmegaConf cannot convert what is too large
+    right = {n: copy.deepcopy(v) for n, v in leaves.items() if hints[n] in NUMBERS and are_numbers(hints[n], v)}
     base = OmegaConf.structured(schema)
     try:
-        merged = OmegaConf.to_container(OmegaConf.merge(base, leaves))
+        merged = OmegaConf.to_container(OmegaConf.merge(base, {n: v for n, v in leaves.items() if n not in right}))
     except OmegaConfBaseException as error:
         key = join(prefix, str(error.full_key))
         raise ValueError(f"{key}: {first_line(error)}; valid keys: {', '.join(names)}") from None
     assert isinstance(merged, dict)
+    merged |= right
     arguments = {n: merged[n] for n in names if not holds_dataclass(hints[n])}
     # OmegaConf hands a tuple field back as a list.
     arguments |= {n: tuple(v) for n, v in arguments.items() if v is not None and holds_tuple(hints[n])}
+    ranges = get_type_hints(schema, include_extras=True)
     for name, value in arguments.items():
         if not fits(hints[name], value):
             raise ValueError(f"{join(prefix, name)} is {shown(value)}, expected {hints[name]}")
+        check_numbers(value, range_of(ranges[name]), join(prefix, name))
     return schema(**arguments, **nested)
 
 
@@ -109,6 +120,38 @@ def fits(hint: Any, value: Any) -> bool:
     if origin in (list, tuple):
         return isinstance(value, origin) and all(fits(inner[0], each) for each in value)
     return isinstance(value, (int, float) if hint is float else hint)
+
+
+def range_of(hint: Any) -> Within | None:
+    """Return the range that stands beside the numbers of a type, None without one."""
+    inner = (each if isinstance(each, Within) else range_of(each) for each in get_args(hint))
+    return next(filter(None, inner), None)
+
+
+def check_numbers(value: Any, within: Within | None, key: str) -> None:
+    """Check that every number of a value is finite, and in the range.
+
+    Raises:
+        ValueError: naming the key, and the place within it.
+    """
+    if isinstance(value, dict):
+        for name, each in value.items():
+            check_numbers(each, within, join(key, name))
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            check_numbers(each, within, f"{key}[{i}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key} is {value}: give a finite number")
+    elif isinstance(value, int | float) and (remedy := (within or MACHINE).remedy(value)):
+        raise ValueError(f"{key} is {shown(value)}: {remedy}")
+
+
+def are_numbers(hint: Any, value: Any) -> bool:
+    """Say whether a value is of a type of NUMBERS."""
+    (inner,) = get_args(hint)
+    return isinstance(value, list) and all(
+        type(each) is int if inner is int else are_numbers(inner, each) for each in value
+    )
 
 
 def holds_tuple(hint: Any) -> bool:

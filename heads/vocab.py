@@ -33,6 +33,18 @@ class DraftVocabulary(nn.Module):
         order = counts.argsort(descending=True, stable=True)
         self.ids.copy_(order[: len(self.ids)].sort().values)
 
+    def check(self, where: str) -> None:
+        """Check ids that were loaded.
+
+        Raises:
+            ValueError: they are not different tokens of the vocabulary in ascending order; `where` is their file.
+        """
+        if bool((self.ids.diff() <= 0).any()) or int(self.ids[0]) < 0 or int(self.ids[-1]) >= self.full_size:
+            raise ValueError(
+                f"{where}: vocab.ids are not {len(self.ids)} different tokens of the target's {self.full_size} in "
+                "ascending order; save or download it again"
+            )
+
     def place(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """Return the tokens' places among the drafted ones, -1 for those that are not."""
         at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
@@ -46,13 +58,7 @@ class DraftVocabulary(nn.Module):
 
 
 def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None:
-    """Return the vocabulary that a head's configuration asks for: None where that is all of it.
-
-    Raises:
-        ValueError: the size is not positive.
-    """
-    if size is not None and size < 1:
-        raise ValueError(f"head.draft_vocab is {size}: give 1 or more, or null for the target's whole vocabulary")
+    """Return the vocabulary that a head's configuration asks for: None where that is all of it."""
     return None if size is None or size >= full_size else DraftVocabulary(size, full_size)
 
 
@@ -76,8 +82,8 @@ class Readout(nn.Module):
         super().__init__()
         if kind not in self.KINDS:
             raise ValueError(f"head.lm_head is {kind!r}: choose {' or '.join(self.KINDS)}")
-        if rank is not None and (kind == "shared" or rank < 1):
-            raise ValueError(f"head.lm_head_rank is {rank}: give 1 or more with lm_head=own, null with lm_head=shared")
+        if rank is not None and kind == "shared":
+            raise ValueError(f"head.lm_head_rank is {rank}: give null with lm_head=shared, or lm_head=own")
         self._ends, self._vocab = (ends,), (vocab,)  # in tuples, so that neither becomes a part of this module
         width, size = ends.hidden_size, ends.vocab_size if vocab is None else len(vocab.ids)
         inner = width if rank is None else min(rank, width)

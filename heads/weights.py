@@ -13,15 +13,15 @@ from torch import Tensor
 
 from heads.base import Ends
 from heads.errors import one_line
-from heads.outside import CUT, shown
+from heads.outside import CUT, regular, shown
 
 # What a head's tensors may be made of; of the others torch cannot say whether they are finite.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-COUNTS, MOST = ("heads", "layers", "depths"), 256  # of a head's configuration, and the largest of them
 LARGEST, DEEPEST = 1 << 40, 8  # of a tensor: a dimension, and how many there are
+LONGEST = 1 << 22  # bytes of a header, enough for tens of thousands of tensors
 
 
 class Entry(NamedTuple):
@@ -38,12 +38,16 @@ def header(path: Path) -> dict[str, Entry]:
         ValueError: the file is missing, truncated or damaged, or holds a type or shape that no head is made of.
     """
     try:
+        with regular(path).open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")  # of the header that follows
+        if size > LONGEST:
+            raise ValueError(f"{path}: a header of {size} bytes, more than the tensors of any head need; save it again")
         with safe_open(path, "pt") as opened:
             parts = {name: opened.get_slice(name) for name in list(opened.keys())}
             told = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{path}: truncated, damaged or missing ({one_line(error)}); save or download it again"
+            f"{path}: truncated, damaged or missing ({one_line(error)[:CUT]}); save or download it again"
         ) from None
     for name, (shape, dtype) in told.items():
         if len(shape) > DEEPEST or any(size > LARGEST for size in shape):
@@ -67,7 +71,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             return {name: opened.get_tensor(name) for name in names}
     except (OSError, SafetensorError, RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"{path}: truncated, damaged or missing ({one_line(error)}); save or download it again"
+            f"{path}: truncated, damaged or missing ({one_line(error)[:CUT]}); save or download it again"
         ) from None
 
 
@@ -77,10 +81,6 @@ def outline(kind: Any, config: Any, ends: Ends, where: str) -> dict[str, Tensor]
     Raises:
         ValueError: no head can be made of this configuration; the message begins with `where`.
     """
-    for key in COUNTS:
-        count = getattr(config, key, 0)
-        if isinstance(count, int) and count > MOST:
-            raise ValueError(f"{where}head.{key} is {count}: no head has more than {MOST}")
     try:
         with torch.device("meta"):
             made: dict[str, Tensor] = kind(config, ends).state_dict()

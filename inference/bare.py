@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from heads.store import TargetSpec
 from inference.checkpoint import fingerprint_on_disk, tensor_files
 from inference.ends import TargetEnds, final_norm
-from inference.target import DTYPES, default_device, fast_dtype
+from inference.loading import note_dtype
+from inference.target import DTYPES, device_named, fast_dtype
 
 
 class Bare:
@@ -53,8 +54,10 @@ class Bare:
         Raises:
             ValueError: they cannot be loaded without the layers, and why.
         """
-        place = torch.device(device or default_device())
+        place = device_named(device)
         kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
+        if dtype == "auto":
+            note_dtype(path, trust_remote_code, kind)
         remote = {"trust_remote_code": trust_remote_code}
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **remote)

@@ -32,8 +32,7 @@ class Compiled:
     def __init__(self, target: "Target", static: bool | None = None) -> None:
         if not target.takes_trees:
             raise ValueError(
-                f"{target.name}: its attention takes no mask of ours, and without one no pass is compiled: give "
-                "engine.compile=false"
+                f"{target.name}: {target.objection}, and without one no pass is compiled: give engine.compile=false"
             )
         self.target = target
         self.static = target.device.type == "cuda" if static is None else static

@@ -16,11 +16,25 @@ class TargetEnds(nn.Module):
         config = model.config.get_text_config()
         self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.architecture = type(model).__name__
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
         self.layer = layer_shape(config)
         self._some: tuple[Tensor, nn.Linear] | None = None
+
+    def check_width(self) -> None:
+        """Check that a head can be built on this target's states.
+
+        Raises:
+            ValueError: its embedding and lm_head have another width than its layers.
+        """
+        width = self.lm_head.weight.shape[1]
+        if width != self.hidden_size:
+            raise ValueError(
+                f"{self.architecture}: its layers are {self.hidden_size} wide but its embedding and lm_head {width}, "
+                "and no head is built for both: draft without a head, for example with drafter=suffix"
+            )
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         """Return the input embeddings."""
@@ -51,8 +65,17 @@ class TargetEnds(nn.Module):
 
 
 def layer_shape(config: PreTrainedConfig) -> LayerShape:
-    """Return the shape of a decoder layer from the model's (text) configuration."""
-    heads = config.num_attention_heads
+    """Return the shape of a decoder layer from the model's (text) configuration.
+
+    Raises:
+        ValueError: its layers have no attention.
+    """
+    heads: int | None = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(
+            f"headstart does not run {config.model_type} models (they have no attention heads but a recurrent state, "
+            "of which no rejected draft can be taken back): choose another target"
+        )
     return LayerShape(
         heads,
         getattr(config, "num_key_value_heads", None) or heads,

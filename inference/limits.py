@@ -54,6 +54,16 @@ def check_tree(target: Target, tree: TreeConfig, name: str) -> None:
     check_size(target, most_nodes(tree), f"{name}: tree {tree.label}")
 
 
+def check_masks(target: Target, tree: TreeConfig) -> None:
+    """Check that the target verifies what a policy drafts, before anything is decoded.
+
+    Raises:
+        ValueError: it verifies chains alone, and the policy drafts trees.
+    """
+    if tree.kind != "chain" and not target.takes_trees:
+        raise ValueError(f"{target.name}: {target.objection}, so no tree ({tree.label}) is verified: give tree=chain")
+
+
 def most_nodes(tree: TreeConfig) -> int:
     """Return the most nodes of a policy's tree, the root included."""
     if tree.kind in CONFIDENT:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +19,20 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     QuantoConfig,
     TorchAoConfig,
 )
 
+from heads.hub import cache_alone_without_connection
+from heads.outside import regular
 from inference import placement
 from inference.checkpoint import check_index
 from inference.placement import HERE, Placement
+
+log = logging.getLogger(__name__)
 
 AS_IT_IS = "none"
 
@@ -116,9 +122,9 @@ def load(
     """
     method = _method(quantize)
     remote = {"trust_remote_code": trust_remote_code}
+    own: Any = getattr(configuration(path, trust_remote_code), "quantization_config", None)
     with _errors(path):
         tokenizer = _tokenizer(path, trust_remote_code)
-        own: Any = getattr(AutoConfig.from_pretrained(path, **remote), "quantization_config", None)
     if method is not None and own is not None:
         name = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
         raise ValueError(f"model.quantize={quantize}: {path} is quantised already ({name}); leave model.quantize out")
@@ -138,6 +144,25 @@ def load(
     if method is not None or own is not None:
         _check(model, path, quantize if method else None)
     return model, tokenizer
+
+
+def configuration(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """Read a model's configuration alone.
+
+    Raises:
+        ValueError: none loads from there, and why.
+    """
+    with _errors(path):
+        found: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return found
+
+
+def note_dtype(path: str, trust_remote_code: bool, dtype: torch.dtype) -> None:
+    """Say that a model runs in another dtype than its checkpoint's, where nobody has asked for it."""
+    own = getattr(configuration(path, trust_remote_code).get_text_config(), "dtype", None)
+    if own not in (None, dtype):
+        its, ours = (str(each).removeprefix("torch.") for each in (own, dtype))
+        log.warning("%s: a checkpoint in %s, run in %s, fast here; model.dtype=%s keeps it", path, its, ours, its)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -169,6 +194,9 @@ def _method(quantize: str | None) -> Method | None:
 def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]:
     """Say in one line why transformers cannot load from a path: no such model, or a library that it needs."""
     try:
+        if not Path(path).is_dir():
+            cache_alone_without_connection()
+        regular(Path(path))
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]

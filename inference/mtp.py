@@ -1,8 +1,9 @@
 """The multi-token-prediction module that a target's checkpoint carries, and that transformers leaves out.
 
 Two namings are read: `model.layers.N.*` behind the last of N layers (DeepSeek-V3, GLM-4.5), and `mtp.*` (Qwen3-Next,
-Qwen3.5). The module's decoder layer is of the target's own kind, so it is a copy of the target's last layer with the
-module's weights, whatever that layer is made of. Of several modules the first one alone is used, for every depth.
+Qwen3.5; these targets themselves keep a recurrent state and are refused). The module's decoder layer is of the
+target's own kind, so it is a copy of the target's last layer with the module's weights, whatever that layer is made of.
+Of several modules the first one alone is used, for every depth.
 """
 
 import copy

@@ -70,7 +70,7 @@ class Parts:
 
     def __init__(self, target: "Target") -> None:
         if not target.takes_trees:
-            raise ValueError(f"{target.name}: its attention takes no mask of ours, so parts of it cannot draft alone")
+            raise ValueError(f"{target.name}: {target.objection}, so parts of it cannot draft alone")
         self.target = target
         self.layers = target.decoder_layers
         self.forms = self._forms([*self.layers, *(child for layer in self.layers for child in layer.children())])

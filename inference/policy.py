@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import Level
+from heads.outside import shown
 from inference import tree as trees
 from inference.drafters import Context, Proposal
 from inference.rng import Coupled, Rng
@@ -61,13 +62,14 @@ class TreeConfig:
             value = getattr(self, name)
             if not value or (isinstance(value, int) and value < 1):
                 raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
+        trees.check_shapes(self.paths, self.widths)
         trees.check_numbers({"depth": [self.depth], "top_k": [self.top_k], "nodes": [self.nodes]}, 0)
         trees.check_numbers({"widths": self.widths}, 1)
-        trees.check_shapes(self.paths, self.widths)
         known = {tuple(path) for path in self.paths}
         for path in known:
             if path[:-1] and path[:-1] not in known:
-                raise ValueError(f"tree.paths holds {list(path)} without its parent {list(path[:-1])}: add it")
+                held, parent = shown(list(path)), shown(list(path[:-1]))
+                raise ValueError(f"tree.paths holds {held} without its parent {parent}: add it")
 
     @property
     def label(self) -> str:

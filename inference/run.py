@@ -14,21 +14,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from heads.command import command
 from heads.errors import user_errors
 from heads.hub import load_found, resolve_head, target_path, tree_of
 from heads.published import is_published
 from heads.resolvers import register_resolvers
 from heads.store import read_config
 from heads.typed import typed
+from inference.chat_template import rendering
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
-from inference.limits import check_tree
+from inference.limits import check_masks, check_tree
 from inference.placement import alone
 from inference.policy import TreeConfig
 from inference.sample import Sampling
@@ -92,12 +93,13 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
     keys = ("dtype", "device", "trust_remote_code", "quantize", "adapter")
     options = {key: model[key] for key in keys if key in model}
     options["where"] = alone(model, "decoding")
+    tree = typed(TreeConfig, tree_of(folder, config.tree)) if folder else None
     target = Target.load(model.get("path", target_path(saved["name"])), **options)
-    if folder is None:
+    if folder is None or tree is None:
         return target, None
     head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
-    tree = typed(TreeConfig, tree_of(folder, config.tree))
     check_tree(target, tree, "head")
+    check_masks(target, tree)
     return target, HeadDrafter(head, tree, "head")
 
 
@@ -110,14 +112,15 @@ def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
     """Return the tokens of a conversation, ready for the target's answer.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: the tokenizer has no chat template, or one that does not render it.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             f"chat=true: the tokenizer of {tokenizer.name_or_path} has no chat template; leave chat out, or put a "
             "chat_template.jinja beside the model"
         )
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    with rendering(tokenizer):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -170,7 +173,7 @@ def generate(config: GenerateConfig, console: Console) -> None:
         answer(target, drafter, plain_ids(prompt, target.tokenizer), settings, console)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="generate")
+@command("generate")
 @user_errors()
 def main(cfg: DictConfig) -> None:
     """Run the command."""

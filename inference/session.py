@@ -139,6 +139,8 @@ class Session:
         begin = self.clock()
         room = self.limit - len(self.made.tokens) - 1
         self.prefix = self.cache.length
+        if self.target.switch is not None:
+            room = self.target.switch.room(self.prefix, room)
         proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
         check_size(self.target, len(proposal.tree.token), self.drafter.name)
         self.draft_s = self.clock() - begin
@@ -151,11 +153,19 @@ class Session:
     def verify(self, proposal: Proposal) -> None:
         """Run the target over the proposal, for this sequence alone, and settle."""
         begin = self.clock()
-        if proposal.entered is None:
+        if self.target.switch is not None and self.target.switch.renews(self.prefix):
+            out = self.renew()
+        elif proposal.entered is None:
             out = self.target.score(proposal.tree, self.cache, proposal.riders)
         else:
             out = self.target.parts.score_from(proposal.entered, proposal.tree, self.cache)
         self.settle(proposal, out, self.clock() - begin)
+
+    def renew(self) -> Pass:
+        """Compute all rows anew, under the other side of the rope's switch; return the root's."""
+        self.cache.keep(0, [])
+        out = self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache)
+        return Pass(out.hidden[:, -1:], out.last[:, -1:], out.logits)
 
     def settle(self, proposal: Proposal, out: Pass, verify_s: float) -> None:
         """Verify, keep the accepted path, and let the drafter learn.

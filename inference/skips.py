@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from heads.outside import parse_json, regular
 from heads.store import TargetSpec
 from heads.typed import typed
 from inference.cache import TargetCache
@@ -199,7 +200,7 @@ def load_skips(path: Path, target: Target) -> SkipFile:
     """
     remedy = "search again with eval/search_skips.py"
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = parse_json(regular(path).read_bytes())
         found = typed(SkipFile, content) if isinstance(content, dict) else None
     except OSError:
         raise ValueError(f"{path}: no such file; {remedy}") from None

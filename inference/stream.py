@@ -4,12 +4,11 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from heads.outside import visible
 from inference.decode import Generation
 
 STYLES = {"draft": "green", "bonus": "magenta", "prefill": "magenta"}
 UNFINISHED = "\ufffd"
-# A model's output must not move the cursor or recolour the terminal.
-CONTROL = {code: UNFINISHED for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class TextStream:
@@ -65,7 +64,7 @@ class Painter:
     def show(self, text: str, style: str) -> None:
         """Print a piece as it is: no wrapping, no markup, no control characters."""
         if text:
-            self.console.out(text.translate(CONTROL), style=style, highlight=False, end="")
+            self.console.out(visible(text), style=style, highlight=False, end="")
 
 
 def summary(made: Generation) -> str:

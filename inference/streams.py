@@ -59,7 +59,7 @@ class Streams(nn.Module):
         super().__init__()
         self.config = config
         if not target.takes_trees:
-            raise ValueError(f"{target.name}: its attention takes no mask of ours, so no stream can ride along")
+            raise ValueError(f"{target.name}: {target.objection}, so no stream can ride along")
         count = len(target.decoder_layers)
         first = count - (count if config.layers is None else config.layers)
         if first < 0:

@@ -4,7 +4,8 @@ Every fact about the target's layers has its home here: which module is its deco
 how a tree mask reaches its attention. `Target.load` proves these on the loaded model before anything relies on them.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,12 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heads import rows
 from heads.base import Features
+from heads.context import context_of
 from heads.store import TargetSpec
 from inference import adapter as adapters
 from inference import loading, probe, tree
 from inference.adapter import Adapter
 from inference.cache import BatchCache, BatchPass, TargetCache
 from inference.compiled import Compiled
+from inference.lengths import switch_of
 from inference.packed import Packing, by_documents, packing, spans_of
 from inference.parts import LayerOutputs, Parts
 from inference.placed import Placed, by_turns, on_one_device
@@ -29,6 +32,8 @@ from inference.placement import HERE, REPLICATE, Placement
 from inference.placement import check as check_placement
 from inference.reader import end_tokens
 from inference.tree import DraftTree, Riders
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -47,7 +52,10 @@ class Target:
     Attributes:
         feature_layers: the decoder layers whose outputs every pass returns; set by whoever knows the head.
         packing: how its attention runs over packed documents one by one (proven at load); None where it needs a mask.
-        takes_trees: whether its attention honours a tree mask (proven at load); else only chains are verified.
+        takes_trees: whether its attention honours a tree's or a batch's mask (proven at load); else only chains are
+            verified, one sequence at a time.
+        objection: why not.
+        switch: where its rope switches; None where it does not.
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
         quantized: how its weights are quantised, None if they are not.
@@ -61,7 +69,7 @@ class Target:
         adapter: Adapter | None = None,
         placed: Placed | None = None,
     ) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self.model, self.architecture = model.eval().requires_grad_(False), type(model).__name__
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
         self.placed = on_one_device(model, name) if placed is None else placed
@@ -70,14 +78,17 @@ class Target:
         self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
         self._noted = LayerOutputs(self.decoder_layers)
         self.feature_layers: tuple[int, ...] = ()
-        self.context: int = getattr(self.config, "max_position_embeddings", None) or 2**31
+        self.context: int = context_of(self.config)
         self.eos = end_tokens(model.generation_config, tokenizer)
         self.quantized = loading.method_of(model)
         sizes = self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers
         mark, carried = (self.placed.mark, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = TargetSpec(name, *sizes, mark, carried)
+        note_unknown(tokenizer, self.ends.vocab_size, name)
         self.compiled: Compiled | None = None
         self.packing: Packing | None = None
+        self.switch = switch_of(model)
+        self.objection = f"its attention takes no mask of ours ({self.architecture})"
         self.takes_trees = probe.check(self)
         self.packing = packing(model)
         if self.packing is not None and not probe.packs(self):
@@ -110,8 +121,10 @@ class Target:
         """
         if dtype != "auto" and dtype not in DTYPES:
             raise ValueError(f"model.dtype is {dtype!r}: choose auto or one of {', '.join(DTYPES)}")
-        place = torch.device(device or default_device())
+        place = device_named(device)
         kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
+        if dtype == "auto":
+            loading.note_dtype(path, trust_remote_code, kind)
         if adapter in (None, loading.AS_IT_IS):
             model, tokenizer = loading.load(path, kind, place, trust_remote_code, quantize, where)
             if where.placement == REPLICATE:
@@ -193,13 +206,45 @@ class Target:
             cache.append(len(token))
         return out._replace(logits=self.ends.logits(out.last))
 
+    @torch.inference_mode()
+    def score_all(self, drafted: Sequence[tuple[DraftTree, Riders | None]], cache: BatchCache) -> list[Pass]:
+        """Verify a tree with its riders of each active sequence in one pass; the caller compacts the caches afterwards.
+
+        A sequence's nodes and riders stand behind its own prefix, padded behind to the widest. Padding is seen by
+        nobody, but sees the prefix: a row that saw nothing would be NaN, and NaN comes through a mask.
+        """
+        prefixes = [each.length for each in cache.active]
+        tokens = [each.token if riders is None else torch.cat([each.token, riders.token]) for each, riders in drafted]
+        counts = [len(token) for token in tokens]
+        width, end = max(counts), max(prefixes) + max(counts)
+        token = torch.zeros(len(drafted), width, dtype=torch.long, device=self.device)
+        position = torch.zeros_like(token)
+        seen = torch.zeros(len(drafted), width, end, dtype=torch.bool, device=self.device)
+        column = torch.arange(end, device=self.device).repeat(len(drafted), 1)
+        for row, (each, prefix, count) in enumerate(zip(drafted, prefixes, counts, strict=True)):
+            place, visible = tree.layout(each[0], prefix, each[1])
+            token[row, :count] = tokens[row]
+            position[row, :count] = place
+            seen[row, :count, : prefix + count] = visible
+            seen[row, count:, :prefix] = True
+            column[row, prefix : prefix + count] = place
+        written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
+        out = self.run(token, position, seen, cache.over(written, end), column)
+        for own, count in zip(cache.active, counts, strict=True):
+            own.append(count)
+        logits = self.ends.logits(out.last)
+        return [
+            Pass(out.hidden[row : row + 1, :count], out.last[row : row + 1, :count], logits[row : row + 1, :count])
+            for row, count in enumerate(counts)
+        ]
+
     def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
         """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
         position, seen = tree.layout(drafted, prefix, riders)
         if self.takes_trees:
             return position[None], seen[None]
         if riders is not None or drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
-            raise ValueError(f"{self.name}: its attention does not honour a tree mask; draft with tree=chain")
+            raise ValueError(f"{self.name}: {self.objection}; draft with tree=chain")
         return position[None], None
 
     def run(
@@ -271,9 +316,38 @@ class Target:
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
 
 
+def note_unknown(tokenizer: PreTrainedTokenizerBase, known: int, name: str) -> None:
+    """Say where a tokenizer has tokens, added ones mostly, that the model has no embedding for."""
+    beyond = sorted((place, token) for token, place in tokenizer.get_vocab().items() if place >= known)
+    if beyond:
+        log.warning(
+            "%s: knows %d tokens, and its tokenizer has %d more, from %r on: text that holds one is refused",
+            name, known, len(beyond), beyond[0][1],
+        )  # fmt: skip
+
+
 def default_device() -> str:
     """Return the accelerator if there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_named(wanted: str | None) -> torch.device:
+    """Return a device by its name, None being the accelerator if there is one.
+
+    Raises:
+        ValueError: torch knows no such device, or sees none here.
+    """
+    try:
+        place = torch.device(wanted or default_device())
+    except RuntimeError:
+        raise ValueError(f"model.device is {wanted!r}: give cpu, cuda or cuda:N, or null") from None
+    count = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= count:
+        raise ValueError(
+            f"model.device is {wanted}, and torch sees {count} accelerators on this machine: give cpu, or null for "
+            "what there is"
+        )
+    return place
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from heads.outside import shown
 
-LARGEST = 1 << 14  # nodes of a tree, its depth, or the children of a node: far more than a target pass is worth
+LARGEST = 1 << 14  # nodes of a tree, or the children of a node: far more than a target pass is worth
+DEEPEST = 1 << 10  # of its nodes
 
 
 class DraftTree(NamedTuple):
@@ -44,16 +45,19 @@ def check_numbers(held: Mapping[str, Sequence[int]], least: int) -> None:
         ValueError: one is below `least`, or larger than any tree.
     """
     for name, numbers in held.items():
-        if any(not least <= number <= LARGEST for number in numbers):
-            raise ValueError(f"tree.{name} is {shown(list(numbers))}: give numbers from {least} to {LARGEST}")
+        most = DEEPEST if name == "depth" else LARGEST
+        if any(not least <= number <= most for number in numbers):
+            raise ValueError(f"tree.{name} is {shown(list(numbers))}: give numbers from {least} to {most}")
 
 
 def check_shapes(paths: Sequence[Sequence[int]], widths: Sequence[int]) -> None:
-    """Check that a fixed shape has ranks, and no more than `LARGEST` nodes.
+    """Check that a fixed shape has ranks, is no deeper than `DEEPEST`, and has no more than `LARGEST` nodes.
 
     Raises:
         ValueError: it does not.
     """
+    if (deepest := max(map(len, (widths, *paths)))) > DEEPEST:
+        raise ValueError(f"tree.{'widths' if deepest == len(widths) else 'paths'} is {deepest} deep: at most {DEEPEST}")
     if any(not path or min(path) < 0 or max(path) > LARGEST for path in paths):
         raise ValueError(f"tree.paths holds a path without ranks, or with one below 0 or above {LARGEST}: correct it")
     size, level = len(paths), 1

@@ -5,6 +5,7 @@ import socket
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from jaxtyping import install_import_hook
 
 # Before the first import of a module under test: the hook acts on imports to come.
@@ -21,6 +22,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests reach this machine alone."""
     connect = socket.socket.connect
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)  # which a missing connection sets
 
     def local(self: socket.socket, address: Any) -> None:
         if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):

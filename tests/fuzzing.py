@@ -10,7 +10,7 @@ NASTY = [
     "", "../../../etc/passwd", "/etc/passwd", "a/../b.safetensors", "${oc.env:HOME}", "???", "a\nb", "\x1b[2J", "\x00",
     "\ud800", "!!python/object/apply:os.mkdir [ran]", "_target_", "auto_map", 0, -1, 1, 2**31, 2**63, 10**30, -(10**12),
     0.5, 1e308, float("nan"), float("inf"), True, False, None, [], {}, [[]], {"_target_": "os.system"},
-    {"auto_map": {"a": "b"}}, {"": {}}, "x" * 300, [0] * 2000, [10**6] * 3,
+    {"auto_map": {"a": "b"}}, {"": {}}, "x" * 300, "[" * 1200 + "]" * 1200, "9" * 5000, [0] * 2000, [10**6] * 3,
 ]  # fmt: skip
 LEAVES = st.sampled_from(NASTY) | st.integers() | st.floats() | st.text(max_size=8) | st.booleans() | st.none()
 VALUES = st.recursive(

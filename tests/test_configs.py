@@ -1,10 +1,13 @@
 """Every configuration composes and fits its types; a mistake is named, and the README's commands are real."""
 
+import math
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -12,7 +15,7 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 
 from heads import HEADS
 from heads.resolvers import register_resolvers
-from heads.typed import bracketed
+from heads.typed import bracketed, typed
 from train.config import RunConfig, run_config
 
 try:
@@ -71,6 +74,13 @@ def test_every_experiment_fits_its_types_and_yields_to_overrides(experiment: str
 @pytest.mark.parametrize("primary", sorted(file.stem for file in CONF.glob("*.yaml")))
 def test_every_command_has_a_configuration_that_composes(primary: str) -> None:
     assert compose(primary)
+
+
+def test_a_debug_run_evaluates_next_to_nothing() -> None:
+    small = run("trainer=debug").eval
+    assert small.prompts * small.max_new_tokens * (small.repeats + small.warmup) < 100
+    assert (small.tier, small.hf) == (["live"], False)
+    assert run("trainer=debug", "eval.prompts=5", "head=mtp").eval.prompts == 5
 
 
 def test_the_embedded_target_is_the_default() -> None:
@@ -132,12 +142,40 @@ def test_an_unknown_key_that_is_forced_in_is_named_in_one_line(part: str) -> Non
         ("data.length=long", "length"),
         ("objective.losses.smooth_l1=x", "smooth_l1"),
         ("tree.depth=deep", "depth"),
+        ("head.draft_vocab=0", "head.draft_vocab is 0: give 1 or more"),
+        ("head.num_heads=0", "head.num_heads is 0: give 1 or more"),
+        ("head.rope_theta=0", "head.rope_theta is 0.0: give a number above 0"),
+        ("head.rope_theta=nan", "head.rope_theta is nan: give a finite number"),
+        ("objective.losses.soft_ce=inf", "objective.losses.soft_ce is inf: give a finite number"),
     ],
 )
 def test_a_bad_value_is_named_in_one_line(override: str, named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         run(override)
     assert "\n" not in str(error.value)
+
+
+HOSTILE: list[Any] = [-1, 1e30, 10**400, math.nan, "many"]
+ALLOWED = {"mask_token": [-1]}  # the vocabulary's last token
+
+
+def numeric(hint: Any) -> bool:
+    return hint in (int, float) or any(map(numeric, get_args(hint)))
+
+
+@pytest.mark.parametrize(
+    "part", [*HEADS, "peft", "objective", "data", "features", "trainer", "launcher", "device", "tree", "eval"]
+)
+def test_a_number_that_cannot_be_is_named_in_one_line(part: str) -> None:
+    made: Any = run(f"head={part}").head if part in HEADS else getattr(run("peft=lora"), part)
+    values = asdict(made)
+    keys = [key for key, hint in get_type_hints(type(made)).items() if numeric(hint)]
+    assert keys
+    for key, value in product(keys, HOSTILE):
+        if value not in ALLOWED.get(key, []):
+            with pytest.raises(ValueError, match=key) as error:
+                typed(type(made), {**values, key: value})
+            assert "\n" not in str(error.value), (key, value)
 
 
 def test_published_trees_are_whole() -> None:
@@ -169,7 +207,7 @@ def test_a_command_in_the_readme_is_real(command: str) -> None:
         assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         return
     script = (ROOT / target).read_text(encoding="utf-8")
-    primary = re.search(r'config_name="(\w+)"', script)
+    primary = re.search(r'@command\("(\w+)"\)', script)
     assert primary, f"{target} names no configuration"
     lists = re.search(r"= bracketed\(sys\.argv\[1:\], (.*)\)", script)
     overrides = bracketed(overrides, *re.findall(r"\w+", lists[1])) if lists else overrides

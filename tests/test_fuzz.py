@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,6 +51,13 @@ RECORDS = [
     {"prompt": "w5 w6", "answer": "w7"},
     {"id": "p", "token": [1, 2, 3], "category": "", "question": "w1"},
     {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "id": 3},
+    {"uid": "u", "turns": [{"content": "w1"}]},
+    {"_id": "l", "context": "w1", "input": "w2", "answers": ["w3"]},
+    {"id": "s", "token": [1, 2], "category": "x", "text": "w1", "system": ""},
+    {
+        "messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "", "tool_calls": "[]"}],
+        "tools": "[]",
+    },
 ]
 
 
@@ -281,6 +289,26 @@ def test_what_is_whole_is_read(name: str, readers: dict[str, Reader]) -> None:
     reader = readers[name]
     reader.file.write_bytes(reader.written(reader.whole))
     reader.read()
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])  # but the tree, which is read here
+def test_a_pipe_is_not_waited_for(name: str, readers: dict[str, Reader]) -> None:
+    reader, said = readers[name], list[str]()
+
+    def read() -> None:
+        try:
+            reader.read()
+        except ValueError as error:
+            said.append(str(error))
+
+    reader.file.unlink(missing_ok=True)
+    os.mkfifo(reader.file)
+    thread = Thread(target=read, daemon=True)  # one that waits for a pipe hears no signal
+    thread.start()
+    thread.join(PATIENCE)
+    reader.file.unlink()
+    assert not thread.is_alive()
+    assert not any("\n" in line for line in said)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -25,6 +25,7 @@ class Judge:
         trainer = run.trainer
         drawn = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))
         self.target, self.run, self.prompts = target, run, [prompts[i] for i in sorted(drawn)]
+        self.groups = metrics.clustered(self.prompts)
         self.settings = Settings(trainer.eval_tokens, GREEDY)
         self.texts: list[tuple[Features, int]] | None = None
 
@@ -43,7 +44,7 @@ class Judge:
         found = metrics.acceptance(made)
         return {
             "tau": found.tau or 1.0,  # answers of one token take no step
-            "tau_ci": metrics.tau_interval(made, self.run.trainer.seed),
+            "tau_ci": metrics.tau_interval(made, self.run.trainer.seed, self.groups),
             "accepted_by_depth": found.accepted_by_depth,
         }
 

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from peft import LoraConfig, LoraModel, PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
+from heads.ranges import Count, Decay, Width
 from heads.typed import typed
 
 
@@ -31,19 +32,11 @@ class FactorsConfig:
     """
 
     method: str
-    rank: int
-    alpha: int
-    dropout: float
+    rank: Width
+    alpha: Count
+    dropout: Decay
     rslora: bool
     target_modules: list[str] | None
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"peft.rank is {self.rank}: give 1 or more")
-        if self.alpha < 1:
-            raise ValueError(f"peft.alpha is {self.alpha}: give 1 or more")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"peft.dropout is {self.dropout}: give a fraction from 0 up to 1, without 1")
 
 
 METHODS: dict[str, type[WholeConfig] | type[FactorsConfig]] = {"none": WholeConfig, "lora": FactorsConfig}

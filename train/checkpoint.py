@@ -12,6 +12,7 @@ randomness is derived from seeds and step, so this is all there is to resume.
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from heads.outside import inside, shown
 from heads.store import flush
 
 FORMAT = 2
+NAME = re.compile(r"step-[0-9]{8,}")
 INDEX, STATE = "index.json", "state.json"
 PARTIAL, DAMAGED, FAILED = ".partial-", "damaged-", ".failed"
 
@@ -43,8 +45,8 @@ def step_of(path: Path) -> int:
 
 
 def found(folder: Path) -> list[Path]:
-    """Return the checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"))
+    """Return the checkpoints, oldest first; what else lies there, as a copy under another name, is none."""
+    return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
 def note_of(partial: Path, rank: int) -> Path:

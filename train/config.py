@@ -4,7 +4,7 @@ Invariants are checked where the values arrive: the key, its value and the remed
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,6 +12,7 @@ from data.config import DataConfig
 from data.features import FeaturesConfig
 from eval.row import LIVE, TIERS
 from heads import HEADS
+from heads.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, Positive, Within
 from heads.typed import typed
 from inference.loading import AS_IT_IS, METHODS
 from inference.placement import check_weights, placement_of
@@ -59,55 +60,44 @@ class ModelConfig:
 class TrainerConfig:
     """The optimisation. Batches are in tokens, times in steps; `min_lr` is a fraction of `lr`, `warmup` of `steps`."""
 
-    steps: int
-    batch_tokens: int
-    micro_tokens: int
+    steps: Count
+    batch_tokens: Count
+    micro_tokens: Count
     optimizer: str
-    lr: float
-    lr_width: int
-    min_lr: float
-    warmup: float
-    betas: tuple[float, float]
-    momentum: float
-    weight_decay: float
-    clip: float
+    lr: Amount
+    lr_width: Count
+    min_lr: Fraction
+    warmup: Fraction
+    betas: tuple[Decay, Decay]
+    momentum: Decay
+    weight_decay: Amount
+    clip: Amount
     precision: str
     recompute: bool
     compile: bool
-    seed: int
-    eval_every: int
-    eval_prompts: int
-    eval_tokens: int
-    estimate_every: int | None
-    save_every: int
-    keep: int
-    ema: float
-    patience: int | None
-    log_every: int
+    seed: Number
+    eval_every: Count
+    eval_prompts: Number
+    eval_tokens: Count
+    estimate_every: Count | None
+    save_every: Count
+    keep: Count
+    ema: Decay
+    patience: Count | None
+    log_every: Count
     trackers: list[str]
-    peak_tflops: float | None
+    peak_tflops: Positive | None
     on_bad_step: str
-    bad_steps: int
-    spike: float | None
-    timeout: int
+    bad_steps: Count
+    spike: Annotated[float, Within(1, MACHINE.most, above=True)] | None
+    timeout: Count
 
     def __post_init__(self) -> None:
-        _at_least(
-            "trainer", self, 1, "steps", "batch_tokens", "micro_tokens", "save_every", "keep", "log_every", "lr_width",
-            "bad_steps",
-        )  # fmt: skip
-        _at_least("trainer", self, 1, "eval_every", "eval_tokens", "estimate_every", "patience", "timeout")
-        _at_least("trainer", self, 0, "eval_prompts", "lr", "clip", "weight_decay", "seed")
-        _fraction("trainer", self, "min_lr", "warmup", "ema", "momentum")
         _one_of("trainer", self, optimizer=("adamw", "muon"), precision=("auto", "bf16", "fp32"))
         _one_of("trainer", self, on_bad_step=("skip", "stop"))
         for name in self.trackers:
             if name not in TRACKERS:
                 raise ValueError(f"trainer.trackers has {name!r}: choose among {', '.join(TRACKERS)}")
-        for key in ("spike", "peak_tflops"):
-            value, least = getattr(self, key), float(key == "spike")
-            if value is not None and value <= least:
-                raise ValueError(f"trainer.{key} is {value}: give a number above {least:g}, or null")
 
 
 @dataclass(frozen=True)
@@ -126,16 +116,15 @@ class SlurmConfig:
     folder: str
     partition: str | None
     account: str | None
-    minutes: int
-    gpus_per_node: int | None
-    cpus_per_task: int
-    mem_gb: int | None
+    minutes: Count
+    gpus_per_node: Count | None
+    cpus_per_task: Count
+    mem_gb: Count | None
     setup: list[str]
     extra: dict[str, Any]
 
     def __post_init__(self) -> None:
         _one_of("launcher.slurm", self, cluster=("slurm", "local"))
-        _at_least("launcher.slurm", self, 1, "minutes", "cpus_per_task", "gpus_per_node", "mem_gb")
 
 
 @dataclass(frozen=True)
@@ -145,16 +134,15 @@ class LauncherConfig:
     `strategy` is one of STRATEGIES, how they share the head. With `slurm` they are a job of their own.
     """
 
-    num_processes: int
-    num_nodes: int
+    num_processes: Count
+    num_nodes: Count
     machine_rank: int
     main_process_ip: str | None
-    main_process_port: int | None
+    main_process_port: Annotated[int, Within(0, 65535)] | None
     strategy: str
     slurm: SlurmConfig | None
 
     def __post_init__(self) -> None:
-        _at_least("launcher", self, 1, "num_processes", "num_nodes")
         _one_of("launcher", self, strategy=STRATEGIES)
         if not 0 <= self.machine_rank < self.num_nodes:
             raise ValueError(
@@ -166,22 +154,19 @@ class LauncherConfig:
 class EvalSettings:
     """The evaluation that ends a run, none with 0 prompts; `repeats` and `warmup` count timed and untimed passes."""
 
-    prompts: int
-    max_new_tokens: int
-    temperature: list[float]
-    repeats: int
-    warmup: int
+    prompts: Number
+    max_new_tokens: NewTokens
+    temperature: list[Amount]
+    repeats: Count
+    warmup: Number
     hf: bool
     dtype: str
     tier: list[str]
 
     def __post_init__(self) -> None:
-        _at_least("eval", self, 1, "repeats")
-        _at_least("eval", self, 2, "max_new_tokens")  # the first comes with the prompt, before any draft
-        _at_least("eval", self, 0, "prompts", "warmup")
         _one_of("eval", self, dtype=("auto", *DTYPES))
-        if not self.temperature or min(self.temperature) < 0:
-            raise ValueError(f"eval.temperature is {self.temperature}: give one or more numbers, none below 0")
+        if not self.temperature:
+            raise ValueError("eval.temperature is empty: give one or more numbers")
         if LIVE not in self.tier or not set(self.tier) <= set(TIERS) or len(set(self.tier)) < len(self.tier):
             raise ValueError(
                 f"eval.tier is {self.tier}: give {LIVE}, and what else of {', '.join(TIERS)} is wanted, once"
@@ -277,19 +262,6 @@ def _check_together(run: RunConfig) -> None:
             f"model.placement={kind} takes all processes for a pass, and they lack different rows of a store: give "
             "features=live, or features.on_missing=fail with a whole store"
         )
-
-
-def _at_least(part: str, config: object, least: int, *keys: str) -> None:
-    for key in keys:
-        value = getattr(config, key)
-        if value is not None and value < least:
-            raise ValueError(f"{part}.{key} is {value}: give {least} or more")
-
-
-def _fraction(part: str, config: object, *keys: str) -> None:
-    for key in keys:
-        if not 0 <= getattr(config, key) <= 1:
-            raise ValueError(f"{part}.{key} is {getattr(config, key)}: give a fraction between 0 and 1")
 
 
 def _one_of(part: str, config: object, **choices: tuple[object, ...]) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 if __name__ == "__main__":  # the checkout's root in place of train/, so that its files shadow no module
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import hydra
 from omegaconf import DictConfig
 
+from heads.command import command
 from heads.errors import user_errors
 from heads.published.pickles import convert, find_pickle
 from heads.typed import typed
@@ -26,7 +26,7 @@ class ConvertConfig:
     out: str
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="convert")
+@command("convert")
 @user_errors()
 def main(cfg: DictConfig) -> None:
     """Run the command."""

@@ -3,6 +3,7 @@
 Here `accelerate launch` does it, and submitit where they are a job of SLURM.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from heads.resolvers import ROOT
 from train.config import LauncherConfig, SlurmConfig
@@ -23,6 +25,8 @@ from train.config import LauncherConfig, SlurmConfig
 SAID = 2  # the status of a process that has printed what was wrong (heads/errors.py)
 AFTER = 5  # seconds that the other processes leave to the main one, to say its error and to end
 GRACE = 90  # seconds before the end of a job's time that SLURM tells it
+PARENT = "HEADSTART_LAUNCHER"  # in the environment: the process that starts the next ones
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def launched() -> bool:
@@ -63,6 +67,27 @@ def leaves(launcher: LauncherConfig) -> bool:
     return not launched() and launcher.slurm is not None and launcher.slurm.cluster != "local"
 
 
+def end_with_parent() -> None:
+    """Let Linux send this process a SIGTERM when its launcher ends, which a SIGKILL does not let it pass on.
+
+    A process that was started by something else than a launcher is left alone: its shell may end before it.
+
+    Raises:
+        SystemExit: the launcher has ended already.
+    """
+    if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or PARENT in os.environ):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
+            raise SystemExit(128 + signal.SIGTERM)
+
+
+def overrides() -> list[str]:
+    """Return the overrides of this run as they were given, for its processes: an interpolation is theirs to resolve."""
+    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(given, list)
+    return [str(word) for word in given]
+
+
 @contextmanager
 def main_first() -> Iterator[None]:
     """Let the main process say first what is wrong: where that is wrong for all, its launcher then ends the others."""
@@ -97,6 +122,7 @@ def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
         return submit(launcher, launcher.slurm, script, overrides)
+    os.environ[PARENT] = str(os.getpid())
     with subprocess.Popen(command(launcher, script, overrides)) as job, passing_on(job):
         return job.wait()
 
@@ -185,6 +211,8 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    end_with_parent()
+    os.environ[PARENT] = str(os.getpid())
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it reports is said below
     try:
         accelerate.launch_command(accelerate.launch_command_parser().parse_args())

@@ -13,19 +13,20 @@ from data.features import FeatureSource
 from data.store_files import write_whole
 from heads.base import frozen_count, parameter_count
 from heads.errors import one_line
-from heads.store import save_head
+from heads.store import load_head, save_head
 from inference.bare import Bare
 from inference.target import Target
 from train import adapt, checkpoint, resume
 from train.acceptance import Judge
 from train.config import RunConfig
 from train.guard import BAD, Guard, keep_batch
-from train.peers import STOPPED, Peers
+from train.peers import STOPPED, Peers, on_main
 from train.saver import Saver
 from train.step import Stepper
 from train.track import Tracker
 
 COST = "training.json"
+NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # in errors of CUDA, of torch on a CPU, of cuBLAS
 # How far a run has come beside its steps; what of it all processes share.
 BEGINNING: dict[str, Any] = {
     "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
@@ -77,6 +78,35 @@ class Loop:
         self.start, self.progress = found["step"], self.progress | found["progress"]
         if changed := resume.differences(found["arithmetic"], self.arithmetic):
             self.peers.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
+        if self.progress["best_step"]:
+            best = checkpoint.folder_of(self.saver.folder, self.progress["best_step"])
+            complaints = self.saver.complaints(best)
+            on_main(self.accelerator, lambda: self.restore_head(best, complaints))
+
+    def restore_head(self, best: Path, complaints: list[str]) -> None:
+        """Write the head of the best step's checkpoint again where the run's folder has another, a damaged one or none.
+
+        Raises:
+            ValueError: that checkpoint is not good, nor is the folder's head.
+        """
+        kept: dict[str, Tensor] = {}
+        try:
+            kept = load_head(self.out / "head", self.target.ends, self.target.spec).state_dict()
+        except ValueError as error:
+            if complaints:
+                raise ValueError(
+                    f"{self.out}: its head is lost ({one_line(error)}), and so is the checkpoint of its best step "
+                    f"({complaints[0]}): put one of them back, or start again with overwrite=true"
+                ) from error
+        if complaints:
+            return
+        weights = resume.kept_weights(best)
+        wanted = decoding_copy(self.head, weights, None).state_dict()
+        if kept.keys() != wanted.keys() or not all(kept[name].equal(wanted[name]) for name in wanted):
+            self.peers.warn(
+                f"{self.out / 'head'} is not the head of its best step, and is written again from {best.name}"
+            )
+            self.keep(weights)
 
     def save(self, step: int) -> None:
         """Write a checkpoint beside the training, unless this step has one."""
@@ -88,13 +118,20 @@ class Loop:
         """Run all steps; on SIGTERM write a checkpoint and exit with status 143.
 
         Raises:
-            ValueError: the disk is full, or a process was lost.
+            ValueError: the disk or the memory is full, or a process was lost.
         """
         with self.peers.listening(), self.peers.guarded():
             try:
                 self.advance()
             except OSError as error:
                 raise ValueError(f"{self.out}: {one_line(error)}; free space and resume=true goes on") from error
+            except (RuntimeError, MemoryError) as error:
+                if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in NO_MEMORY):
+                    raise
+                raise ValueError(
+                    f"{self.out}: out of memory ({one_line(error)}); resume=true goes on from the last checkpoint with "
+                    "a lower trainer.micro_tokens, or with trainer.recompute=true"
+                ) from error
             finally:
                 self.saver.close()
                 if said := self.source.close():

@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
+from heads.ranges import Amount, Count, Fraction, Parts
+
 DEPTH_WEIGHTS = ("decay", "dpace")
 NORMALIZERS = ("token", "sequence")
 
@@ -29,16 +31,16 @@ class ObjectiveConfig:
         eta, top_k: numbers of the losses lk and top_k.
     """
 
-    losses: dict[str, float]
+    losses: dict[str, Amount]
     depth_weights: str
-    depth_decay: float
-    dpace_alpha: float
-    depths: int
+    depth_decay: Amount
+    dpace_alpha: Fraction
+    depths: Parts
     normalize: str
-    anchors: int | None
-    noise: float
-    eta: float
-    top_k: int
+    anchors: Count | None
+    noise: Amount
+    eta: Amount
+    top_k: Count
 
     def __post_init__(self) -> None:
         """Check names and ranges."""
@@ -50,9 +52,6 @@ class ObjectiveConfig:
         for key, choices in (("depth_weights", DEPTH_WEIGHTS), ("normalize", NORMALIZERS)):
             if getattr(self, key) not in choices:
                 raise ValueError(f"objective.{key} is {getattr(self, key)!r}: choose {' or '.join(choices)}")
-        for key in ("depths", "anchors", "top_k"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ValueError(f"objective.{key} is {getattr(self, key)}: give at least 1")
 
 
 @dataclass(frozen=True)

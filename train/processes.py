@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 
-from inference.target import default_device, fast_dtype
+from inference.target import device_named, fast_dtype
 from train.config import LauncherConfig, ModelConfig, TrainerConfig
 from train.trace import LARGE
 
@@ -42,7 +42,7 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
             a strategy of its own.
     """
     check_machine(launcher, model)
-    place = torch.device(model.device or default_device())
+    place = device_named(model.device)
     for key, name in ELSEWHERE.items():
         if os.environ.get(key, "false").lower() == "true":
             raise ValueError(
@@ -93,7 +93,7 @@ def check_machine(launcher: LauncherConfig, model: ModelConfig) -> None:
     Raises:
         ValueError: it has too few devices, or lacks a library.
     """
-    place = torch.device(model.device or default_device())
+    place = device_named(model.device)
     wanted = max(launcher.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if place.type == "cuda" and wanted > torch.cuda.device_count():
         raise ValueError(

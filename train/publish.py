@@ -11,11 +11,12 @@ if __name__ == "__main__":  # the checkout's root in place of train/, so that it
 
 from collections.abc import Callable
 
-import hydra
 from huggingface_hub import HfApi, get_token
 from omegaconf import DictConfig
 
+from heads.command import command
 from heads.errors import user_errors
+from heads.outside import visible
 from heads.store import CONFIG, last_good, read_config
 from heads.typed import typed
 from train import doctor, publish_trial
@@ -111,13 +112,13 @@ def _assert_has_head(run: Path) -> None:
         raise ValueError(f"run={run}: it holds no head/; train it to its first evaluation, or name another run")
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="publish")
+@command("publish")
 @user_errors()
 def main(cfg: DictConfig) -> None:
     """Run the command."""
     if cfg.doctor is not None:
         text, status = doctor.report(typed(doctor.DoctorConfig, doctor.part(cfg)))
-        print(text)
+        print(visible(text))
         raise SystemExit(status)
     publish(typed(PublishConfig, doctor.other_part(cfg)), HfApi(library_name="headstart"))
 

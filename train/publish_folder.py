@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
 from data.files import content_hash
+from eval.extras import METRICS
 from eval.reading import read_report
 from heads.errors import one_line
 from heads.hub import on_hub, target_path
@@ -26,6 +27,7 @@ from train.publish_hub import files_of, one_of
 
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
+READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
 FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{FOLDER}/*")  # patterns
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
@@ -34,11 +36,12 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
     """Write what is published. The head lies at the top, so that the folder, and so the repository, loads as a head.
 
     Raises:
-        ValueError: the head or a file beside it is damaged, cannot take the format, or holds a token of the Hub; or
-            `out` holds something else. The folder is then as it was.
+        ValueError: the head or a file beside it is a link or damaged, cannot take the format, or holds a token of the
+            Hub; or `out` holds something else. The folder is then as it was.
         OSError: the disk is full or the folder cannot be written.
     """
     head = last_good(run / "head")
+    _refuse_links([head, head / CONFIG, head / WEIGHTS, *(run / name for name in READ)])
     content = read_config(head)
     read_tensors(head)
     _assert_free(out, head)
@@ -93,6 +96,13 @@ def _facts(
         provenance=provenance,
         settings=_read(run / "config.yaml", parse_yaml),
     )
+
+
+def _refuse_links(paths: Iterable[Path]) -> None:
+    """Refuse to publish what a link leads to, which a run that comes from elsewhere would choose."""
+    for path in paths:
+        if path.is_symlink():
+            raise ValueError(f"{path}: a link, to {path.resolve()}, which is not published; put the file itself there")
 
 
 def _assert_free(out: Path, head: Path) -> None:

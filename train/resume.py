@@ -5,11 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from data.batches import Batches
 from data.store import packed_fingerprint
 from train import checkpoint
 from train.config import RunConfig, TrainerConfig
-from train.state import TrainState
+from train.state import TrainState, split
 
 STEERING = (
     "steps", "lr", "lr_width", "min_lr", "warmup", "betas", "momentum", "weight_decay", "clip", "precision",
@@ -101,3 +103,17 @@ def restore(state: TrainState, path: Path) -> None:
         state.write(name, value)
     if names:
         raise KeyError(f"{path} lacks {', '.join(sorted(names))}")
+
+
+def kept_weights(path: Path) -> dict[str, Tensor]:
+    """Return a checkpoint's weights to evaluate and to keep: the average's if there is one.
+
+    Raises:
+        ValueError: one cannot be read.
+    """
+    found: dict[str, dict[str, Tensor]] = {"weight": {}, "average": {}}
+    for name, value in checkpoint.tensors(path):
+        kind, parameter, _ = split(name)
+        if kind in found:
+            found[kind][parameter] = value
+    return found["weight"] | found["average"]

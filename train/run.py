@@ -18,23 +18,21 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import hydra
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from data.batches import Batches, fingerprint, pack, token_counts
+from data.batches import Batches, check_known, fingerprint, pack, token_counts
 from data.lineage import lineage
 from data.prompts import load_training, save_prompts
 from data.store_files import write_whole
 from data.template import template_sha256
-from eval.config import eval_config
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
+from heads.command import command
 from heads.errors import user_errors
 from heads.layers import Recomputing
 from heads.redact import redacted_values, redacted_words
@@ -43,6 +41,7 @@ from heads.typed import bracketed
 from heads.vocab import prune
 from train import adapt, checkpoint, launch, processes, resume, sweep
 from train.advice import advice
+from train.check import check_out, check_run, evaluation
 from train.config import RunConfig, run_config
 from train.features import load_target, origin_of, source_for
 from train.lock import RunLock
@@ -50,17 +49,9 @@ from train.loop import Loop
 from train.peers import RANKS, on_main
 from train.plan import plan
 from train.plan_table import table
-from train.start import CHECKPOINT, LAST_LAYER, check_start, first_head, settled
+from train.start import CHECKPOINT, LAST_LAYER, first_head, settled
 
 register_resolvers()
-
-
-def check_out(run: RunConfig) -> None:
-    """Refuse an output folder that holds a run, unless that is resumed or overwritten."""
-    if (Path(run.out) / "config.yaml").exists() and not (run.resume or run.overwrite):
-        raise ValueError(
-            f"{run.out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
-        )
 
 
 def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None:
@@ -68,7 +59,7 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None
     out = Path(run.out)
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
-    check_out(run)  # another run may have come first, and ended
+    check_out(out, replaces=run.resume or run.overwrite)  # another run may have come first, and ended
     checkpoint.clear(out / "checkpoints")
     shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
@@ -123,9 +114,8 @@ def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batche
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
+    check_run(run)
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
-    check_out(run)
-    check_start(run.peft, run.init, run.model.placement)
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
     with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
@@ -148,10 +138,11 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
             module.recompute = run.trainer.recompute
     wanted = max(run.eval.prompts, run.trainer.eval_prompts)
     samples, prompts, counts = load_training(run.data, target.tokenizer, wanted, run.workload)
+    packed = pack(samples, run.data.length)
+    check_known(packed, target.tokenizer, target.ends.vocab_size)
     if run.init in (None, LAST_LAYER, CHECKPOINT):  # else the vocabulary is chosen already
         prune(head, token_counts(samples, target.ends.vocab_size))
     adapt.adapt(head, run.peft)
-    packed = pack(samples, run.data.length)
     batches = batches_for(run, packed, accelerator)
     source = source_for(run, target, head, batches)
 
@@ -169,7 +160,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
             **start_of(run),
             **origin_of(source),
         }
-        write_whole(Path(run.out, "provenance.json"), (json.dumps(origin, indent=2) + "\n").encode())
+        write_whole(Path(run.out, "provenance.json"), (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
         console.print(counts.line(run.data), highlight=False)
         started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
         beside = f" beside {frozen:,} frozen ones" if (frozen := frozen_count(head)) else ""
@@ -190,10 +181,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
 
 def report(run: RunConfig) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
-    trust = {"trust_remote_code": run.model.trust_remote_code}
-    found = evaluate(
-        eval_config(run=run.out, compare=run.compare, workload=run.workload, model=trust, **asdict(run.eval))
-    )
+    found = evaluate(evaluation(run))
     sweep.note(run.name, run.head.name, Path(run.out))
     if not found.passed:
         raise SystemExit(1)
@@ -202,20 +190,21 @@ def report(run: RunConfig) -> None:
 def launch_all(run: RunConfig) -> None:
     """Start the run's processes; exit with their status if that is not 0, for a multirun goes on after a 0."""
     if run.launcher.slurm is None:
-        check_out(run)
-        processes.check_machine(run.launcher, run.model)
-    status = launch.start(run.launcher, os.path.abspath(__file__), list(HydraConfig.get().overrides.task))
+        check_run(run)
+    status = launch.start(run.launcher, os.path.abspath(__file__), launch.overrides())
     if status:
         raise SystemExit(status)
     if run.eval.prompts and not launch.leaves(run.launcher):
         sweep.note(run.name, run.head.name, Path(run.out))
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+@command("train")
 def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may be after."""
     with user_errors(), launch.main_first():
         launch.check_mode()
+        if launch.launched():
+            launch.end_with_parent()
     with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))

@@ -107,7 +107,7 @@ class Saver:
         paths = [Path(path) for path in peers.share([str(path) for path in checkpoint.found(self.folder)])]
         wrong: list[str] = []
         for path in reversed(paths):
-            complaints = [each for each in peers.gather(checkpoint.complaint(path, peers.rank, peers.world)) if each]
+            complaints = self.complaints(path)
             if not complaints:
                 if wrong:
                     peers.warn(f"{'; '.join(wrong)}; going on from {path.name}")
@@ -119,6 +119,11 @@ class Saver:
         if paths:
             peers.refuse(f"no checkpoint loads ({wrong[0]}); start again with overwrite=true")
         return None
+
+    def complaints(self, path: Path) -> list[str]:
+        """Return what is wrong with a checkpoint, nothing if it is good; all processes look together."""
+        peers = self.peers
+        return [each for each in peers.gather(checkpoint.complaint(path, peers.rank, peers.world)) if each]
 
     def _settle(self) -> str:
         """Wait for the pending save of all processes; return what went wrong, if anything did."""

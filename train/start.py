@@ -75,9 +75,10 @@ def first_head(run: RunConfig, target: Target | Bare) -> nn.Module:
     """Return the head to train: a new one as `head` says, or what `init` names, config and weights.
 
     Raises:
-        ValueError: there is no such head, it is of a target of another shape, or `head` and so the objective are of
-            another kind.
+        ValueError: there is no such head, it is of a target of another shape, `head` and so the objective are of
+            another kind, or no head can be built for the target.
     """
+    target.ends.check_width()
     kind: Any = HEADS[run.head.name]
     if run.init in (LAST_LAYER, CHECKPOINT):
         assert isinstance(target, Target)

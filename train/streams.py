@@ -17,26 +17,28 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import hydra
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from data.batches import Batches, fingerprint, pack
+from data.batches import Batches, check_known, fingerprint, pack
 from data.prompts import load_training, save_prompts
 from data.store_files import write_whole
 from data.template import template_sha256
 from heads.base import parameter_count
+from heads.command import command
+from heads.context import check_rows, context_of
 from heads.errors import user_errors
 from heads.redact import redacted_values
 from heads.resolvers import register_resolvers
 from heads.typed import typed
+from inference.loading import configuration
 from inference.placement import REPLICATE
 from inference.streams import KIND, Streams
 from inference.target import Target
 from train import checkpoint, launch, processes, resume
+from train.check import check_out
 from train.lock import RunLock
 from train.peers import RANKS, on_main
 from train.run import provenance
@@ -63,10 +65,7 @@ def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any], lock: RunLock) 
 def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
-    if (Path(run.out) / "config.yaml").exists() and not (run.resume or run.overwrite):
-        raise ValueError(
-            f"{run.out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
-        )
+    check_out(Path(run.out), replaces=run.resume or run.overwrite)
     accelerator.wait_for_everyone()  # no process may find what another one starts to write
     with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
@@ -81,10 +80,12 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
     place = str(accelerator.device)
     if model.placement != REPLICATE:
         raise ValueError(f"model.placement={model.placement}: streams adapt the target's own layers: give replicate")
+    check_rows(run.data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
     streams = Streams(run.streams, target)
     samples, prompts, counts = load_training(run.data, target.tokenizer, trainer.eval_prompts)
     packed = pack(samples, run.data.length)
+    check_known(packed, target.tokenizer, target.ends.vocab_size)
     step, micro = (tokens // run.data.length for tokens in (trainer.batch_tokens, trainer.micro_tokens))
     batches = Batches(packed, step, micro, trainer.seed, accelerator.process_index, accelerator.num_processes)
 
@@ -98,7 +99,7 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
             "chat_template_sha256": template_sha256(target.tokenizer),
             "data": counts.report(),
         }
-        write_whole(Path(run.out, "provenance.json"), (json.dumps(origin, indent=2) + "\n").encode())
+        write_whole(Path(run.out, "provenance.json"), (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
         console.print(counts.line(run.data), highlight=False)
         console.print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(samples):,} samples, "
@@ -111,16 +112,23 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
     accelerator.wait_for_everyone()
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="streams")
+def streams_config(cfg: DictConfig) -> StreamsRunConfig:
+    """Return the typed configuration, without the final evaluation that trainer=debug makes small: here is none."""
+    OmegaConf.set_struct(cfg, False)
+    cfg.pop("eval", None)
+    return typed(StreamsRunConfig, cfg)
+
+
+@command("streams")
 def main(cfg: DictConfig) -> None:
     """Compose, check, and launch or train."""
     with user_errors(), launch.main_first():
         launch.check_mode()
-        run = typed(StreamsRunConfig, cfg)
+        run = streams_config(cfg)
         resolved = redacted_values(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(resolved, dict)
         if launch.missing(run.launcher):
-            words = list(HydraConfig.get().overrides.task)
+            words = launch.overrides()
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), words))
         train(run, {str(key): value for key, value in resolved.items()})
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from rich.console import Console
 from rich.table import Table
@@ -59,7 +60,7 @@ def alone() -> Iterator[None]:
         yield
     except SystemExit as ended:
         if sweeping() and ended.code in (1, 2):
-            raise RuntimeError("this run of the multirun failed") from None
+            raise HydraException("a run of the multirun failed") from None
         raise
 
 

@@ -10,16 +10,19 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from omegaconf import OmegaConf
 
 from heads.errors import one_line
+from heads.outside import parse_json
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+WAIT = 10.0  # seconds that wandb's server may take to answer before training begins
 
 
 class Start(NamedTuple):
@@ -61,24 +64,32 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def step_of(line: bytes) -> int | None:
+    """Return the step of a record's line, None of a line that is no record."""
+    try:
+        step = parse_json(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
+
+
 class Jsonl:
     """One JSON object a line, in full precision.
 
-    A resumed run drops the lines after the step it resumes from, so that each step stands there once.
+    A resumed run drops the lines after the step it resumes from, so that each step stands there once, and what is no
+    record of a step, as the line is that a killed run was writing.
     """
 
     def __init__(self, start: Start) -> None:
         path = start.out / METRICS
-        lines = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                if json.loads(line)["step"] <= start.step:
-                    lines.append(line + "\n")
-            except json.JSONDecodeError:
-                continue  # the line that a killed run was writing
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(lines))
-        os.replace(partial, path)
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        steps = [step_of(line) for line in lines]
+        if odd := steps.count(None):
+            log.warning("%s: lines that hold no step are left out: %d", path, odd)
+        fresh = path.with_suffix(".partial")
+        kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start.step]
+        fresh.write_bytes(b"".join(line + b"\n" for line in kept))
+        os.replace(fresh, path)
         self.file, self.refused = path.open("a"), False
 
     def log(self, record: dict[str, Any]) -> None:
@@ -97,7 +108,10 @@ class Jsonl:
 
 
 class Wandb:
-    """Weights & Biases; offline, a folder that `wandb sync` uploads. A resumed run goes on under the same id."""
+    """Weights & Biases; offline, a folder that `wandb sync` uploads. A resumed run goes on under the same id.
+
+    Where no server answers in time the run is written offline.
+    """
 
     def __init__(self, start: Start, *, offline: bool) -> None:
         import wandb
@@ -105,10 +119,16 @@ class Wandb:
         kept = start.out / "wandb-id.txt"
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:8])
-        self.run: Any = wandb.init(
-            project="headstart", dir=str(start.out), mode="offline" if offline else "online", config=start.config,
-            name=start.out.name, id=kept.read_text().strip(), resume="allow",
+        begin = partial(
+            wandb.init, project="headstart", dir=str(start.out), config=start.config, name=start.out.name,
+            id=kept.read_text().strip(), resume="allow", settings=wandb.Settings(init_timeout=WAIT),
         )  # fmt: skip
+        try:
+            self.run: Any = begin(mode="offline" if offline else "online")
+        except wandb.errors.CommError as error:
+            log.warning("wandb: %s; the run is written to %s, for `wandb sync`", one_line(error), start.out / "wandb")
+            wandb.teardown()  # else it holds the run's id
+            self.run = begin(mode="offline")
 
     def log(self, record: dict[str, Any]) -> None:
         """Log at the record's step."""

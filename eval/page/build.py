@@ -6,13 +6,14 @@ template, and in the script's data by `inert`.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import vl_convert
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -27,6 +28,7 @@ from eval.row import LIVE
 from eval.sections import DRAWN_CHAINS
 
 HERE = Path(__file__).parent
+BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())"
 NODES = (
     "Each node with the share of the target passes that accepted it: the fuller the node and the thicker its line, "
     "the greater the share. Siblings stand in the order in which they were drafted."
@@ -38,6 +40,10 @@ TIERS = (
     "One τ, measured up to three times: live by decoding; teacher_forced by one pass of target and head over the text; "
     "replay by drafting along the text, without the target. The intervals resample the prompts. " + DRAWN_CHAINS
 )
+
+
+class RenderError(Exception):
+    """The page cannot be made here."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,9 @@ def page(told: Told, title: str, failures: Sequence[str], notes: Sequence[str]) 
         title: its heading.
         failures: a line for each red gate.
         notes: how the numbers are to be read.
+
+    Raises:
+        RenderError: the plotting library cannot be had.
     """
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -232,8 +241,19 @@ def part(name: str) -> Markup:
 
 @lru_cache
 def library() -> Markup:
-    """Return Vega, Vega-Lite and Vega-Embed as one script."""
-    bundle: Any = vl_convert.javascript_bundle  # its types ask for a snippet that may be left out
-    script = str(bundle())
+    """Return Vega, Vega-Lite and Vega-Embed as one script, which a process of its own bundles.
+
+    V8, by which vl-convert does it, ends its process where it gets no address space, tens of gigabytes of it.
+
+    Raises:
+        RenderError: it has ended so.
+    """
+    made = subprocess.run([sys.executable, "-c", BUNDLE], cwd=HERE.anchor, capture_output=True, check=False)
+    if made.returncode:
+        raise RenderError(
+            f"the plotting library cannot be bundled, V8 ended with status {made.returncode}; where ulimit -v bounds "
+            "the address space, raise it"
+        )
+    script = made.stdout.decode()
     assert "</script" not in script.lower(), "the plotting library would end the element that it stands in"
     return Markup(script)

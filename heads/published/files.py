@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heads import weights
 from heads.errors import one_line
-from heads.outside import inside, parse_json, plain_name
+from heads.outside import inside, parse_json, plain_name, regular
 from heads.store import CONFIG, WEIGHTS
 
 INDEX = f"{WEIGHTS}.index.json"
@@ -20,7 +20,7 @@ PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # what trainers put
 def is_published(folder: Path) -> bool:
     """Say whether a folder holds weights beside the config.json of another project, so no head of our own."""
     try:
-        content = parse_json((folder / CONFIG).read_bytes())
+        content = parse_json(regular(folder / CONFIG).read_bytes())
     except (OSError, ValueError):
         return False
     ours = not isinstance(content, dict) or "format" in content
@@ -36,7 +36,7 @@ def config_of(folder: Path) -> dict[str, Any]:
         ValueError: it cannot be read, or is no JSON object.
     """
     try:
-        content = parse_json((folder / CONFIG).read_bytes())
+        content = parse_json(regular(folder / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG}: damaged ({one_line(error)}); download it again") from None
     if not isinstance(content, dict):

@@ -91,7 +91,7 @@ def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
     try:
         config = typed(kind.Config, {"name": plan.head, **plan.config})
     except ValueError as error:
-        raise source.error(str(error)) from None
+        raise source.error(f"head.{error}") from None
     own = outline(kind, config, ends, f"{source.folder}: ")
     made, order = dict(plan.made), None
     if plan.ids is not None:
@@ -127,7 +127,7 @@ def drafted(source: Source, ids: Tensor, what: str, ends: Ends) -> Tensor:
         ValueError: they repeat, or are not of the target's vocabulary.
     """
     ids = ids.long()
-    if len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= ends.vocab_size:
+    if not len(ids) or len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= ends.vocab_size:
         raise source.error(f"{what} does not name {len(ids)} different tokens of the target's {ends.vocab_size}")
     return ids
 
@@ -140,10 +140,10 @@ def drafted_by_offsets(source: Source, ends: Ends) -> Tensor | None:
     """
     if "d2t" not in source.tensors:
         return None
-    offset = source.tensors["d2t"].long()
+    offset = source.tensors["d2t"].flatten().long()
     ids = drafted(source, torch.arange(len(offset)) + offset, "d2t", ends)
     if "t2d" in source.tensors:
-        known = source.tensors["t2d"].bool()
+        known = source.tensors["t2d"].flatten().bool()
         if len(known) != ends.vocab_size or int(known.sum()) != len(ids) or not bool(known[ids].all()):
             raise source.error("d2t and t2d do not name the same tokens; download it again")
     return ids

@@ -48,8 +48,8 @@ class Lookahead:
     def __init__(self, config: Config, target: Target, name: str) -> None:
         if not target.takes_trees:
             raise ValueError(
-                f"{target.name}: its attention does not honour a tree mask, which drafter={name} needs: use "
-                "drafter=prompt_lookup or suffix, which draft chains"
+                f"{target.name}: {target.objection}, which drafter={name} needs: use drafter=prompt_lookup or suffix, "
+                "which draft chains"
             )
         self.config, self.name, self.device = config, name, target.device
         self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"

@@ -52,8 +52,8 @@ class Recycling:
     def __init__(self, config: Config, target: Target, name: str) -> None:
         if not target.takes_trees:
             raise ValueError(
-                f"{target.name}: its attention does not honour a tree mask, which drafter={name} needs: use "
-                "drafter=prompt_lookup or suffix, which draft chains"
+                f"{target.name}: {target.objection}, which drafter={name} needs: use drafter=prompt_lookup or suffix, "
+                "which draft chains"
             )
         vocabulary = target.ends.vocab_size
         if config.candidates > vocabulary:

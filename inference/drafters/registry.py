@@ -50,8 +50,7 @@ def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     Raises:
         ValueError: an unknown source, or an option that it does not have or cannot take.
     """
-    made, values = _source(name, options)
-    config: Any = build(made.Config, values, f"drafter.{name}")
+    made, config = configured(name, options)
     if isinstance(tree := getattr(config, "tree", None), TreeConfig):
         check_tree(target, tree, f"drafter.{name}")
     drafter: Drafter = made(config, target, name)
@@ -69,15 +68,19 @@ def make_reading(name: str, options: Mapping[str, Any], reads: Reads) -> Drafter
     Raises:
         ValueError: an option that it does not have or cannot take.
     """
-    made, values = _source(name, options)
-    drafter: Drafter = made(build(made.Config, values, f"drafter.{name}"), reads, name)
+    made, config = configured(name, options)
+    drafter: Drafter = made(config, reads, name)
     return drafter
 
 
-def _source(name: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a source's class, and its options."""
+def configured(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a source's class and its configuration; nothing is loaded.
+
+    Raises:
+        ValueError: an unknown source, or an option that it does not have or cannot take.
+    """
     values = dict(options)
     source = values.pop("source", name)
     if source not in SOURCES:
         raise ValueError(f"drafter.{name}: no source is called {source!r}; choose one of {', '.join(SOURCES)}")
-    return SOURCES[source], values
+    return SOURCES[source], build(SOURCES[source].Config, values, f"drafter.{name}")

@@ -146,11 +146,34 @@ def hanging(handler: Handler, reply: dict[str, Any]) -> None:
     handler.close_connection = True
 
 
-def dripping(handler: Handler, reply: dict[str, Any]) -> None:
-    """Send a byte now and then, so that no single read takes long."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", "100000")
-    handler.end_headers()
-    while not handler.server.over.is_set():
-        handler.wfile.write(b" ")
-        time.sleep(0.02)
+def dripping(head: str) -> Send:
+    """Send a byte now and then behind the beginning of a response, so that no single read takes long."""
+
+    def send(handler: Handler, reply: dict[str, Any]) -> None:
+        handler.wfile.write(head.encode())
+        while not handler.server.over.is_set():
+            handler.wfile.write(b"1")
+            time.sleep(0.02)
+
+    return send
+
+
+def endless(head: str, piece: bytes) -> Send:
+    """Send the beginning of a response, and then the same for ever."""
+
+    def send(handler: Handler, reply: dict[str, Any]) -> None:
+        handler.wfile.write(f"HTTP/1.1 200 OK\r\n{head}\r\n".encode())
+        while not handler.server.over.is_set():
+            handler.wfile.write(piece * 1000)
+
+    return send
+
+
+def raw(data: bytes) -> Send:
+    """Send these bytes, and hang up."""
+
+    def send(handler: Handler, reply: dict[str, Any]) -> None:
+        handler.wfile.write(data)
+        handler.close_connection = True
+
+    return send

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
+from heads.typed import typed
 from tests.data.chatml import PLAIN, RECORDS, SPECIAL, Tokens
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
@@ -66,7 +68,8 @@ def config() -> Callable[..., DataConfig]:
         mixture = {"weights": None, "seed": 0, "streaming": False}
         filters = {"min_tokens": 1, "dedup": True, "contamination": None, "cache": None}
         masks = {"turns": "all", "reasoning": "keep", "on_bad": "fail"}
-        return DataConfig(path=path, **{**values, **mixture, **filters, **masks, **changed})
+        given = {"path": path, **values, **mixture, **filters, **masks, **changed}
+        return typed(DataConfig, OmegaConf.create({"data": given}).data)
 
     return make
 

@@ -1,3 +1,4 @@
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,18 @@ def test_a_tool_call_is_kept_as_templates_take_it_and_ends_the_chat(server: Serv
     kept = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     assert line["messages"][1:] == [{"role": "assistant", "content": "", "tool_calls": [kept]}]
     assert counts["shortened"] == {"called": 1}
+
+
+@pytest.mark.parametrize("arguments", ["[" * 50 + "]" * 50, json.loads("[" * 93 + "]" * 93), "[" * 90 + "]" * 90])
+def test_no_call_is_so_deep_that_the_answers_cannot_be_read_again(
+    arguments: Any, server: Server, tmp_path: Path
+) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    server.script = [serve.honest, serve.message(tool_calls=[call])]
+    counts, _ = ask(server, tmp_path / "a", [chat("x", "w1"), chat("y", "w1")], retries=0)
+    assert counts["chats"] + counts["failed"].get("content", 0) == 2
+    ask(server, tmp_path / "a", [chat("x", "w1"), chat("y", "w1")])
+    assert [line["id"] for line in lines(tmp_path / "a")] == ["x", "y"]
 
 
 def test_a_call_that_was_cut_off_is_an_unfinished_answer(server: Server, tmp_path: Path) -> None:

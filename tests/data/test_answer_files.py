@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import logging
@@ -208,11 +209,31 @@ def test_a_full_disk_is_named_and_loses_nothing(whole: bytes, tmp_path: Path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(Part, "write", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(ValueError, match=r"/a: cannot be written \(No space left on device\); .*goes on"):
             quick_bytes(records(COUNT), tmp_path / "a")
     assert not (tmp_path / "a").exists()
     assert len(Answers(tmp_path / "a").settled()) == 5
     assert quick_bytes(records(COUNT), tmp_path / "a") == whole
+
+
+def test_a_disk_that_is_full_at_any_moment_is_named_and_loses_nothing(whole: bytes, tmp_path: Path) -> None:
+    sync = os.fsync
+    for event in range(1, 8):  # the settings and their folder, the part, the merged file and its folder, the provenance
+        left, out = [event], tmp_path / str(event) / "a"
+        out.parent.mkdir()
+
+        def full(number: int, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            sync(number)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(ValueError, match=r"/a: cannot be written \(No space left on device\); .*goes on"):
+                quick_bytes(records(COUNT), out)
+        assert not [file for file in out.parent.rglob("*") if "partial" in file.name or file.name == "merged"]
+        assert quick_bytes(records(COUNT), out) == whole
 
 
 def test_two_jobs_on_one_file_are_one_too_many(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.prompts import load_prompts, load_samples, load_training, records_to_answer
+from data.prompts import Prompt, load_prompts, load_samples, load_training, records_to_answer
 from data.sources import open_source
 
 Write = Callable[..., str]
@@ -31,6 +31,25 @@ def test_half_a_surrogate_pair_is_named_or_dropped(
 def test_a_prompt_that_is_no_text_is_named(raw: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write) -> None:
     with pytest.raises(ValueError, match=r"prompt 7: h.* no text; remove it"):
         load_prompts(write({"id": 7, **raw}), chat, None)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"id": 5}, {"category": ["a"]}, {"text": None}, {"token": "ab"}, {"token": [True]}, {"token": [1e999]}, {"x": 1}],
+)
+def test_a_saved_prompt_that_is_none_is_named(
+    changed: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write
+) -> None:
+    saved = Prompt("a", [1], "b")._asdict()
+    with pytest.raises(ValueError, match=r"data.jsonl: record 1 is no prompt as they are saved"):
+        load_prompts(write(saved, saved | changed), chat, None)
+
+
+def test_a_name_that_is_no_text_becomes_one(chat: PreTrainedTokenizerFast, write: Write, tmp_path: Path) -> None:
+    named = {"id": "a\ud800", "category": "b\ud800"}
+    for raw in (named | {"prompt": "c"}, named | {"token": [1], "text": "", "system": ""}):
+        (prompt,) = load_prompts(write(raw), chat, None)
+        assert (prompt.id, prompt.category) == ("a?", "b?")
 
 
 def test_the_smaller_limit_bounds_what_is_answered(write: Write, config: Config) -> None:

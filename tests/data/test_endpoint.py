@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from data.endpoint import Client, retry_after
+from data.endpoint import Client, EndpointError, read_reply, retry_after
 from tests.data import chat_server as serve
 from tests.data.asking import COUNT, ask, config, connect
 from tests.data.chat_server import Send, Server
+
+BODY = {"model": "served", "messages": [], "seed": 0}
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture
@@ -84,12 +87,62 @@ def test_a_lie_or_a_lasting_failure_leaves_the_chat_for_the_next_call(
     assert (tmp_path / "a").read_bytes() == (tmp_path / "smooth").read_bytes()
 
 
-@pytest.mark.parametrize("send", [serve.hanging, serve.dripping])
+@pytest.mark.parametrize(
+    ("send", "cause"),
+    [
+        (serve.raw(CHUNKED + b"FFFFFFFFFFFFFFF\r\n{"), "unreachable"),
+        (serve.raw(CHUNKED + b"-5\r\n{"), "unreachable"),
+        (serve.text(lambda whole: whole.replace("w", "\udcff")), "not_json"),
+        (serve.changed(more=json.loads("[" * 150 + "]" * 150)), "not_json"),
+        (serve.changed(id="\udcff", model="\udcff"), "wrong_model"),
+        (serve.message(tool_calls=[{"function": {"name": "f", "arguments": "[" * 90 + "]" * 90}}]), "content"),
+        (serve.message(tool_calls=[{"function": {"name": 1, "arguments": "{}"}}]), "content"),
+    ],
+)
+def test_a_reply_that_is_none(send: Send, cause: str, server: Server) -> None:
+    server.script = [send]
+    with pytest.raises(EndpointError) as error:
+        read_reply(connect(server, retries=0).request("POST", "/chat/completions", BODY), "served")
+    assert error.value.cause == cause
+    error.value.detail.encode()
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        serve.hanging,
+        serve.dripping("HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"),
+        serve.dripping("HTTP/1.1 200 "),
+        serve.dripping("HTTP/1.1 200 OK\r\nX: "),
+        serve.dripping("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"),
+    ],
+)
 def test_a_reply_that_takes_too_long_is_given_up(send: Send, server: Server, tmp_path: Path) -> None:
     server.script = [send]
     counts, _ = ask(server, tmp_path / "a", timeout=0.3, retries=0)
     assert counts["failed"] == {"timeout": 1}
     assert counts["chats"] == COUNT - 1
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        ("", b" "),
+        ("Transfer-Encoding: chunked\r\n", b"80\r\n" + b" " * 128 + b"\r\n"),
+        ("Transfer-Encoding: chunked\r\n\r\n0", b"X: 1\r\n"),
+        ("Content-Type: text/event-stream\r\n", b": still there\n"),
+        ("Content-Type: text/event-stream\r\n", b"data: "),
+    ],
+)
+def test_a_reply_without_end_is_given_up(
+    head: str, piece: bytes, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.endpoint.LARGEST", 2**20)
+    server.always = serve.endless(head, piece)
+    with pytest.raises(EndpointError, match="too_large: the reply has more than 1048576 bytes"):
+        connect(server).request("POST", "/chat/completions", BODY)
+    with pytest.raises(EndpointError, match="too_large"):
+        list(connect(server).events("/chat/completions", BODY))
 
 
 def test_a_refused_key_stops_the_job_at_once(server: Server, tmp_path: Path) -> None:
@@ -106,6 +159,7 @@ def test_a_refused_key_stops_the_job_at_once(server: Server, tmp_path: Path) -> 
         ({"data": [{"id": "a"}]}, "b", "serves a, not b; name what it serves"),
         ({"data": []}, None, "serves no model; name"),
         ({"models": 1}, None, "serves no model; name"),
+        ({"data": [{"id": "\ud83d"}, {"id": 1}]}, None, "serves no model; name"),
         ([1], None, "/models: not_json"),
     ],
 )
@@ -139,8 +193,16 @@ def test_a_key_that_is_none_is_not_shown(server: Server) -> None:
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("status", [400, 401])
+def test_a_key_that_the_server_repeats_is_not_shown(status: int, server: Server) -> None:
+    server.script = [serve.status(status, "Incorrect API key provided: my-own-key")]
+    with pytest.raises((EndpointError, ValueError), match=r"provided: \[redacted\]"):
+        connect(server, "my-own-key").request("POST", "/chat/completions", BODY)
+
+
 def test_retry_after_is_seconds_or_a_date() -> None:
     soon = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=100), usegmt=True)
-    found = [retry_after(value) for value in ("3", "-1", "soon", "")]
-    assert found == [3.0, 0.0, None, None]
+    late = "Mon, 01 Jan 99999999999999999999 00:00:00 GMT"
+    found = [retry_after(value) for value in ("3", "-1", "soon", "", late)]
+    assert found == [3.0, 0.0, None, None, None]
     assert 90 < (retry_after(soon) or 0) <= 100

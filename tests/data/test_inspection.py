@@ -24,8 +24,10 @@ def test_trained_tokens_stand_out_on_a_terminal(bare: PreTrainedTokenizerFast) -
 def test_a_samples_text_moves_no_cursor(bare: PreTrainedTokenizerFast) -> None:
     console = Console(force_terminal=True, record=True, width=80)
     token = bare("a\x1b[2Jb")["input_ids"]
-    show([Sample("s", token, [1] * len(token))], 1, 8, bare, console)
-    assert "\x1b[2J" not in console.export_text(styles=True)
+    show([Sample("[/x]\x1b[2J\ud800", token, [1] * len(token))], 1, 8, bare, console)
+    shown = console.export_text(styles=True)
+    assert "\x1b[2J" not in shown
+    assert "[/x]\ufffd[2J\ufffd: " in shown
 
 
 def test_characters_of_several_tokens_stay_whole(bare: PreTrainedTokenizerFast) -> None:

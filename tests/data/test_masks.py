@@ -6,12 +6,14 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.masks import Sample
 from data.reasoning import without
 from data.records import Message, Record
 from data.template import turn_ends
+from heads import rows
 from tests.data.families import CASES, FAMILIES, GOLDEN, TAGS, chat_record, family_tokenizer, golden, marked, masked
 
 PARTS = [
@@ -119,6 +121,22 @@ def test_an_empty_answer_trains_its_end_alone(family: str, tagged: bool) -> None
     assert 0 < len(trained) < 6
     assert trained[-1] in turn_ends(tokenizer)
     assert "Why" not in tokenizer.decode(trained)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_end_of_a_text_and_of_every_answer_is_trained_at_each_depth(family: str) -> None:
+    """Else a head never drafts it, and each answer costs a pass that drafts in vain."""
+    tokenizer = family_tokenizer(family, False)
+    (text,) = masked(Record("a", "", [], "It is so, and it stays so."), tokenizer)
+    assert (text.token[-1], text.mask) == (tokenizer.eos_token_id, [1] * len(text.token))
+    for sample in (text, *masked(chat_record(family, "plain"), tokenizer)):
+        token, mask = torch.tensor([sample.token]), torch.tensor([sample.mask])
+        ends = [i for i, on in enumerate(sample.mask) if on and not any(sample.mask[i + 1 : i + 2])]
+        assert all(sample.token[end] in turn_ends(tokenizer) for end in ends)
+        for depth in (1, 2):
+            trained = rows.valid(torch.zeros_like(token), mask, depth)[0]
+            assert ends
+            assert all(trained[end - 1 - depth] for end in ends)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

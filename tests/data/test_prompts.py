@@ -9,7 +9,16 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.masks import Sample
-from data.prompts import OPENING, held_out_prompts, load_prompts, load_samples, records_to_answer, save_prompts
+from data.prompts import (
+    OPENING,
+    held_out_prompts,
+    load_prompts,
+    load_samples,
+    load_training,
+    records_to_answer,
+    save_prompts,
+    split_text,
+)
 from tests.data.chatml import PLAIN, TAGGED, Tokens
 
 Write = Callable[..., str]
@@ -248,9 +257,38 @@ def test_prompts_are_first_turns(
     assert bare.decode(prompt.token) == text
 
 
-def test_the_opening_of_a_plain_text_is_its_prompt(chat: PreTrainedTokenizerFast, write: Write) -> None:
-    long, short = load_prompts(write({"text": "abc" * OPENING}, {"text": "abcdef"}), chat, None)
-    assert (long.text, short.text) == (("abc" * OPENING)[:OPENING], "abc")
+OPENED = "Once upon a time, there was a little girl named Lily, who loved to play outside. One day she found a "
+THINGS = ["ball", "key", "dog", "bird", "boat", "coin", "hat", "shell"]
+
+
+def test_stories_that_open_alike_give_prompts_that_differ(chat: PreTrainedTokenizerFast, write: Write) -> None:
+    told = " and ran to show the {0} to her mother, who had never seen such a {0} before and asked whose {0} it was."
+    stories = [f"{OPENED}{thing}" + 2 * told.format(thing) for thing in THINGS]
+    prompts = load_prompts(write(*({"text": story} for story in stories)), chat, None)
+    assert len({tuple(prompt.token) for prompt in prompts}) == len(THINGS)
+    for prompt, story in zip(prompts, stories, strict=True):
+        token, rest = split_text(story, chat)
+        assert token == prompt.token
+        assert story.endswith(" " + str(chat.decode(token + rest)))  # from a word's start on, and to the end
+        assert OPENING // 2 < len(token) <= OPENING
+
+
+def test_plain_prompts_are_long_enough_for_contamination_even_of_bytes(
+    bare: PreTrainedTokenizerFast, write: Write, config: Config
+) -> None:
+    other = " ".join(f"{thing} number {i}" for i, thing in enumerate(THINGS)) + " lay there."
+    stories = [f"{other} {OPENED}{thing}. {other}" for thing in THINGS[:4]]
+    quoted = f"She read: {stories[0][100:]}"
+    data = config(
+        write(*({"text": story} for story in ["nothing of it", quoted, *stories])), held_out=4, contamination=13
+    )
+    counts = load_training(data, bare, 0).counts
+    assert (counts.checked, counts.unchecked, counts.contaminated) == (4, 0, 1)
+
+
+def test_the_first_half_of_a_short_text_is_its_prompt(chat: PreTrainedTokenizerFast, write: Write) -> None:
+    (short,) = load_prompts(write({"text": "abcdef"}), chat, None)
+    assert (short.text, split_text("abcdef", chat)) == ("abc", (short.token, chat("def")["input_ids"]))
 
 
 def test_saved_prompts_come_back_token_for_token(

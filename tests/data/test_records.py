@@ -59,6 +59,9 @@ def test_further_shapes(raw: dict[str, Any], messages: list[dict[str, Any]]) -> 
     assert parse(raw, 7, "f") == Record("7", "", messages, "")
 
 
+DEEP = "[" * 10_000 + "]" * 10_000
+
+
 @pytest.mark.parametrize("arguments", [{"town": "Bern"}, '{"town": "Bern"}'])
 @pytest.mark.parametrize("tools", [[TOOL], '[{"type": "function", "function": {"name": "weather", '
                                            '"parameters": {"type": "object"}}}]'])  # fmt: skip
@@ -89,6 +92,14 @@ def test_several_calls_at_once_and_calls_as_json() -> None:
     assert parse({"messages": [QUESTION, as_text]}, 0, "f").messages == [QUESTION, two]
 
 
+@pytest.mark.parametrize("text", [DEEP, "[" * 150 + "]" * 150, "9" * 5000])
+def test_what_is_no_json_to_be_read_stays_text(text: str) -> None:
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": text}}]}
+    turns = [{"from": "human", "value": "why"}, {"from": "function_call", "value": text}]
+    assert parse({"messages": [QUESTION, called]}, 0, "f").messages[1]["tool_calls"] == called["tool_calls"]
+    assert parse({"conversations": turns}, 0, "f").messages[1]["content"] == text
+
+
 @pytest.mark.parametrize("tool", [TOOL, TOOL["function"], {"type": "function", **TOOL["function"]}])
 def test_definitions_of_tools_become_openais(tool: dict[str, Any]) -> None:
     assert parse({"messages": [QUESTION], "tools": [tool]}, 0, "f").tools == (TOOL,)
@@ -112,6 +123,8 @@ def test_definitions_of_tools_become_openais(tool: dict[str, Any]) -> None:
         {"messages": [{**QUESTION, "tool_calls": "weather"}]},
         {"messages": [{**QUESTION, "tool_calls": [{"function": "weather"}]}]},
         {"messages": [QUESTION], "text": ["why"]},
+        {"messages": [{**QUESTION, "tool_calls": DEEP}]},
+        {"messages": [QUESTION], "tools": DEEP},
     ],
 )
 def test_an_unknown_shape_shows_the_record(raw: dict[str, Any]) -> None:

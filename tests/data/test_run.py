@@ -95,9 +95,14 @@ def test_an_endpoint_answers_instead_of_the_target(
         (["inspect=1", "data.turns=first"], "data.turns=first: must be all or last"),
         (["answers=a.jsonl", "temperature=-1"], "temperature=-1"),
         (["answers=a.jsonl", "by=ftp://x"], "by=ftp://x: give engine, or the URL of an endpoint"),
+        (["answers=a.jsonl", "by='http://me:password@h/v1'"], "by: the URL of h carries a user or a query, which"),
         (["answers=a.jsonl", "endpoint.timeout=0"], "endpoint.timeout=0.0: must be positive"),
         (["answers=a.jsonl", "+endpoint.retry=0"], "endpoint.retry is not a known key"),
-        (["inspect=1", "data.max_tokens=1"], "data.max_tokens=1: must be at least 2"),
+        (["answers=a.jsonl", "data.path=/nowhere/chats.jsonl"], "/nowhere/chats.jsonl: neither a file here nor"),
+        (["answers=/dev/null/a.jsonl"], "answers=/dev/null: cannot be written"),
+        (["answers=a.jsonl", "drafter=head", "run=/nowhere/run"], "/nowhere/run: no such folder"),
+        (["answers=a.jsonl", "model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
+        (["inspect=1", "data.max_tokens=1"], "data.max_tokens is 1: give 2 or more"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_status(

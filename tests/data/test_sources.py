@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -112,14 +113,39 @@ def test_a_glob(folder: Path) -> None:
         ("one\nstill one\n<|endoftext|>\ntwo\n<|endoftext|>\n", ["one\nstill one", "two"]),
     ],
 )
-@pytest.mark.parametrize("chunk", [1, 5, files.CHUNK])
-def test_text_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, texts: list[str], chunk: int
-) -> None:
-    monkeypatch.setattr(files, "HEAD", len(content) - 1)
-    monkeypatch.setattr(files, "CHUNK", chunk)
+@pytest.mark.parametrize("most", [27, 30, 41, files.HEAD])
+def test_text_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, texts: list[str], most: int) -> None:
+    monkeypatch.setattr(files, "HEAD", most)
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     assert [record["text"] for record in read(str(tmp_path / "a.txt"), "")] == texts
+
+
+@pytest.mark.parametrize("end", ["\n", files.SEPARATOR])
+def test_a_text_without_an_end_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr(files, "HEAD", 40)
+    book, one = "so " * 200, "a" * 500
+    (tmp_path / "a.txt").write_text(end.join(["x", book, one, "y"]), encoding="utf-8")
+    texts = [record["text"] for record in read(str(tmp_path / "a.txt"), "")]
+    assert all(len(text) <= 40 for text in texts)
+    assert " ".join(text for text in texts if "s" in text) == book.strip()  # no word is cut
+    assert "".join(text for text in texts if "a" in text) == one
+    assert (texts[0], texts[-1]) == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"), [('{"text": "%s"}', "is a record"), ('[{"text": "%s"}]', "begins an array")]
+)
+def test_a_line_without_an_end_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, what: str
+) -> None:
+    monkeypatch.setattr(files, "LONGEST", 40)
+    monkeypatch.setattr(files, "WHOLE", 80)
+    short = '{"text": "x"}\n'
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((short + content % ("a" * 90)).encode()))
+    with pytest.raises(ValueError, match=rf"a\.jsonl\.gz: line 2 {what} of more than .0 characters"):
+        read(str(tmp_path / "a.jsonl.gz"), "")
+    (tmp_path / "a.jsonl").write_text(short + "[" + ", ".join([short] * 4) + "]")
+    assert len(read(str(tmp_path / "a.jsonl"), "")) == 5
 
 
 @pytest.mark.parametrize(
@@ -134,6 +160,13 @@ def test_text_files(
         ("a.jsonl.xz", b"not xz", "cannot be read"),
         ("a.jsonl.gz", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 9, r"cannot be read \(Error -3"),
         ("a.jsonl", b'{"text": ' + b"[" * 99999, "line 1 is nested too deeply"),
+        ("a.jsonl", b'{"id": %s}' % (b"[" * 500 + b"]" * 500), "line 1 is nested too deeply"),
+        ("a.jsonl", b"[" * 500 + b"]" * 500, "line 1 is nested too deeply"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "y", "n": %s}' % (b"9" * 5000),
+            r"line 2 cannot be read \(Exceeds the lim",
+        ),
         ("a.parquet", b"PAR1 and no more", "a.parquet: record 0 cannot be read"),
         ("a.csv", b"x", r"the formats read are .json, .jsonl"),
     ],
@@ -144,6 +177,12 @@ def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, m
         read(str(tmp_path / name), "")
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_no_data(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=r"a\.jsonl: a pipe, a socket or a device, which is not read"):
+        read(str(tmp_path / "a.jsonl"), "")
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
@@ -201,7 +240,7 @@ def test_every_source_of_a_mixture_holds_its_share_out(write: Write, config: Con
         (["a", "b"], {"weights": [1.0, 0.0]}, "give 2 positive numbers"),
         ("a", {"streaming": True}, "set data.limit"),
         ("a", {"min_tokens": 0}, "data.min_tokens=0"),
-        ("a", {"contamination": 0}, "data.contamination=0"),
+        ("a", {"contamination": 0}, "data.contamination is 0"),
     ],
 )
 def test_a_mixture_that_is_none_is_refused(config: Config, path: Any, changed: dict[str, Any], message: str) -> None:
@@ -214,7 +253,6 @@ def test_streaming_reads_no_further_than_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config, bare: Tokenizer, name: str
 ) -> None:
     monkeypatch.setattr(files, "HEAD", 99)
-    monkeypatch.setattr(files, "CHUNK", 99)
     opener: Callable[..., Any] = lzma.open if name.endswith(".xz") else open
     line = "t {}\n" if name == "a.txt" else '{{"text": "t {}"}}\n'
     with opener(tmp_path / name, "wb") as file:

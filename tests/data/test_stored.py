@@ -2,11 +2,13 @@
 
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from data.batches import Batches, Packed
 from data.coding import States, Wanted, compute, join, split, to_row
@@ -17,6 +19,7 @@ from data.keeper import Keeper
 from data.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
 from data.stored import Fallback, Stored
 from heads.law import whole_law
+from heads.typed import typed
 from inference.target import Target
 from tests import toys
 from tests.data import stores
@@ -119,6 +122,13 @@ def test_fewer_layers_are_chosen_from_more(tmp_path: Path, target: Target, packe
     assert torch.equal(one.features.hidden, all_of.features.hidden[:, :, 1:])
     assert none.features.hidden.shape == (2, 16, 0, 32)
     assert torch.equal(none.features.last, all_of.features.last)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_layers_come_in_the_heads_own_order(tmp_path: Path, target: Target, packed: Packed, dtype: str) -> None:
+    store = extracted(tmp_path, target, packed, dtype=dtype)
+    one, turned = (steps(stored(store, batches(packed), layers=layers), 1)[0] for layers in (LAYERS, LAYERS[::-1]))
+    assert torch.equal(turned.features.hidden, one.features.hidden.flip(2))
 
 
 def test_the_top_of_the_law_stands_in_for_the_last_state(tmp_path: Path, target: Target, packed: Packed) -> None:
@@ -249,7 +259,7 @@ def test_waiting_is_counted(tmp_path: Path, target: Target, packed: Packed, monk
 )
 def test_a_bad_value_is_named(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"features.{key}") as error:
-        config(**{key: value})
+        typed(FeaturesConfig, OmegaConf.create({"features": {**asdict(config()), key: value}}).features)
     assert "\n" not in str(error.value)
 
 

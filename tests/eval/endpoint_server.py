@@ -202,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
             if last and self.server.detailed and self.server.engine == "sglang" and body.get("return_meta_info"):
                 piece["meta_info"] = meta
             yield {"id": "c", "model": body["model"], "choices": [piece]}
-        usage = {"completion_tokens": len(tokens)}
+        usage = {"prompt_tokens": 5, "completion_tokens": len(tokens), "total_tokens": 5 + len(tokens)}
         more = {"metrics": {"speculative_decoding": told}} if self.detailed_vllm() else {}
         yield {"id": "c", "model": body["model"], "choices": [], "usage": usage, **more}
 

@@ -1,26 +1,32 @@
 """What the costs are measured on: trees of the wanted size and acceptance, in the engine, every part of it."""
 
-from itertools import islice
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
 from eval import costs as costing
-from eval.costs import groups, measure, planted, typical, verification
-from eval.texts import Text, write
+from eval.costs import measure, planted, typical, verification
+from eval.texts import write
 from inference import tree as trees
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig
 from inference.sample import GREEDY
-from inference.session import Session
+from inference.session import Session, Step
 from inference.speed import draft_key
 from tests import toys
 
 SETTINGS, SHORT = Settings(30, GREEDY), Settings(12, GREEDY)
 MEASURED = [toys.TREES["chain"], toys.TREES["dynamic"], TreeConfig("best_first", 3, 0, 6, [], [])]
 SIZES = [0, 3, 8]
+
+
+@pytest.fixture(autouse=True)
+def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costing, "TURNS", 2)
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [7, 8, 9]])
@@ -60,12 +66,13 @@ def test_every_part_of_a_step_is_measured(name: str) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    made = []
+    made: list[tuple[str, list[Step]]] = []
     decode = costing.decode
 
-    def kept(target: Any, drafters: Any, *args: Any) -> Any:
-        made.append((drafters[0].name, decode(target, drafters, *args)))
-        return made[-1][1]
+    def kept(target: Any, drafters: Any, *args: Any) -> Iterator[list[Step]]:
+        for row in decode(target, drafters, *args):
+            made.append((drafters[0].name, row))
+            yield row
 
     sessions: list[Session] = []
     prefill = Session.prefill
@@ -74,7 +81,6 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
         sessions.append(session)
         prefill(session)
 
-    monkeypatch.setattr(costing, "SPARE", 1)
     monkeypatch.setattr(costing, "decode", kept)
     monkeypatch.setattr(Session, "prefill", begun)
     target = toys.target()
@@ -86,7 +92,7 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
     for session in sessions:
         prompt = session.context[: len(session.context) - len(session.made.tokens)]
         assert known[tuple(prompt)][: len(session.made.tokens)] == session.made.tokens
-    rows = [row for name, each in made if name == "playback" for row in each]
+    rows = [row for name, row in made if name == "playback"]
     assert {len(row) for row in rows} == {batch}
     assert all(len({step.drafted for step in row}) == 1 for row in rows if min(step.drafted for step in row))
     assert max(step.accepted for row in rows for step in row) > 1
@@ -97,7 +103,6 @@ def test_passes_of_a_batch_are_of_all_its_sequences_and_their_seconds_add_up(mon
     """With a clock that counts its readings every part costs the readings it spans, in a batch for every sequence."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(costing.time, "perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr(costing, "SPARE", 1)
     target = toys.target()
     texts = write(target, [toys.prompt(seed) for seed in range(3)], SHORT)
     chain = toys.TREES["chain"]
@@ -117,13 +122,22 @@ def test_a_draft_that_costs_nothing_needs_no_head() -> None:
     assert set(found.verify) == set(SIZES)
 
 
-def test_texts_come_in_turns_of_more_than_fit() -> None:
-    texts = [Text([i, 1], 1, 1) for i in range(3)]
-    alone = islice(groups(texts, 1), 4)
-    assert [each[0].token[0] for each in alone] == [0, 1, 2, 0]
-    beside = list(islice(groups(texts, 2), 3))
-    assert {len(each) for each in beside} == {2 + costing.SPARE}
-    assert [text.token[0] for text in beside[1][:2]] == [1, 2]
+def test_a_machine_that_slows_down_for_a_while_slows_plain_decoding_and_playback_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the clock's readings, every 180 take three times as long as the next 180: the ratio stays."""
+    readings, now = count(), [0.0]
+
+    def slow() -> float:
+        now[0] += 3.0 if next(readings) % 360 < 180 else 1.0
+        return now[0]
+
+    monkeypatch.setattr(costing.time, "perf_counter", slow)
+    monkeypatch.setattr(costing, "TURNS", 12)
+    target = toys.target()
+    texts = write(target, [toys.prompt(seed) for seed in range(2)], SETTINGS)
+    found = measure(target, None, texts, [], [0], 5, SETTINGS)
+    assert found.verify[0] / found.plain == pytest.approx(1 / 4, rel=0.05)  # one reading of a plain step's four
 
 
 def test_no_draft_is_left_without_a_price_however_few_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from data.records import parse
-from eval.endpoint_client import requests_of
-from eval.endpoint_rows import differs, text_gate
+from eval.endpoint_client import Answer, Asked, requests_of
+from eval.endpoint_metrics import Verified
+from eval.endpoint_rows import Runs, Session, Timed, differs, row_of, text_gate
+from eval.lossless import UNCHECKED
 from eval.reading import read_report, report_of
 from eval.run import evaluate
 from tests.eval.endpoint_server import DEPTH, MODEL, Served, key_of, words
@@ -157,10 +159,16 @@ def test_requests_say_all_of_sampling_and_carry_the_key_which_the_report_does_no
 
 def test_texts_and_tokens_are_completions(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
-    lines = [{"id": "t", "text": "one two three four"}, {"prompt_token_ids": [3, 4], "token_ids": [5]}]
+    lines = [{"id": "t", "text": "one two three four"}, *[{"prompt_token_ids": [3, 4], "token_ids": [5]}] * 2]
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    evaluate(config(served, file, warmup=0))
-    assert [body["prompt"] for body in served.bodies] == ["one two", [3, 4]]
+    made = evaluate(config(served, file, warmup=0))
+    assert [body["prompt"] for body in served.bodies] == ["one two", [3, 4], [3, 4]]
+    assert (made.settings["prompts"], made.settings["distinct_prompts"]) == (3, 2)
+    assert "prompts 3, distinct_prompts 2," in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "<dt>distinct_prompts</dt><dd>2</dd>" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert made.rows[0].tau_ci is not None
+    file.write_text("\n".join([json.dumps(lines[-1])] * 3), encoding="utf-8")
+    assert evaluate(config(served, file, warmup=0)).rows[0].tau_ci is None
 
 
 def test_every_question_after_its_recorded_answers() -> None:
@@ -188,3 +196,19 @@ def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.count("\n") == 1
     assert run_main("endpoint=" + served.url) == 2
     assert "workload is missing: give a name" in capsys.readouterr().err
+
+
+def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> None:
+    """All requests alike, so that the intervals are points: ten tokens after the first, in a quarter of the time."""
+    asked = [Asked(str(i), "", i, "", {}) for i in range(4)]
+    of = Session("log", 0.0, 1, 0, 0, asked)
+    drafts = Verified(5, 5, 10, (5,))
+
+    def runs(latency_s: float) -> Runs:
+        return Runs([[Timed(Answer("x", 11, latency_s, 1.0, drafts), 1.0, drafts)] for _ in asked], [drafts] * 4)
+
+    row = row_of("endpoint", runs(2.0), runs(5.0), UNCHECKED, of, ("", [0, 1, 2, 3]))
+    assert (row.tokens_per_second, row.speedup, row.speedup_ci) == (10.0, 4.0, (4.0, 4.0))
+    assert (row.whole_tokens_per_second, row.whole_speedup, row.whole_speedup_ci) == (5.5, 2.5, (2.5, 2.5))
+    assert row.by_request["speedup"]["p50"] == 4.0
+    assert (row.tau, row.tau_ci, row.prefill_s) == (2.0, (2.0, 2.0), 4.0)

@@ -68,6 +68,22 @@ def test_a_page_of_neither_engine_has_no_counters(page: str) -> None:
     assert read_counters(page) is None
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e308", "9" * 5000])
+def test_what_is_no_count_is_not_counted(value: str) -> None:
+    told = f'vllm:spec_decode_num_drafts_total{{engine="2"}} {value}\nprocess_start_time_seconds {value}\n'
+    assert read(told + VLLM) == read(VLLM)
+
+
+@pytest.mark.parametrize("position", ["9" * 12, "9" * 5000, "\N{SUPERSCRIPT TWO}", "-1"])
+def test_a_place_that_no_draft_has_takes_no_memory(position: str) -> None:
+    told = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}} 1.0\n'
+    assert read(VLLM + told) == read(VLLM)
+
+
+def test_a_long_line_is_read_once() -> None:
+    assert read(VLLM + "vllm:x{" + "a" * 200_000 + "} 1") == read(VLLM)
+
+
 def test_without_speculation_there_are_no_drafts() -> None:
     counts = Counter(finished=2)
     assert (read(vllm_page(counts, False)).drafts, read(sglang_page(counts, False)).drafts) == (None, None)

@@ -52,6 +52,12 @@ def test_thin_cells_raise_the_draws() -> None:
     assert draws_for([Cells([0], [0.999, 0.001])], 0.5, 1e-3) == 5000
 
 
+def test_prefixes_share_the_draws_that_all_their_cells_together_need() -> None:
+    one, other = Cells([0, 1], [0.5, 0.3, 0.2]), Cells(list(range(9)), [0.1] * 10)
+    wanted = draws_needed(2 + 9, 0.05, 1e-3)
+    assert 2 * draws_for([one, other], 0.05, 1e-3) - wanted in (0, 1)
+
+
 @pytest.mark.parametrize("off", [0.0, 0.1])
 def test_it_rejects_as_often_as_it_says(off: float) -> None:
     true = torch.tensor([0.5, 0.3, 0.2])

@@ -198,3 +198,22 @@ def test_turns_of_a_dialogue_are_resampled_together() -> None:
     for row in found[0, 0, 2, 2]:
         several = not row.category  # each category is one dialogue
         assert [each is not None for each in (row.tau_ci, row.speedup_ci, row.whole_speedup_ci)] == [several] * 3
+
+
+def test_each_category_is_compared_with_its_own_prompts_plain_runs_all_of_them() -> None:
+    plain, ranked = (1.0, 2.0, 4.0, 9.0), (0.5, 0.5, 1.0, 1.0)
+    runs = {
+        "plain": [[generation(7, [(0, 0)] * 6, seconds)] for seconds in plain],
+        "ranked": [[generation(7, [(2, 1)] * 3, seconds)] for seconds in ranked],
+        "hf": [[generation(7, seconds=2 * seconds)] for seconds in plain],
+    }
+    session = Session("tiny", 0.0, 1, 123, 0, categories={"a": [0, 2], "b": [1, 3]}, conversations=(0, 1, 2, 3))
+    found = rows(runs, {"ranked": Ranked(torch.device("cpu"))}, {"ranked": GREEN}, session)
+    told = {(row.drafter, row.category): row for row in found}
+    for category, slow, fast in (("", 16.0, 3.0), ("a", 5.0, 1.5), ("b", 11.0, 1.5)):
+        row, count = told["ranked", category], 2 if category else 4
+        assert (row.speedup, row.speedup_hf) == pytest.approx((slow / fast, 2 * slow / fast))
+        assert row.whole_speedup == pytest.approx((slow + 0.1 * count) / (fast + 0.1 * count))  # each prefill takes 0.1
+        assert told["plain", category].speedup == 1
+    assert told["ranked", "a"].by_request["speedup"]["p50"] == pytest.approx(3.0)  # of 1 / 0.5 and 4 / 1
+    assert told["ranked", "b"].speedup_ci == pytest.approx((4.0, 9.0))  # the quotients of its two prompts

@@ -29,6 +29,12 @@ def test_tau_is_one_plus_the_sum_over_depths_where_nothing_is_cut_off() -> None:
     assert found.tau == pytest.approx(1 + sum(found.accepted_by_depth))
 
 
+def test_tau_had_drafts_ended_at_a_depth() -> None:
+    found = metrics.acceptance([generation(8, [(2, 2), (2, 2), (2, 1), (2, 0)])])  # P(a >= 1) is 3/4, P(a >= 2) 2/4
+    assert [metrics.tau_within(found, depth) for depth in (1, 2, 3)] == [1.75, 2.25, 2.25]
+    assert metrics.tau_within(metrics.acceptance([generation(1)]), 1) is None
+
+
 def test_tokens_cut_off_at_a_stop_are_not_counted() -> None:
     cut = generation(3, [(4, 3)])  # four would have been committed, the second ended the answer
     assert metrics.acceptance([cut]).tau == 2
@@ -117,6 +123,11 @@ def test_turns_of_one_conversation_are_drawn_together() -> None:
 def test_single_turns_have_the_intervals_of_requests() -> None:
     plain = [generation(len(run.tokens), [(0, 0)] * 4, seconds=3.0) for run in TURNS]
     assert intervals(TURNS, plain, [7, 2, 9, 0, 4, 1]) == intervals(TURNS, plain, None)
+
+
+def test_copies_of_a_prompt_say_no_more_than_one() -> None:
+    assert metrics.clustered([[1, 2], [3], [1, 2], [1]]) == [0, 1, 0, 3]
+    assert metrics.clustered(["a", "b", "a"], [5, 5, 7]) == [5, 5, 5]
 
 
 def test_alike_turns_say_no_more_than_their_conversation() -> None:

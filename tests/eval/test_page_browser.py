@@ -128,8 +128,13 @@ def test_text_with_a_script_in_it_is_shown_and_not_run(browser: Any, tmp_path: P
     first = shown["pieces"][0]
     shown["question"] = first["text"] = evil
     first["top"] = [(evil, first["top"][0][1]), *first["top"][1:]]
-    replace(made, target={"name": evil}, settings={**made.settings, evil: evil}).write(tmp_path)
+    names = {"workload": evil, "tree": f"{evil}\x1b[2J\n", "rule": "datum['x'].y[0] {{7*7}} \u202e"}
+    rows = [replace(row, **names) for row in made.rows]
+    replace(made, target={"name": evil}, settings={**made.settings, evil: evil}, rows=rows).write(tmp_path)
+    said: list[str] = []
     view = browser.new_page()
+    view.on("console", lambda message: said.append(message.text))
+    view.on("pageerror", lambda error: said.append(str(error)))
     view.goto((tmp_path / "report.html").as_uri())
     view.wait_for_selector("body[data-drawn]")
     assert view.locator("pre.question").first.inner_text() == evil
@@ -137,7 +142,12 @@ def test_text_with_a_script_in_it_is_shown_and_not_run(browser: Any, tmp_path: P
     assert evil in view.locator("h1").inner_text()
     view.locator("pre.answer").first.locator("span").first.hover()
     assert evil in view.locator("#piece").inner_text()
+    assert view.locator("#table-results tbody tr").first.inner_text().count("<script>") == 1
+    assert view.locator(".plot svg").count() == view.locator(".plot").count() > 8
+    for plot in view.locator(".plot svg").all():
+        plot.hover()  # tooltips of every plot hold names too
     assert view.evaluate("window.ran") is None
+    assert said == []
     assert view.evaluate("document.images.length") == 0
     view.close()
 

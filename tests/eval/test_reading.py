@@ -71,6 +71,12 @@ def changed(key: str, value: Any) -> dict[str, Any]:
     return told
 
 
+def besides_plain(**odd: float | None) -> dict[str, Any]:
+    """Return a report whose first row has plain decoding beside it, which has odd numbers."""
+    told = report().as_dict()
+    return {**told, "rows": [{**told["rows"][0], "drafter": "plain", **odd}, *told["rows"]]}
+
+
 @pytest.mark.parametrize(
     ("told", "why"),
     [
@@ -92,6 +98,17 @@ def changed(key: str, value: Any) -> dict[str, Any]:
         (changed("lossless", {"checked": 8}), "row 1: .*failed are missing"),
         (changed("seconds", {"draft": 1.0}), "row 1: seconds.verify is missing"),
         ({**report().as_dict(), "rows": [3]}, "row 0: 3 is no row"),
+        ({**report().as_dict(), "rows": [3] * 20_000}, "has 20000 rows, 2000 are read: evaluate fewer drafters"),
+        (changed("tau", math.nan), "'tau' is nan, no number that is measured"),
+        (changed("tau_ci", [1.0, 1e308]), r"'tau_ci' is 1e\+308, no number"),
+        (changed("memory_bytes", 10**400), "'memory_bytes' is 1000.*, no number"),
+        (
+            changed("accepted_by_depth", [0.5] * 5000),
+            "row 1: 'accepted_by_depth' has a length of 5000, at most 4000 is",
+        ),
+        (changed("drafter", "x" * 5000), "row 1: 'drafter' has a length of 5000, at most 4000 is read"),
+        (besides_plain(tokens_per_second=5e-324), "seconds, steps and tokens of its rows contradict each other"),
+        (besides_plain(tau=5e-324), "contradict each other: evaluate again"),
     ],
 )
 def test_what_is_no_report_is_refused_in_one_line(tmp_path: Path, told: Any, why: str) -> None:
@@ -100,6 +117,20 @@ def test_what_is_no_report_is_refused_in_one_line(tmp_path: Path, told: Any, why
         read_report(file)
     assert str(file) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_file_that_no_report_fills_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.reading.MOST_BYTES", 1 << 20)
+    file = written(tmp_path, " " * (2 << 20))
+    with pytest.raises(ValueError, match="it has more than 1 MiB"):
+        read_report(file)
+
+
+@pytest.mark.parametrize("key", ["tau", "tokens_per_second", "steps"])
+def test_where_plain_decoding_was_not_measured_there_is_no_ladder(tmp_path: Path, key: str) -> None:
+    nothing: dict[str, Any] = {key: 0 if key == "steps" else None}
+    file = written(tmp_path, besides_plain(**nothing))
+    assert report_of(read_report(file), str(file)).as_dict()["rows"][1]["ladder"] is None
 
 
 def test_a_missing_report_and_a_folder_are_named(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """The report's contract, and that a red gate silences every speedup."""
 
+import errno
 import io
 import json
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from rich.console import Console
 
 from data.store_files import write_whole
 from eval.lossless import UNCHECKED, Divergence, Gate
+from eval.page import build
+from eval.page.build import library
 from eval.report import Report, markdown, table
 from eval.row import TEACHER_FORCED, Row
 from tests.eval.stubs import ROW
@@ -78,6 +82,11 @@ def test_a_green_report_shows_the_numbers() -> None:
     assert all(number in text for number in (*SPEEDUPS, "2.03", "123.4", "0.75 0.28", "7/8, 1 near tie"))
     assert "| 10.00 | 20.00 | 1.00 | 2.0 | 0.50 | 1.20 |" in text  # draft, verify, other in ms a step, drafted a step
     assert report().passed
+
+
+def test_names_are_neither_markup_nor_obeyed_by_a_terminal() -> None:
+    told = shown(report(replace(ROW, rule="[/x]\x1b[2J")))
+    assert "[/x]\ufffd[2J" in told
 
 
 def test_a_loss_is_marked() -> None:
@@ -149,3 +158,57 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: p
         write_whole(file, b"new")
     assert file.read_text(encoding="utf-8") == "old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+FILES = ["report.json", "report.md", "report.html"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_full_disk_leaves_no_half_and_no_old_file_beside_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    report(replace(ROW, tau=9.0)).write(tmp_path)
+    sync, old = os.fsync, (tmp_path / "report.json").read_bytes()
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(file):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=rf"{file} cannot be written .No space left on device.: free space there, or"):
+        report().write(tmp_path)
+    there = FILES if file == FILES[0] else FILES[: FILES.index(file)]
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(there)
+    assert ((tmp_path / "report.json").read_bytes() == old) == (file == FILES[0])
+
+
+def test_where_the_page_cannot_be_made_the_rest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    report(replace(ROW, tau=9.0)).write(tmp_path)
+    monkeypatch.setattr(build, "library", library.__wrapped__)
+    monkeypatch.setattr(build, "BUNDLE", "import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")  # as V8 ends
+    report().write(tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["report.json", "report.md"]
+    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["rows"][0]["tau"] == ROW.tau
+    assert "2.03" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    (line,) = caplog.messages
+    assert re.search(r"report\.html is not written, .*V8 ended with status -5; .*ulimit -v", line)
+    assert "\n" not in line
+
+
+def test_names_from_outside_are_no_markup_and_move_no_cursor(tmp_path: Path) -> None:
+    evil = "[/bold][red]x\x1b[2J\r\u202e<script>y</script>![z](http://h/i.png)\n| a |"
+    made = report(replace(ROW, drafter=evil, rule=evil, workload=evil), RED)
+    made = replace(made, target={"name": evil}, device={"name": evil}, rows=[replace(made.rows[0], tree="\ud800")])
+    terminal, file = io.StringIO(), tmp_path / "report.md"
+    Console(file=terminal, width=2000, force_terminal=True).print(table(made))
+    made.write(tmp_path)
+    for text in (terminal.getvalue(), markdown(made), file.read_text(encoding="utf-8")):
+        assert "[/bold][red]x" in text
+        assert not any(mark in text for mark in ("\x1b[2J", "\r", "\u202e"))
+    assert "<script" not in markdown(made)
+    assert "](" not in markdown(made)
+    assert "\n| a |" not in markdown(made)
+    assert {each.name for each in tmp_path.iterdir()} == {*FILES}

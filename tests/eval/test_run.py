@@ -203,6 +203,28 @@ def test_a_bad_value_is_refused_before_anything_is_loaded(values: dict[str, Any]
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"drafter": {"plain": {}}, "workload": "/nowhere/log.jsonl"}, "/nowhere/log.jsonl"),
+        ({"drafter": {"plain": {}}, "out": "/dev/null/report"}, "out=/dev/null/report: cannot be written"),
+        ({"drafter": {"oracle": {}}}, "no source is called 'oracle'"),
+        ({"drafter": {"suffix": {"depht": 1}}}, "drafter.suffix.depht is not a known key"),
+        ({"run": "/nowhere/run", "drafter": {"head": {}}}, "/nowhere/run: no such folder"),
+        ({"drafter": {"plain": {}}, "model": {"device": "cuda:99"}}, "model.device is cuda:99, and torch sees"),
+        ({"drafter": {"plain": {}}, "model": {"path": "/nowhere/target"}}, "model.path=/nowhere/target: no causal LM"),
+    ],
+)
+def test_a_mistake_is_named_before_the_target_is_loaded(
+    values: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.run.load_target", lambda *_: pytest.fail("the target is loaded"))
+    tiny = {"path": str(ROOT / "examples" / "tiny"), "device": "cpu"}
+    with pytest.raises(ValueError, match=named) as error:
+        evaluate(eval_config(**{"workload": "tiny", **values, "model": tiny | values.get("model", {})}))
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("batch", [1, [1]])
 def test_numbers_and_lists_of_them(batch: Any) -> None:
     config = eval_config(temperature=[0, 0.7], batch_size=batch, run=["a", "b"])

@@ -151,3 +151,15 @@ def test_the_verdict_needs_both_parts() -> None:
     assert not SampledGate("eagle", 1.0, red, law, "").passed
     assert not SampledGate("eagle", 1.0, green, replace(law, p_value=1e-9), "").passed
     assert not SampledGate("eagle", 1.0, green, replace(law, control_p=0.5), "").passed
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_a_races_gap_is_in_logits_at_any_temperature(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise of one value leaves the race to the law: its winner is ahead by what its logit is."""
+    target, prompt = toys.target(), PROMPTS[0].token
+    how = replace(HOT, rule=COUPLED, sampling=replace(HOT.sampling, temperature=temperature))
+    monkeypatch.setattr(sampled.Coupled, "noise", lambda *_: torch.ones(toys.VOCAB))
+    token = torch.tensor(prompt)[None]
+    logits = target.ends.logits(target.features(token, torch.zeros_like(token)).last[0, -1])
+    first, second = logits.topk(2).values.tolist()
+    assert race_gap(target, prompt, [], how) == pytest.approx(first - second, rel=1e-3)

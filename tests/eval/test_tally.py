@@ -1,8 +1,11 @@
 """Passes counted along a text become rows, whatever the drafts reached."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from eval import metrics
 from eval.row import TEACHER_FORCED
 from eval.tally import Heading, Tally, rows
 from eval.teacher_forced import Overlap, expected
@@ -28,3 +31,13 @@ def test_answers_of_one_token_have_no_passes_and_no_tau() -> None:
     one = Tally(6.0, 3.0, 6.0, [2.0, 1.0], 0.0)
     (row,) = rows("eagle", "chain-4", "token", [none, one], HEADING, "none")
     assert (row.tau, row.tau_request_mean, row.accepted_by_depth) == (2.0, 2.0, [2 / 3, 1 / 3])
+
+
+def test_the_turns_of_a_conversation_are_resampled_together() -> None:
+    each = [Tally(tokens, 3.0, 6.0, [], 0.0) for tokens in (3.0, 9.0, 5.0, 6.0)]
+    of_two, of_one = (replace(HEADING, conversations=groups) for groups in ([0, 0, 1, 1], [4, 4, 4, 4]))
+    (row,) = rows("eagle", "chain-4", "token", each, of_two, "none")
+    sums = torch.tensor([[12.0, 6.0], [11.0, 6.0]], dtype=torch.float64)
+    assert row.tau_ci == metrics.bootstrap(sums, lambda total: total[:, 0] / total[:, 1], HEADING.seed)
+    (row,) = rows("eagle", "chain-4", "token", each, of_one, "none")
+    assert (row.tau, row.tau_ci) == (23 / 12, None)

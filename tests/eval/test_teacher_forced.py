@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.teacher_forced import Record, ranks, record, replay
+from eval.teacher_forced import Record, ranks, reach, record, replay
 from eval.texts import Text, write
 from heads import HEADS
 from heads.base import Features
@@ -14,12 +14,15 @@ from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig
 from inference.sample import GREEDY
+from inference.tree import DraftTree, best_n
 from inference.tuner import acceptance
 from tests import toys
 
 SETTINGS = Settings(36, GREEDY)
 # Heads of one family are replayed alike, and each takes long.
 SOME = [pytest.param(h, marks=[] if h in ("eagle", "medusa", "hydra", "block") else pytest.mark.slow) for h in HEADS]
+# HASS drafts as EAGLE does; only its training differs.
+KINDS = [pytest.param(head, marks=pytest.mark.slow if head == "hass" else []) for head in HEADS]
 DEPTH = 4
 LARGEST = [TreeConfig("dynamic", DEPTH, k, 12, [], []) for k in (2, 3)] + [
     TreeConfig("best_first", DEPTH, 0, 16, [], [])
@@ -95,7 +98,7 @@ def naive(head: Any, text: Text) -> torch.Tensor:
     return hits / seen
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", KINDS)
 def test_acceptance_by_depth_and_rank_is_that_of_every_row_by_itself(head: str) -> None:
     of = records(head)[0]
     found = acceptance(torch.tensor(of.rank), 5)
@@ -112,3 +115,12 @@ def test_ranks_end_where_the_text_does() -> None:
 
 def test_answers_of_one_token_leave_nothing_to_replay() -> None:
     assert write(toys.target(), [toys.prompt(0)], Settings(1, GREEDY)) == []
+
+
+def test_of_equal_scores_the_earlier_node_is_kept_as_a_tree_is_cut() -> None:
+    tree = DraftTree(torch.tensor([0, 5, 6, 7]), torch.tensor([-1, 0, 0, 2]))
+    score = torch.tensor([0.0, -1.0, -1.0, -1.0])
+    assert [reach(tree, score, text, 2).needed[2] for text in ([5], [6], [6, 7])] == [[1], [2], [2, 3]]
+    for text, needed in ((5, 1), (6, 2), (7, 3)):
+        kept = [text in best_n(tree, score, budget)[0].token.tolist() for budget in (1, 2, 3)]
+        assert kept == [budget >= needed for budget in (1, 2, 3)]

@@ -16,12 +16,13 @@ from eval.config import EvalConfig, eval_config
 from eval.grid import OWN, Tried, hopeful, proposed, sizes_for
 from eval.live import PLAIN
 from eval.run import main, tuned
-from eval.tune import halves, keep, ranked
-from eval.tuned import Candidate, conclude
+from eval.tune import Bench, halves, keep, merged, ranked
+from eval.tuned import Candidate, Measured, conclude, fastest
 from heads.resolvers import ROOT, register_resolvers
 from heads.store import save_head, save_tree
 from heads.typed import typed
 from inference.decode import Generation
+from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig
 from inference.speed import Costs, Prediction, Replayed, Step, draft_key
 from inference.target import Target
@@ -66,7 +67,13 @@ def config_of(run: Path) -> dict[str, Any]:
 
 
 def faster(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
-    """Let every speculative decoding that is timed take so many of plain decoding's seconds, by batch size."""
+    """Let every speculative decoding that is timed, and its prediction, take so many of plain decoding's seconds."""
+    foreseen = tune.predict
+
+    def predicted(texts: Any, tree: TreeConfig, costs: Any, batch: int) -> Prediction:
+        return replace(foreseen(texts, tree, costs, batch), speedup=1 / seconds(batch))
+
+    monkeypatch.setattr(tune, "predict", predicted)
     for name in ("speculate", "autoregress"):
         decode = getattr(live, name)
 
@@ -186,7 +193,6 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_is_written
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faster(monkeypatch, lambda batch: {1: 0.5, 2: 0.8, 3: 2.0}[batch])
-    monkeypatch.setattr(costs, "SPARE", 0)
     assert tuned(configured(run, tuner=SMALL, batch_size=[3, 1, 2], max_new_tokens=8))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     assert [each["batch"] for each in told["batches"]] == [1, 2, 3]
@@ -244,9 +250,74 @@ def test_trees_whose_passes_alone_lose_are_not_tried_in_larger_batches() -> None
     assert sizes_for([good], [0, 1, 2, 8, 16]) == [0, 1, 2, 4]
 
 
+def candidate(family: str, tree: str, predicted: float, speedup: float | None = None) -> Candidate:
+    known = None if speedup is None else Measured(2.0, 1.0, 1.0, speedup, None, {"failed": 0}, {}, 1.0)
+    return Candidate(family, toys.TREES[tree], Prediction(1.0, 1.0, {}, 1.0, predicted), {}, known)
+
+
 def test_the_verdict_names_the_batch_size() -> None:
-    candidate = Candidate("chain", toys.TREES["chain"], Prediction(1.0, 1.0, {}, 1.0, 1.0), {})
-    assert "batch size 4: no tree beats" in conclude(4, [candidate], "")
+    assert "batch size 4: no tree beats" in conclude(4, [candidate("chain", "chain", 1.0)], "")
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "chosen", "said"),
+    [
+        (1.44, 0.99, "chain", "not chosen, predicted and measured more than 20% apart"),
+        (1.44, 1.19, "chain", "chain-4 is fastest of those predicted well, 1.10 times plain decoding; written; not"),
+        (1.44, 1.90, "chain", "best_first (best_first-d5n9 1.44 / 1.90)"),
+        (1.44, 1.21, "best_first", "best_first-d5n9 is fastest, 1.21 times plain decoding; written"),
+    ],
+)
+def test_a_family_that_is_not_as_fast_as_predicted_is_named_and_not_chosen(
+    predicted: float, measured: float, chosen: str, said: str
+) -> None:
+    other = candidate("best_first", "best_first", predicted, measured)
+    every = [other, candidate("best_first", "best_first", 1.5), candidate("chain", "chain", 1.1, 1.1)]
+    best = fastest(every)
+    assert best is not None
+    assert best.family == chosen
+    verdict = conclude(1, every, "written")
+    assert said in verdict
+    assert ("best_first (best_first-d5n9" in verdict) == (chosen == "chain")
+
+
+def test_where_no_prediction_held_nothing_is_chosen_and_the_verdict_does_not_say_that_none_is_faster() -> None:
+    every = [candidate("best_first", "best_first", 2.0, 1.5)]
+    assert fastest(every) is None
+    assert "no tree of those predicted well beats plain decoding (best of all: best_first" in conclude(1, every, "")
+
+
+def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of its family on the texts to choose from is not the best on those that are measured."""
+    chain, tree = toys.TREES["chain"], toys.TREES["static"]
+    first = Tried("chain", chain, [replayed(2, 2)], [replayed(0, 0)])
+    second = Tried("chain", replace(chain, depth=3), [replayed(1, 1)], [replayed(2, 2)])
+    third, other = replace(second, held=[replayed(1, 1)]), Tried("static", tree, [replayed(0)], [replayed(1)])
+    known = replace(costs_of(chain, {0: 1.0}), draft={draft_key(one.tree): 0.0 for one in (first, second, other)})
+    target = toys.target()
+    bench = Bench(configured(tmp_path), target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [])
+    asked: list[TreeConfig] = []
+
+    def timed(_: Bench, candidates: list[Candidate], batch: int) -> list[Candidate]:
+        asked.extend(one.tree for one in candidates)
+        return [candidate(one.family, "chain", 1.0, 1.0) for one in candidates]
+
+    monkeypatch.setattr(Bench, "timed", timed)
+    found = bench.measured([[first, second, third], [other]], {1: known}, 1, {}, 0)
+    assert asked == [first.tree, second.tree, other.tree]
+    assert [one.measured is not None for one in found] == [True, True, False, True]
+
+
+def test_what_was_measured_first_stands_at_the_speed_of_what_was_measured_later() -> None:
+    """The machine runs at half its speed by then: what is not measured again costs twice what it did."""
+    chain, tree = toys.TREES["chain"], toys.TREES["static"]
+    first = replace(costs_of(chain, {0: 1.0, 4: 2.0, 8: 3.0}), draft={draft_key(chain): 1.0, draft_key(tree): 3.0})
+    again = Costs(1, 2.0, {0: 2.0, 4: 4.1}, ({0: 0.0}, {0: 0.0}), {draft_key(chain): 2.1}, {2: 0.5})
+    both = merged(first, again)
+    assert (both.plain, both.verify) == (2.0, {0: 2.0, 4: 4.1, 8: 6.0})
+    assert both.draft == {draft_key(chain): 2.1, draft_key(tree): 6.0}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from typing import Any
 import datasets
 import pytest
 
-from data.prompts import Prompt, save_prompts
+from data import benchmarks
+from data.prompts import Prompt, load_prompts, save_prompts
+from data.records import IDS
 from eval import workloads
 from eval.workloads import Selection, load_workload, read_workload, short_name
 from inference.target import Target
@@ -83,6 +85,43 @@ SHAPES: dict[str, dict[str, Any]] = {
     "GSM8K": {"question": "w1 w2", "answer": "w9"},
     "Alpaca": {"instruction": "w1 w2", "input": "", "output": "w9"},
     "QA": {"question": "w1 w2", "answer": ["w9", "w8"]},
+    "MT-Bench": {"question_id": 81, "category": "writing", "turns": ["w1 w2", "w3"], "reference": ["w9", "w8"]},
+    "MT-Bench of the Hub": {"prompt": ["w1 w2", "w3"], "prompt_id": 7, "category": "writing", "reference": []},
+    "Arena-Hard v0.1": {"question_id": "f00d", "category": "hard", "cluster": "A", "turns": [{"content": "w1 w2"}]},
+    "Arena-Hard v2.0": {"uid": "f00d", "category": "hard_prompt", "subcategory": "coding", "prompt": "w1 w2"},
+    "MBPP": {
+        "task_id": 11, "text": "w1 w2", "code": "w9", "test_list": ["w8"], "test_setup_code": "",
+        "challenge_test_list": [],
+    },
+    "MBPP, sanitized": {
+        "source_file": "w7", "task_id": 11, "prompt": "w1 w2", "code": "w9", "test_imports": [], "test_list": ["w8"],
+    },
+    "MATH-500": {
+        "problem": "w1 w2", "solution": "w8 w9", "answer": "w9", "subject": "Algebra", "level": 2,
+        "unique_id": "test/algebra/1.json",
+    },
+    "AIME": {"ID": "2024-I-1", "Problem": "w1 w2", "Solution": "w8 w9", "Answer": 204},
+    "AIME of the Hub": {"id": 60, "problem": "w1 w2", "solution": "w8", "answer": "204", "url": "w7", "year": "2024"},
+    "LiveCodeBench": {
+        "question_title": "w7", "question_content": "w1 w2", "platform": "atcoder", "question_id": "abc301_a",
+        "contest_id": "abc301", "contest_date": "2023-05-13", "starter_code": "", "difficulty": "easy",
+        "public_test_cases": "[]", "private_test_cases": "", "metadata": "{}",
+    },
+    "AlpacaEval": {"dataset": "helpful_base", "instruction": "w1 w2", "output": "w9", "generator": "w7"},
+    "IFEval": {"key": 1000, "prompt": "w1 w2", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    "SWE-bench": {
+        "repo": "a/b", "instance_id": "a__b-1", "base_commit": "f00d", "patch": "w9", "test_patch": "w8",
+        "problem_statement": "w1 w2", "hints_text": "w7", "version": "1", "FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]",
+    },
+    "SWE-bench, oracle": {"instance_id": "a__b-1", "text": "w1 w2", "problem_statement": "w1", "patch": "w9"},
+    "LongBench": {
+        "input": "w2", "context": "w1", "answers": ["w9"], "length": 1, "dataset": "hotpotqa", "language": "en",
+        "all_classes": None, "_id": "f00d",
+    },
+    "LongBench v2": {
+        "_id": "f00d", "domain": "w7", "sub_domain": "w7", "difficulty": "easy", "length": "short", "question": "w2",
+        "choice_A": "", "choice_B": "", "choice_C": "", "choice_D": "", "answer": "A", "context": "w1",
+    },
     "SPEED-Bench": {
         "question_id": "c", "category": "coding", "sub_category": "", "turns": ["w1 w2"], "source": "hle",
         "src_id": "s", "difficulty": "", "multiturn": False,
@@ -97,9 +136,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logs_and_benchmarks_are_read_as_they_are_published(tmp_path: Path, shape: str) -> None:
     target = toys.target()
-    found = read_workload(written(tmp_path, SHAPES[shape]), target, FIRST)
+    file, own = written(tmp_path, SHAPES[shape]), {**SHAPES[shape]}
+    found = read_workload(file, target, FIRST)
     assert [words(target, prompt) for prompt in found.prompts] == ["w1 w2"]
-    assert found.prompts[0].category == SHAPES[shape].get("category", "")
+    assert found.prompts[0].category == own.get("category", "")
+    assert found.prompts[0].id == next((str(own[key]) for key in IDS if key in own), "0")
+    assert load_prompts(file, target.tokenizer, None) == found.prompts  # what no text to train on may hold
 
 
 def test_articles_are_to_be_summarized(tmp_path: Path) -> None:
@@ -116,7 +158,7 @@ def test_human_eval_is_read_packed(tmp_path: Path) -> None:
 
 
 def test_text_that_must_be_fetched_is_not_measured(tmp_path: Path) -> None:
-    hollow = {"question_id": "q7", "turns": [f"{workloads.UNFETCHED} FROM THE SOURCE USING SPECDEC_BENCH"]}
+    hollow = {"question_id": "q7", "turns": [f"{benchmarks.UNFETCHED} FROM THE SOURCE USING SPECDEC_BENCH"]}
     with pytest.raises(ValueError, match=r"q7 holds a placeholder.*prepare_data") as error:
         read_workload(written(tmp_path, hollow), toys.target(), FIRST)
     assert "\n" not in str(error.value)
@@ -144,6 +186,18 @@ def test_all_turns_follow_the_recorded_answers_else_the_targets(tmp_path: Path) 
     first = read_workload(file, target, FIRST)
     assert first.conversations == [0, 1]
     assert [words(target, prompt) for prompt in first.prompts] == ["w1", "w4"]
+
+
+@pytest.mark.parametrize("wanted", [FIRST, ALL])
+def test_what_the_chat_template_refuses_is_named(
+    tmp_path: Path, wanted: Selection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = toys.target()
+    monkeypatch.setattr(target.tokenizer, "chat_template", "{{ 1 / 0 }}")
+    file = written(tmp_path, {"id": "b", "turns": ["w4", "w5"]})
+    with pytest.raises(ValueError, match=r"mine.jsonl, prompt b: the chat template of .* refuses it: Zero") as error:
+        read_workload(file, target, wanted, lambda _: "w1")
+    assert "\n" not in str(error.value)
 
 
 def kinds(folder: Path) -> str:
@@ -176,6 +230,28 @@ def test_warm_up_prompts_are_none_of_the_measured(tmp_path: Path) -> None:
 def test_records_of_one_name_are_told_apart(tmp_path: Path) -> None:
     found = read_workload(written(tmp_path, *[{"id": "x", "prompt": "w1"}] * 2), toys.target(), FIRST)
     assert [prompt.id for prompt in found.prompts] == ["x", "x@1"]
+
+
+def test_copies_of_a_prompt_count_as_one(tmp_path: Path) -> None:
+    records = [{"id": f"p{i}", "prompt": text} for i, text in enumerate(["w1", "w2", "w1", "w3", "w2"])]
+    found = read_workload(written(tmp_path, *records), toys.target(), FIRST)
+    assert (len(found.prompts), found.distinct, found.conversations) == (5, 3, [0, 1, 0, 3, 1])
+    asked = [{"id": i, "turns": ["w1", follow]} for i, follow in enumerate(["w2", "w2", "w3"])]
+    turns = read_workload(written(tmp_path, *asked), toys.target(), ALL, lambda _: "w9")
+    assert (turns.distinct, turns.conversations) == (3, [0, 0, 0, 0, 0, 2])
+
+
+def test_plain_texts_are_taken_from_all_over_a_file_each_once(tmp_path: Path) -> None:
+    texts = [" ".join(f"w{(i + j) % 30}" for j in range(workloads.LONG)) for i in range(20)]
+    lines = [line for text in texts for line in (text, "w1 w2 w3", texts[0])]
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    found = read_workload(str(file), toys.target(), Selection(4, 1, False, "first", True))
+    assert found.distinct == len(found.prompts) == 4
+    assert [prompt.id for prompt in found.prompts] == ["0", "12", "24", "36"]
+    short = tmp_path / "short.txt"
+    short.write_text("w1 w2\nw3 w4\nw1 w2\n", encoding="utf-8")
+    assert read_workload(str(short), toys.target(), FIRST).distinct == 2
 
 
 @pytest.fixture
@@ -223,7 +299,7 @@ BAD = {
     "unasked.jsonl": "workload unasked.jsonl, prompt 0: has no user message",
     "half.jsonl": "workload half.jsonl, prompt 0: holds half a surrogate pair",
     "other.jsonl": "workload other.jsonl, prompt a: its tokens are none of the target's 40",
-    "spoilt.jsonl": "workload spoilt.jsonl, prompt a: its tokens are none of the target's 40",
+    "spoilt.jsonl": "spoilt.jsonl: record 0 is no prompt as they are saved: mend or remove the record",
     "folder": "folder: holds no file in the formats read",
     "*.parquet": "*.parquet: no file matches",
     "nonesuch": "workload nonesuch is neither a file or folder here nor one of tiny",
@@ -237,7 +313,9 @@ def test_a_bad_workload_is_one_line_and_nothing_is_written(
 ) -> None:
     before = sorted(mess.rglob("*"))
     for name, told in BAD.items():
-        assert run_main(f"run={runs / 'eagle'}", f"workload='{name}'", "out=there", f"turns={turns}") == 2, name
+        assert (
+            run_main(f"run={runs / 'eagle'}", f"workload='{name}'", "out=there", f"turns={turns}", "dtype=float32") == 2
+        ), name
         printed = capsys.readouterr()
         (line,) = (line for line in printed.err.splitlines() if "rror" in line)  # beside transformers' progress bars
         assert line.startswith(f"error: {told}"), line

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.layers import Block, masked_attention
-from heads.rope import Rope, scaling_of
+from heads.rope import Rope, Rotary, scaling_of
 from heads.vocab import spread
 from tests import toys
 
@@ -121,3 +121,11 @@ def test_medusa_starts_as_the_targets_own_next_token() -> None:
     last = torch.randn(3, 32)
     torch.testing.assert_close(head.score(head.blocks[1](last), 2), target.ends.logits(last))
     assert sum(p.numel() for p in head.parameters()) == 2 * (32 * 32 + 32)
+
+
+def test_far_positions_are_told_apart_in_bf16() -> None:
+    """Its own numbers stand eight apart there: angles are worked out in wide ones, and their cosines rounded."""
+    rotary, x = Rotary(8, Rope(500.0, None)), torch.ones(1, 1, 9, 8)
+    position = torch.arange(1027, 1036)[None]
+    exact = rotary(x.double(), position, 1036)
+    torch.testing.assert_close(rotary(x.bfloat16(), position, 1036).double(), exact, rtol=0, atol=0.02)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -22,16 +23,20 @@ def test_what_is_no_json_is_one_line(content: bytes) -> None:
         b"a: !!python/object/apply:os.getcwd []",
         b"a: !!python/name:os.system",
         b"a: &a [1]\nb: *a",
-        b"[" * 5000,
+        b"[" * 5000 + b"]" * 5000,
+        b"- " * 5000,
+        b"\n".join(b" " * depth + b"a:" for depth in range(2000)),
         b"a: !!timestamp x",
         b"? [a]\n: b",
         b"\x00",
     ],
 )
 def test_yaml_holds_plain_values_alone(content: bytes) -> None:
+    before = process_time()
     with pytest.raises(ValueError, match=r"\S") as error:
         parse_yaml(content)
     assert "\n" not in str(error.value)
+    assert process_time() - before < 1  # PyYAML's own work grows with the square of the depth
 
 
 def test_plain_values_are_read() -> None:

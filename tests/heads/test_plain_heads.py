@@ -13,10 +13,11 @@ from torch import Tensor
 
 from heads import HEADS, plain
 from heads.base import DraftHead, Features
-from heads.plain import drafts, recurrent
+from heads.plain import drafts, parts, recurrent
 from heads.plain.foreign import IDS
 from heads.plain.reading import load
 from heads.plain.target import Seen
+from heads.rope import Rope, Rotary
 from tests import toys
 from tests.heads import exporting
 from tests.heads.shipped import CHAIN, published
@@ -181,3 +182,10 @@ def test_the_code_imports_nothing_else() -> None:
                 elif isinstance(node, ast.ImportFrom):
                     near = node.level == 1 and f"{node.module}.py" in plain.NAMES
                     assert near or (node.level == 0 and str(node.module).split(".")[0] in known), name
+
+
+def test_far_positions_are_turned_as_a_head_here_turns_them() -> None:
+    """In bf16 too, whose own numbers stand eight apart there."""
+    x, position = torch.ones(1, 9, 8, dtype=torch.bfloat16), torch.arange(1027, 1036)
+    ours = Rotary(8, Rope(500.0, None))(x[None], position[None], 1036)[0]
+    torch.testing.assert_close(parts.Rotary(8, 500.0, None)(x, position, 1036), ours, rtol=0, atol=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from heads.published import FORMATS, format_of, is_published, load_published
 from heads.store import load_head, save_head
@@ -136,6 +137,7 @@ def test_scaled_positions_are_read_from_older_and_newer_files(said: dict[str, An
     [
         (eagle_authors, {"rope_scaling": {"type": "dynamic", "factor": 8.0}}, "rope_scaling of type dynamic"),
         (eagle_authors, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no number low_freq_factor"),
+        (eagle_authors, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "no number factor above 0"),
         (eagle_authors, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, "rope_scaling of type yarn"),
         (eagle_authors, {"hidden_act": "gelu"}, "hidden_act=gelu"),
         (eagle3_authors, {"layer_types": ["sliding_attention"]}, "sliding window"),
@@ -171,3 +173,12 @@ def test_blocks_that_are_no_copies_stay_apart(tmp_path: Path) -> None:
     tensors["hydra_mlp.2.7.linear.bias"] = tensors["hydra_mlp.2.7.linear.bias"] + 1
     loaded: Any = load_published(publish(tmp_path, tensors, config), toys.target().ends)
     assert (loaded.config.tied, len(loaded.branches[2].blocks)) == (False, 3)
+
+
+def test_what_a_config_does_not_say_is_what_transformers_takes(tmp_path: Path) -> None:
+    _, tensors, config = eagle_authors()
+    silent = {key: value for key, value in config.items() if key not in ("rms_norm_eps", "rope_theta")}
+    loaded: Any = load_published(publish(tmp_path, tensors, silent), toys.target().ends)
+    llama = LlamaConfig()
+    assert loaded.config.norm_eps == llama.rms_norm_eps
+    assert loaded.config.rope_theta == llama.rope_parameters["rope_theta"]

@@ -24,6 +24,9 @@ from tests.heads.stub import TinyEnds
         ),  # the ids themselves, as other projects store them
         (lambda t: {**t, "d2t": torch.zeros_like(t["d2t"])}, "d2t and t2d do not name the same tokens"),
         (lambda t: {**t, "d2t": -torch.arange(30)}, "d2t does not name 30 different tokens"),
+        (lambda t: {**t, "d2t": t["d2t"] + 11}, "d2t does not name 30 different tokens of the target's 40"),
+        (lambda t: {**t, "d2t": t["d2t"] + 2**62}, "d2t does not name 30 different tokens of the target's 40"),
+        (lambda t: {**t, "d2t": t["d2t"][:0]}, "d2t does not name 0 different tokens"),
         (lambda t: {**t, "t2d": t["t2d"][:-1]}, "d2t and t2d"),
         (lambda t: {**t, "d2t": t["d2t"][:-1], "t2d": torch.ones(40, dtype=torch.bool)}, "d2t and t2d"),
     ],

@@ -39,6 +39,13 @@ def test_what_only_looks_like_one_stays() -> None:
     assert redacted_words(HARMLESS.split()) == HARMLESS.split()
 
 
+def test_an_item_of_a_mapping_is_hidden_by_its_key() -> None:
+    words = ["extra={api_key: hunter2, eos_token: w, top_k: 3}", "+a={b: 1, 'hub.token': 'two words'}"]
+    assert redacted_words(words) == [
+        f"extra={{api_key: {HIDDEN}, eos_token: w, top_k: 3}}", f"+a={{b: 1, 'hub.token': {HIDDEN}}}"
+    ]  # fmt: skip
+
+
 def test_a_value_of_the_environment_is_known_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KEY in redacted(f"key {KEY}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -46,6 +53,7 @@ def test_a_value_of_the_environment_is_known_anywhere(monkeypatch: pytest.Monkey
 
 
 def test_a_configuration_is_hidden_by_its_keys_too() -> None:
+    assert redacted_values({f"https://a:{KEY}@b": 3}) == {f"https://{HIDDEN}@b": 3}
     config = {"api_key": "x", "token": None, "hub": [{"url": f"https://a:{KEY}@b"}], "eos_token": "</s>", "lr": 0.1}
     assert redacted_values(config) == {**config, "api_key": HIDDEN, "hub": [{"url": f"https://{HIDDEN}@b"}]}
 
@@ -66,6 +74,12 @@ def test_errors_have_none_and_move_no_cursor(
         raise ValueError(f"{HUB}\x1b[2J")
     assert capsys.readouterr().err == f"error: {HIDDEN}\N{REPLACEMENT CHARACTER}[2J\n"
     assert one_line(ValueError("a\n b")) == "a b"
+
+
+def test_log_lines_move_no_cursor(caplog: pytest.LogCaptureFixture) -> None:
+    redact_logs()
+    logging.getLogger("a").warning("of %s\n\tand", "a\x1b[2J\ud800")
+    assert caplog.messages == ["of a\ufffd[2J\ufffd\n\tand"]
 
 
 def test_log_lines_have_none(caplog: pytest.LogCaptureFixture) -> None:

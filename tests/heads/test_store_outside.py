@@ -1,7 +1,7 @@
 """A head from outside is data: its configuration names no code, claims no size, and its folder leads nowhere else."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,10 @@ def refusal(folder: Path) -> str:
         (lambda c: c.update(tree=[1]), "tree is [1], expected a mapping"),
         (lambda c: c.update(target=[]), "target.the config is []"),
         (lambda c: c["head"].update(name=[1]), "head.name is [1]"),
-        (lambda c: c["head"].update(layers=10**9), "head.layers is 1000000000: no head has more than"),
-        (lambda c: c["head"].update(intermediate_size=10**9), "its config.json and the target make it"),
-        (lambda c: c["head"].update(num_heads=-1), "no head can be made of it"),
+        (lambda c: c["head"].update(layers=10**9), "head.layers is 1000000000: give 256 or less"),
+        (lambda c: c["head"].update(intermediate_size=10**6), "its config.json and the target make it"),
+        (lambda c: c["head"].update(num_heads=-1), "head.num_heads is -1: give 1 or more"),
+        (lambda c: c["head"].update(num_heads=7), "head.num_heads is 7 and head.num_kv_heads"),
         (lambda c: c["head"].update(name="medusa", heads=256, layers=256), "is not a known key"),
     ],
 )
@@ -50,6 +51,14 @@ def test_a_configuration_is_data(folder: Path, change: Callable[[dict[str, Any]]
     change(content)
     (folder / "config.json").write_text(json.dumps(content))
     assert told in refusal(folder)
+
+
+@pytest.mark.parametrize("ids", [range(11, 41), range(-1, 29), [0, *range(29)], range(29, -1, -1), [2**62] * 30])
+def test_drafted_tokens_are_tokens_of_the_target(tmp_path: Path, ids: Sequence[int]) -> None:
+    save_head(tmp_path / "head", toys.head("eagle3", toys.target()), toys.target().spec, TREE)
+    weights = tmp_path / "head" / "model.safetensors"
+    save_file({**read_weights(weights), "vocab.ids": torch.tensor(ids)}, weights)
+    assert "vocab.ids are not 30 different tokens of the target's 40" in refusal(tmp_path / "head")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +74,14 @@ def test_a_tensor_that_no_head_has(tmp_path: Path, tensor: torch.Tensor, told: s
     for read in (header, read_weights):
         with pytest.raises(ValueError, match=told):
             read(tmp_path / "x.safetensors")
+
+
+def test_a_header_of_more_tensors_than_any_head_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({f"{i}": torch.zeros(0) for i in range(20)}, tmp_path / "x.safetensors")
+    assert len(header(tmp_path / "x.safetensors")) == 20
+    monkeypatch.setattr("heads.weights.LONGEST", 900)
+    with pytest.raises(ValueError, match=r"a header of \d+ bytes, more than the tensors of any head need"):
+        header(tmp_path / "x.safetensors")
 
 
 def test_a_link_in_a_heads_folder_is_not_written_through(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A batch gives each request what it would get alone, whoever else comes and goes beside it."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +162,23 @@ def test_moved_caches_hold_what_they_held() -> None:
     made = speculate(target, Plain(target.device), prompts, settings, batch_size=3)
     for prompt, each, one in zip(prompts, settings, made, strict=True):
         assert one.tokens == speculate(target, Plain(target.device), prompt, each).tokens
+
+
+def test_a_user_waits_for_the_prefill_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts its readings, of which a prompt's pass takes more than all others."""
+    now, run = [0.0], Target.prefill
+
+    def read() -> float:
+        now[0] += 1
+        return now[0]
+
+    def slow(self: Target, *values: Any) -> Any:
+        now[0] += 10**6
+        return run(self, *values)
+
+    monkeypatch.setattr(time, "perf_counter", read)
+    monkeypatch.setattr(Target, "prefill", slow)
+    target = toys.target()
+    prompts, settings = requests(GREEDY)
+    for made in speculate(target, Plain(target.device), prompts[:2], settings[0], batch_size=2):
+        assert made.latency_s > made.prefill_s > 10**6 > made.decode_s > 0

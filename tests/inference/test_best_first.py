@@ -12,7 +12,7 @@ from inference import tree as trees
 from inference.drafters import Context
 from inference.policy import TreeConfig, candidates, grow
 from inference.rng import Generator
-from inference.sample import GREEDY
+from inference.sample import GREEDY, Sampling
 
 VOCAB = 6
 
@@ -104,3 +104,16 @@ def test_what_a_larger_budget_drafts_holds_every_smaller_tree() -> None:
 def test_a_budget_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tree.nodes is 0"):
         TreeConfig("best_first", 3, 0, 0, [], [])
+
+
+@pytest.mark.parametrize("kind", ["chain", "best_first", "dynamic"])
+def test_a_penalty_pulls_down_what_stands_before_a_node_the_root_among_it(kind: str) -> None:
+    """A head that would repeat every token, and else count on."""
+    head = TableHead(0, 1.0)
+    head.table = (2.0 * torch.eye(VOCAB) + 1.5 * torch.eye(VOCAB).roll(1, 1)).expand(head.max_depth, -1, -1)
+    config = TreeConfig(kind, 4, 1, 1 if kind == "best_first" else 4, [], [])
+    for penalty, drafted in ((1.0, [0, 0, 0, 0, 0]), (2.0, [0, 1, 2, 3, 4])):
+        context = Context([0], Sampling(0.0, 0, 1.0, 0.0, penalty), Generator(0, torch.device("cpu")), 9)
+        token = grow(head, None, head.root(0), config, context).tree.token.tolist()
+        assert token == drafted[: len(token)]
+        assert len(token) == (2 if kind == "best_first" else 5)

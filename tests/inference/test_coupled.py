@@ -12,7 +12,7 @@ from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import Commit, Context, Proposal
 from inference.drafters.head import HeadDrafter
 from inference.policy import grow
-from inference.rng import Coupled
+from inference.rng import Coupled, Generator
 from inference.sample import Sampling
 from inference.tree import DraftTree, children
 from inference.verify import decide, verify
@@ -26,6 +26,22 @@ SAMPLINGS = {
     "T1.5": Sampling(1.5, 0, 1.0),
     "all": Sampling(1.0, 20, 0.95, 0.02, 1.2),
 }
+
+
+# The text depends on no head: each drafts in one tree under one sampling, and one of them in every tree under two.
+PRODUCT = [
+    pytest.param(
+        head,
+        tree,
+        sampling,
+        marks=[]
+        if (i % len(toys.TREES), i % len(SAMPLINGS)) == (j, k) or (head == "eagle" and sampling in ("T1.5", "all"))
+        else pytest.mark.slow,
+    )
+    for i, head in enumerate(HEADS)
+    for j, tree in enumerate(toys.TREES)
+    for k, sampling in enumerate(SAMPLINGS)
+]
 
 
 class Guess:
@@ -63,9 +79,7 @@ def drafted(head: str, tree: str, sampling: str, seed: int) -> Generation:
     return speculate(target, source, toys.prompt(seed), settings(sampling, seed))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("tree", toys.TREES)
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("head", "tree", "sampling"), PRODUCT)
 def test_every_draft_gives_plain_decodings_text(head: str, tree: str, sampling: str) -> None:
     for seed in range(2):
         made = drafted(head, tree, sampling, seed)
@@ -207,3 +221,11 @@ def test_policies_race_their_laws_against_the_noise_of_each_depth(tree: str) -> 
         assert q is None
         path, *_ = decide(tree_, tables.scores(tree_, sampling), None, sampling, rng, "coupled")
         assert not children(tree_)[path[-1]]
+
+
+def test_every_position_draws_by_itself() -> None:
+    """What is drafted ahead at a position is the same when asked again, and says nothing of the next one's draft."""
+    law = torch.full((1, 500), 0.002)
+    drawn = [tuple(Generator(5, CPU).at(position, CPU).draw(law)) for position in (*range(20), *range(20))]
+    assert drawn[:20] == drawn[20:]
+    assert len(set(drawn)) > 15

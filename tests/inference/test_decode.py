@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference.batch import Batch
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters import Commit, Context, Proposal
 from inference.sample import GREEDY, Sampling
@@ -86,6 +87,61 @@ def test_eos_inside_an_accepted_path_ends_there() -> None:
     assert sum(step.committed for step in made.steps) == end
 
 
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_no_answer_ends_before_min_new_tokens_as_in_transformers(lacking: int) -> None:
+    """An end that comes after k tokens ends the answer at a minimum of k, and has no probability at one of k + 1."""
+    text, target, prompt = plain(), toys.target(), toys.prompt(0)
+    end = next(i for i in range(6, 20) if text.index(text[i]) == i and i % 4 != 0)
+    generate: Any = target.model.generate
+    least = {"min_new_tokens": end + lacking, "eos_token_id": text[end], "pad_token_id": text[end]}
+    token = torch.tensor([prompt])
+    made = generate(token, attention_mask=torch.ones_like(token), max_new_tokens=24, do_sample=False, **least)
+    expected = made[0, len(prompt) :].tolist()
+    assert (expected == text[: end + 1]) is (lacking == 0)
+    settings = Settings(24, GREEDY, min_new_tokens=end + lacking)
+    target.eos = frozenset({text[end]})
+    try:
+        assert autoregress(target, prompt, settings).tokens == expected
+        assert speculate(target, Oracle(expected, 3), prompt, settings).tokens == expected
+    finally:
+        target.eos = frozenset()
+
+
+class Recorder(Oracle):
+    """Keeps what every pass has committed."""
+
+    feature_layers = (0, 2)
+
+    def reset(self, prompt: list[int]) -> None:
+        super().reset(prompt)
+        self.commits: list[Commit] = []
+
+    def observe(self, commit: Commit) -> None:
+        self.commits.append(commit)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> None:
+    """What a head reads of a token, also of one whose wrong sibling was drafted before it, is what the target gives."""
+    target, text = toys.target(), plain()
+    sources = [Recorder(text, 3, wrong_first=True) for _ in range(batch_size)]
+    target.feature_layers = Recorder.feature_layers
+    batch = Batch(target, sources)
+    with torch.inference_mode():
+        for number in range(batch_size):
+            batch.admit(number, toys.prompt(0), Settings(24, GREEDY))
+        while not batch.rows[0].session.made.finish:
+            batch.step()
+    for source in sources:
+        token = torch.cat([torch.tensor(toys.prompt(0)[:1]), *(commit.token for commit in source.commits)])
+        assert token.tolist() == (toys.prompt(0) + text)[: len(token)]
+        assert len(token) > len(toys.prompt(0)) + 12
+        alone = target.features(token[None, :-1], torch.zeros_like(token)[None, :-1])
+        for part in ("hidden", "last"):
+            rows = torch.cat([getattr(commit.rows, part) for commit in source.commits], 1)
+            torch.testing.assert_close(rows, getattr(alone, part), rtol=1e-4, atol=1e-4)
+
+
 def test_the_penalised_greedy_text_is_transformers() -> None:
     target, prompt = toys.target(), toys.prompt(0)
     settings = Settings(24, Sampling(0.0, 0, 1.0, 0.0, 1.5))
@@ -121,9 +177,10 @@ def test_the_context_is_filled_and_not_passed() -> None:
     assert made.tokens == text
 
 
-def test_gaps_are_the_targets_own() -> None:
+@pytest.mark.parametrize("wrong_first", [False, True])
+def test_gaps_are_the_targets_own(wrong_first: bool) -> None:
     settings = Settings(24, GREEDY, gaps=True)
-    made = speculate(toys.target(), Oracle(plain(), 3), toys.prompt(0), settings)
+    made = speculate(toys.target(), Oracle(plain(), 3, wrong_first), toys.prompt(0), settings)
     alone = autoregress(toys.target(), toys.prompt(0), settings)
     assert len(made.gaps) == len(made.tokens)
     assert made.gaps == pytest.approx(alone.gaps, abs=1e-3)

@@ -7,9 +7,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from data.batches import check_known, pack
+from data.masks import Sample
 from inference import probe
-from inference.target import Target, fast_dtype
+from inference.target import DTYPES, Target, fast_dtype
 from tests import toys
+
+Log = pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
@@ -24,6 +28,28 @@ def test_features_are_the_models_hidden_states(name: str) -> None:
     torch.testing.assert_close(found.hidden[:, :, 1], theirs.hidden_states[2], rtol=near, atol=near)
     torch.testing.assert_close(found.last, theirs.hidden_states[-1], rtol=near, atol=near)
     torch.testing.assert_close(target.ends.logits(found.last), theirs.logits, rtol=near, atol=near)
+
+
+def test_what_auto_chose_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log) -> None:
+    LlamaForCausalLM(LlamaConfig(**toys.SIZES)).save_pretrained(tmp_path)
+    toys.tokenizer().save_pretrained(tmp_path)
+    for fast, dtype, said in [("bfloat16", "auto", True), ("float32", "auto", False), ("bfloat16", "bfloat16", False)]:
+        monkeypatch.setattr("inference.target.fast_dtype", lambda _, fast=fast: DTYPES[fast])
+        caplog.clear()
+        assert Target.load(str(tmp_path), dtype, "cpu").dtype == DTYPES[fast]
+        told = "a checkpoint in float32, run in bfloat16, fast here; model.dtype=float32 keeps it"
+        assert (told in caplog.text) == said
+
+
+def test_tokens_beyond_the_embedding_are_said_and_refused(caplog: Log) -> None:
+    tokenizer = toys.tokenizer()
+    tokenizer.add_tokens(["<pad>", "<more>"])
+    target = Target(LlamaForCausalLM(LlamaConfig(**toys.SIZES)), tokenizer, "toy")
+    assert "toy: knows 40 tokens, and its tokenizer has 2 more, from '<pad>' on" in caplog.text
+    good, bad = pack([Sample("a", [1, 39, 2], [1, 1, 1])], 4), pack([Sample("b", [1, 41, 2], [0, 0, 0])], 4)
+    check_known(good, tokenizer, target.ends.vocab_size)
+    with pytest.raises(ValueError, match=r"the data holds token 41 \('<more>'\), but the target knows 40"):
+        check_known(bad, tokenizer, target.ends.vocab_size)
 
 
 def test_a_pass_keeps_no_layer_that_nobody_asked_for() -> None:

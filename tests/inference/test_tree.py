@@ -1,16 +1,22 @@
 """Pure functions on trees, on one that can be drawn by hand, and the published shapes."""
 
+from time import process_time
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from heads.base import Level
 from heads.resolvers import ROOT
 from heads.typed import typed
 from inference import tree as trees
-from inference.policy import TreeConfig
+from inference.drafters import Context
+from inference.policy import TreeConfig, grow
+from inference.rng import Generator
+from inference.sample import Sampling
 from inference.tree import DraftTree
+from tests import toys
 
 #     0
 #    / \
@@ -96,9 +102,52 @@ def test_bad_configurations_are_named() -> None:
         ("static", {"paths": [[-1]]}, "tree.paths holds a path"),
         ("static", {"paths": [[]]}, "tree.paths holds a path"),
         ("static", {"paths": [[rank] for rank in range(16_385)]}, "holds 16385 nodes"),
+        ("chain", {"depth": 2000}, "tree.depth is"),
+        ("static", {"paths": [[0] * 100_000]}, "tree.paths is 100000 deep"),
+        ("static", {"paths": [[0] * 1000]}, "tree.paths holds .0, 0, .* without its parent"),
+        ("sampled", {"widths": [1] * 100_000}, "tree.widths is 100000 deep"),
     ],
 )
 def test_a_tree_that_nobody_can_build_is_refused(kind: str, change: dict[str, Any], told: str) -> None:
     whole: dict[str, Any] = {"kind": kind, "depth": 0, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
-    with pytest.raises(ValueError, match=told):
-        TreeConfig(**whole | change)
+    before = process_time()
+    with pytest.raises(ValueError, match=told) as error:
+        typed(TreeConfig, whole | change)
+    assert len(str(error.value)) < 500
+    assert process_time() - before < 10  # OmegaConf alone would take half a minute
+
+
+class Watching:
+    """A head of random logits that checks the mask of every call: a drafted row sees those on its own path alone.
+
+    Which rows these are it tells from the paths' tokens, so nothing of it comes of the tree that is being grown.
+    """
+
+    max_depth = 4
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.rows: list[tuple[int, ...]] = []
+        self.level: list[tuple[int, ...]] = [()]
+
+    def answer(self) -> Level:
+        logits = torch.randn(len(self.level), toys.VOCAB, generator=self.generator)
+        return Level(logits, logits[:, :0], ())
+
+    def expand(self, state: Any, level: Level, token: torch.Tensor, parent: torch.Tensor, mask: torch.Tensor) -> Level:
+        drafted = zip(token.tolist(), parent.tolist(), strict=True)
+        self.level = [(*self.level[above], each) for each, above in drafted]
+        self.rows += self.level
+        assert mask.tolist() == [[row == path[: len(row)] for row in self.rows] for path in self.level]
+        return self.answer()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", toys.TREES)
+def test_a_drafted_row_sees_its_own_path_and_no_sibling(name: str, temperature: float) -> None:
+    head = Watching()
+    context = Context([3, 5], Sampling(temperature, 0, 1.0), Generator(0, torch.device("cpu")), 4)
+    grown = grow(head, None, head.answer(), toys.TREES[name], context).tree
+    assert len(head.rows) > (0 if name == "chain" else 3)
+    below = {tuple(grown.token[path[1:]].tolist()) for path in trees.paths(grown)}
+    assert len(below) == len(trees.paths(grown))  # so paths are told apart by their tokens

@@ -99,6 +99,13 @@ def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch:
     assert made.tokens != autoregress(target, prompt, Settings(16, GREEDY)).tokens
 
 
+def test_typical_acceptance_takes_the_entropy_in_nats() -> None:
+    """By hand: seven tokens of 0.14 and one of 0.02 have 2.005 nats, so the bar is 0.040; in bits it would be 0.017."""
+    law = torch.tensor([[0.14] * 7 + [0.02]] * 2)
+    tree = DraftTree(torch.tensor([0, 7]), torch.tensor([-1, 0]))
+    assert decide(tree, law.log(), None, T1, Generator(0, torch.device("cpu")), "typical").path == [0]
+
+
 def test_typical_acceptance_is_medusas() -> None:
     # Entropy of (0.9, 0.1): 0.325 nats, so the bar is min(0.09, 0.3 exp(-0.325)) = 0.09: both stand. Of the even law
     # over 8: ln 8, so the bar is 0.3 / 8 = 0.0375: all stand. A law (0.95, 0.05): 0.05 stays below 0.09.

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,21 @@ def test_space_that_was_freed_in_time_costs_nothing(tmp_path: Path, monkeypatch:
     here.save(state(), 8, {}, best=0)
     here.finish()
     assert names(tmp_path) == ["step-00000008"]
+
+
+def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
+    here, folder = saver(tmp_path, keep=1), tmp_path / "checkpoints"
+    here.save(state(), 4, {}, best=0)
+    here.finish()
+    others = ["step-00000006.bak", "step-", "step-00000008 copy", "step-12"]
+    for name in others:
+        shutil.copytree(folder / "step-00000004", folder / name)
+    assert saver(tmp_path).newest() == folder / "step-00000004"
+    checkpoint.set_aside(folder, 2)
+    here.save(state(), 8, {}, best=0)
+    here.save(state(), 10**8, {}, best=0)
+    here.finish()
+    assert names(tmp_path) == sorted(["damaged-step-00000004", "step-100000000", *others])
 
 
 def test_leftovers_go(tmp_path: Path) -> None:

@@ -5,12 +5,16 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.train import driver, jobs
+from tests.train.test_features import configured
 from tests.train.undisturbed import BATCHES, STEPS, Toy, steps
+from train import run as runs
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +131,44 @@ def test_no_good_checkpoint(toy: Toy) -> None:
     (error,) = errors(job)
     assert "no checkpoint loads" in error
     assert error.endswith("start again with overwrite=true")
+
+
+def other_weights(head: Path) -> None:
+    """Write what is a head too, as one that was measured after the last checkpoint and then lost with its run."""
+    tensors = load_file(head / "model.safetensors")
+    save_file({name: value + value.is_floating_point() for name, value in tensors.items()}, head / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        shutil.rmtree,
+        lambda head: os.truncate(head / "model.safetensors", 1000),
+        lambda head: (head / "config.json").write_text("{"),
+        other_weights,
+    ],
+    ids=["gone", "cut", "unreadable", "another"],
+)
+def test_a_finished_run_gets_the_head_of_its_best_step_back(
+    toy: Toy, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = toy.new()
+    shutil.copytree(toy.folder / "whole", place / "out")
+    again = configured([*toy.overrides, f"out={place / 'out'}", "resume=true"])
+    damage(place / "out" / "head")
+    runs.train(*again)
+    toy.same(place)
+    assert caplog.text.count("is not the head of its best step, and is written again from step-00000008") == 1
+    caplog.clear()
+    shutil.rmtree(place / "out" / "checkpoints" / "step-00000008")
+    runs.train(*again)
+    toy.same(place)
+    assert not caplog.text, "a head that is whole needs no checkpoint"
+    damage(place / "out" / "head")
+    if damage is not other_weights:  # which no one can tell without the checkpoint
+        with pytest.raises(ValueError, match=r"its head is lost \(.*its best step \(.*overwrite=true") as caught:
+            runs.train(*again)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("dead", [1, 0])

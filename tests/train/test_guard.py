@@ -16,6 +16,7 @@ from data.batches import Batches, Packed
 from tests.train import jobs
 from tests.train.poison import poison
 from tests.train.test_features import configured
+from train import checkpoint
 from train import run as runs
 from train.guard import WINDOW, Guard, keep_batch
 from train.loop import Loop
@@ -105,6 +106,15 @@ def test_a_run_with_a_skipped_step_resumes_bit_for_bit(
     assert "1 bad steps skipped; their batches are in" in capsys.readouterr().err
 
 
+def test_the_head_is_the_average_of_the_weights_and_not_the_last_ones(job: Job) -> None:
+    found = dict(checkpoint.tensors(job.folder / "good" / "checkpoints" / f"step-{STEPS:08d}"))
+    head = load_file(job.folder / "good" / "head" / "model.safetensors")
+    averaged = [name for name in head if f"average/{name}" in found]
+    assert len(averaged) > 5
+    assert all(head[name].equal(found[f"average/{name}"]) for name in averaged)
+    assert not any(head[name].equal(found[f"weight/{name}"]) for name in averaged)
+
+
 def test_the_batch_is_kept(job: Job, skipped: Path) -> None:
     kept = load_file(skipped / "bad" / f"step-{BAD + 1}.safetensors")
     assert kept["row"].tolist() == job.rows
@@ -135,7 +145,30 @@ def test_a_run_that_is_to_stop_stops_before_the_bad_step(job: Job, monkeypatch: 
 
 def test_bad_steps_without_end_stop_a_run(job: Job) -> None:
     with pytest.raises(ValueError, match="2 bad steps in a row, "):
-        job.train("endless", "trainer.bad_steps=2", "trainer.lr=1e30", "trainer.warmup=0", "trainer.clip=1e9")
+        job.train("endless", "trainer.bad_steps=2", "trainer.lr=1e18", "trainer.warmup=0", "trainer.clip=1e9")
+
+
+def refused() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate 2.00 GiB.")
+
+
+def test_a_step_without_memory_ends_the_run_in_one_line_and_it_goes_on(
+    job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As an accelerator's allocator fails, torch's on a CPU, Python's own."""
+    take, out = Loop.take, tmp_path / "crowded"
+    words = [f"out={out}", "trainer.steps=6", "resume=true"]
+    for fails in (refused, lambda: torch.empty(2**60), lambda: bytearray(2**62)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Loop, "take", lambda loop, step, fails=fails: fails() if step == 5 else take(loop, step))
+            with pytest.raises(
+                ValueError, match=r"out of memory \(.*\); resume=true .* trainer\.micro_tokens"
+            ) as caught:
+                job.train("crowded", *words)
+        assert "\n" not in str(caught.value)
+        assert checkpoint.found(out / "checkpoints")[-1].name == "step-00000004"
+    job.train("crowded", *words, "trainer.micro_tokens=32")
+    assert sorted(records(out)) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from transformers import OPTConfig, OPTForCausalLM
 
 from heads.resolvers import ROOT, register_resolvers
 from heads.store import save_head
@@ -150,3 +151,11 @@ def test_what_a_head_starts_from_by_itself(
         start is None and "head=mtp" in overrides and "init=null" not in overrides
     )
     first_head(found, target)
+
+
+def test_a_target_whose_embedding_is_narrower_than_its_layers_gets_no_head() -> None:
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = OPTConfig(**sizes, vocab_size=toys.VOCAB, ffn_dim=48, max_position_embeddings=160, bos_token_id=None)
+    target = Target(OPTForCausalLM(config), toys.tokenizer(), "opt")
+    with pytest.raises(ValueError, match="OPTForCausalLM: its layers are 32 wide but its embedding and lm_head 16"):
+        first_head(run("head=eagle"), target)

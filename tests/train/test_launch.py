@@ -1,8 +1,11 @@
 """What launcher=… starts, by accelerate or as a job of SLURM, and what it refuses, in one line each."""
 
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,47 @@ def test_the_main_process_says_first_what_is_wrong(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ValueError, match="here"), launch.main_first():
             raise ValueError("here")
     assert waited == [launch.AFTER]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_process_ends_with_its_launcher(late: bool) -> None:
+    """Also where the launcher was killed before this was asked for."""
+    alive, end = os.pipe()
+    launcher = os.fork()
+    if not launcher:
+        os.environ[launch.PARENT] = str(os.getpid())
+        if os.fork():
+            signal.pause()
+        while late and os.environ[launch.PARENT] == str(os.getppid()):
+            time.sleep(0.01)
+        try:
+            launch.end_with_parent()
+            os.write(end, b"x")
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    os.close(end)
+    if not late:
+        assert os.read(alive, 1) == b"x"
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    assert select.select([alive], [], [], 20)[0], "it lives on"
+    assert os.read(alive, 1) == b""
+    os.close(alive)
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_leaves_no_process_training(tmp_path: Path) -> None:
+    out, metrics = tmp_path / "out", tmp_path / "out" / "metrics.jsonl"
+    words = ["trainer.steps=100000", "trainer.eval_prompts=0", "eval.prompts=0", "launcher=ddp", f"out={out}"]
+    job = jobs.start([*jobs.make(tmp_path), *words, "launcher.num_processes=2"])
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.1)
+    job.kill()
+    printed, _ = job.communicate(timeout=60)  # at the end of all that hold its output
+    assert "stopped by SIGTERM, checkpoint at step" in printed
+    assert len(list((out / "checkpoints").glob("step-*"))) == 1
 
 
 def test_slurm_is_missed_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

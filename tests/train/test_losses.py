@@ -1,13 +1,15 @@
 """Losses against their formulas, over the whole vocabulary and over a pruned one."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from heads.typed import typed
 from tests.train.test_objective import CONFIG
-from train.losses import LOSSES, Law, Rows
+from train.losses import LOSSES, Law, ObjectiveConfig, Rows
 
 
 def rows(width: int) -> Rows:
@@ -89,4 +91,18 @@ def test_total_variation_is_half_the_distance_of_the_laws() -> None:
 )
 def test_bad_numbers_are_named(change: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        replace(CONFIG, **change)
+        typed(ObjectiveConfig, OmegaConf.create({"objective": {**asdict(CONFIG), **change}}).objective)
+
+
+@pytest.mark.parametrize("name", ["lk", "confidence"])
+def test_the_acceptance_that_weighs_or_is_predicted_is_taken_as_it_is(name: str) -> None:
+    """A gradient through it would make the draft easier to weigh or to predict, and not better."""
+    x = replace(rows(7), log_q=rows(7).log_q.requires_grad_(), confidence=torch.randn(5, requires_grad=True))
+    share = (-CONFIG.eta * x.overlap().detach()).exp()
+    mixed = share * LOSSES["kl"](x, CONFIG) + (1 - share) * LOSSES["tv"](x, CONFIG)
+    value = LOSSES[name](x, CONFIG)
+    if name == "lk":
+        wanted, found = (torch.autograd.grad(each.sum(), x.log_q)[0] for each in (mixed, value))
+        torch.testing.assert_close(found, wanted)
+    else:
+        assert torch.autograd.grad(value.sum(), [x.log_q, x.confidence], allow_unused=True)[0] is None

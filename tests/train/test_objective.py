@@ -232,3 +232,22 @@ def test_noise_depends_on_seed_and_row_alone() -> None:
     assert not noisy(features, 0.2, 1, index).last.equal(both.last)
     spread = (both.last - features.last).abs().max()
     assert 0.9 * 0.1 * 32 < spread <= 0.1 * 32
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle pruned"])
+def test_accuracy_counts_the_rows_whose_guess_is_the_targets_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that a pruned vocabulary lacks is never right, whatever is guessed in its place."""
+    head: Any = toys.head(name, toys.target())
+    features, mask = batch(head.feature_layers)
+    drafts, score = head.unroll(features, 2), head.score
+    first = 2.0 * (torch.arange(toys.VOCAB if head.vocab is None else len(head.vocab.ids)) == 0)
+    monkeypatch.setattr(head, "score", lambda state, depth: score(state, depth) + first)
+    _, sums = loss_of(head, drafts, features, mask, CONFIG)
+    wanted, counts, missed = head.ends.logits(features.last).argmax(-1), [], 0
+    for d, trained in enumerate(trainable(features.document, mask, 2), 1):
+        guess, best = head.score(drafts[d - 1].state, d).argmax(-1), rows.teacher(wanted, d)
+        place = best if head.vocab is None else head.vocab.place(best)
+        counts.append(int((trained & (guess == place)).sum()))
+        missed += int((trained & (place < 0) & (guess == 0)).sum())
+    assert sums["accuracy"].tolist() == counts
+    assert (missed > 0) == (head.vocab is not None)

@@ -189,6 +189,19 @@ def test_what_is_refused_leaves_the_folder_as_it_was(run: Path) -> None:
     assert {name: (out / name).read_bytes() for name in files_of(out)} == before
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["report.html", "report.md", "config.yaml", "provenance.json", "metrics.jsonl", "head", "head/config.json"],
+)
+def test_what_a_link_leads_to_is_not_published(run: Path, tmp_path: Path, name: str) -> None:
+    (run / "provenance.json").touch()
+    (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=rf"{name}: a link, to {tmp_path}/elsewhere, which is not published; put the"):
+        publish(config(run, dry_run=True), HfApi(), str)
+    assert not (run / "publish").exists()
+
+
 def test_a_folder_with_something_of_its_own_is_not_replaced(run: Path) -> None:
     out = publish(config(run, dry_run=True), HfApi(), str)
     (out / "plots" / "deep").mkdir()

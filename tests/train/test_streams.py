@@ -16,14 +16,13 @@ from omegaconf import OmegaConf
 from data.batches import Batch, Batches, pack
 from data.masks import Sample
 from heads.resolvers import ROOT, register_resolvers
-from heads.typed import typed
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.streams import StreamsDrafter
 from inference.sample import GREEDY
 from inference.streams import Streams, load_streams
 from tests import toys
 from train.stream_loop import StreamLoop, StreamsRunConfig, anchors, stream_sums
-from train.streams import train
+from train.streams import streams_config, train
 
 SMALL = [
     "data.length=32", "data.held_out=4", "data.max_tokens=64", "model.dtype=float32", "model.device=cpu",
@@ -38,7 +37,7 @@ def configured(*overrides: str) -> tuple[StreamsRunConfig, dict[str, Any]]:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("streams", list(overrides))
         resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-        return typed(StreamsRunConfig, cfg), resolved
+        return streams_config(cfg), resolved
 
 
 def batch(seed: int = 0, rows: int = 3, width: int = 24) -> Batch:
@@ -48,6 +47,10 @@ def batch(seed: int = 0, rows: int = 3, width: int = 24) -> Batch:
     document = [[0] * 9 + [1] * (width - 9) for _ in range(rows - 1)] + [[0] * 14 + [-1] * (width - 14)]
     mask = [[int(t % 9 > 2) for t in range(width)] for _ in range(rows)]
     return Batch(*(torch.tensor(part) for part in (token, document, mask)), torch.arange(rows))
+
+
+def test_streams_take_the_debug_preset() -> None:
+    assert configured("trainer=debug")[0].trainer.steps == 4
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 9])

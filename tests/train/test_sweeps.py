@@ -9,14 +9,16 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from eval.report import Report
 from eval.row import LIVE, TEACHER_FORCED
 from heads.resolvers import ROOT, register_resolvers
 from tests.eval.stubs import ROW
 from tests.train import jobs
-from train import sweep
+from train import launch, sweep
 from train.config import run_config
 
 MODES = {"one": RunMode.RUN, "many": RunMode.MULTIRUN}
@@ -30,8 +32,8 @@ def mode(patch: pytest.MonkeyPatch, which: str) -> None:
     ("which", "code", "raised"),
     [
         ("one", 2, SystemExit),
-        ("many", 2, RuntimeError),
-        ("many", 1, RuntimeError),
+        ("many", 2, HydraException),
+        ("many", 1, HydraException),
         ("many", 143, SystemExit),
     ],
 )
@@ -78,6 +80,19 @@ def test_trials_are_named_after_their_values() -> None:
         assert run_config(compose("train", ["sweep=optuna"])).name == names[0]
     assert len(set(names)) == len(words)
     assert all(name.startswith("tiny-eagle-") for name in names)
+
+
+def test_the_runs_of_a_multirun_are_numbered_and_not_named_after_their_overrides() -> None:
+    for command in ("train", "eval", "sweep/optuna"):
+        values = yaml.safe_load((ROOT / "conf" / f"{command}.yaml").read_text())
+        assert values["hydra"]["sweep"]["subdir"] == "${hydra.job.num}"
+
+
+def test_a_runs_processes_are_given_its_overrides_as_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["out=x/${name}", "+a.b_token=${oc.env:HEADSTART_NONE_SECRET}"]
+    overrides = OmegaConf.create({"task": given})
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(overrides=overrides))
+    assert launch.overrides() == given
 
 
 def taus(folder: Path) -> dict[float, float]:

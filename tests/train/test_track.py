@@ -1,14 +1,18 @@
 """Trackers: what each is given, what a resumed run leaves in them, and that none of them can stop a run."""
 
 import json
+import os
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from heads.command import without_secrets
 from tests.train import jobs
 from tests.train.test_features import configured
 from train import track
@@ -151,12 +155,27 @@ def test_lines_that_a_full_disk_refuses_come_when_there_is_room(
     assert caplog.text.count("its lines are kept until there is room") == 1
 
 
-def test_a_resumed_run_drops_what_came_after(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "odd", [b'{"step": 5, "lo', b"{}\n", b"12\n", b'{"step": null}\n', b'{"step": 2, "\xff": 1}\n', b"\n", b"[" * 10**5]
+)
+def test_a_resumed_run_drops_what_came_after_and_what_is_no_record(
+    tmp_path: Path, odd: bytes, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first is what a run that was killed while it wrote leaves."""
     tracked(tmp_path, ["jsonl"])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # killed while it wrote
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(odd)
     tracked(tmp_path, [], start=2, stop=6)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert "failed" not in capsys.readouterr().err
+    assert caplog.text.count("lines that hold no step are left out: 1") == 1
+
+
+def test_a_last_record_without_its_newline_stays_one(tmp_path: Path) -> None:
+    tracked(tmp_path, [], stop=2)
+    (tmp_path / "metrics.jsonl").write_bytes((tmp_path / "metrics.jsonl").read_bytes().strip())
+    tracked(tmp_path, [], start=2, stop=3)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
 def scalars(out: Path, name: str) -> list[tuple[int, float]]:
@@ -177,6 +196,11 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
 
 def test_wandb_offline_goes_on_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
+    before = set(os.environ)
+    words = without_secrets(["a.api_key=cAnArY", "b=https://me:cAnArY@h", "c=shown"])
+    for name in set(os.environ) - before:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
     tracked(tmp_path, ["wandb_offline"], stop=2)
     kept = (tmp_path / "wandb-id.txt").read_text()
     tracked(tmp_path, ["wandb_offline"], start=2, stop=3)
@@ -184,7 +208,35 @@ def test_wandb_offline_goes_on_under_one_id(tmp_path: Path, monkeypatch: pytest.
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     assert all((folder / f"run-{kept}.wandb").stat().st_size > 0 for folder in folders)
-    assert b"accuracy/2" in (folders[0] / f"run-{kept}.wandb").read_bytes()
+    written = (folders[0] / f"run-{kept}.wandb").read_bytes()
+    assert b"accuracy/2" in written
+    assert b"c=shown" in written, "it has the command line"
+    assert b"cAnArY" not in written
+
+
+def test_wandb_without_its_server_goes_on_offline_and_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[dict[str, Any]] = []
+    logged: list[str] = []
+
+    def init(**given: Any) -> Stub:
+        asked.append(given)
+        if given["mode"] == "online":
+            raise wandb.errors.CommError("connection\nrefused")
+        stub = Stub("", logged)
+        vars(stub).update(log=lambda _, step: logged.append(f"log {step}"), finish=stub.close)
+        return stub
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda: logged.append("teardown"))
+    tracked(tmp_path, ["wandb"], stop=2)
+    assert logged == ["teardown", "start", "log 1", "log 2", "close"]
+    assert [each["mode"] for each in asked] == ["online", "offline"]
+    assert asked[0]["id"] == asked[1]["id"] == (tmp_path / "wandb-id.txt").read_text()
+    assert asked[0]["settings"].init_timeout <= 15
+    (record,) = caplog.records
+    assert record.getMessage().startswith("wandb: connection refused; the run is written to ")
 
 
 def test_a_clocks_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

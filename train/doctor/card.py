@@ -71,7 +71,8 @@ def tree(head: Examined, label: str) -> TreeConfig | None:
 
 def acceptance(head: Examined, said: Row | None, measured: Measured) -> Findings:
     """Whether the card's interval and the measured one overlap, and whether the head is accepted at all."""
-    found, interval = metrics.acceptance(measured.made), metrics.tau_interval(measured.made, 0)
+    found, groups = metrics.acceptance(measured.made), metrics.clustered(measured.prompts)
+    interval = metrics.tau_interval(measured.made, 0, groups)
     if found.tau is None:
         yield unknown("no answer is longer than a token; give checkup.workload=FILE with other prompts")
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 from eval.reading import read_report
 from heads.errors import one_line
 from heads.hub import hub_errors, resolve_head
-from heads.outside import parse_json, parse_yaml
+from heads.outside import parse_json, parse_yaml, regular
 from heads.published import FORMATS
 from heads.published.files import PREFIX, stored_tensors
 from heads.store import CONFIG, WEIGHTS, last_good
@@ -34,7 +34,7 @@ def _yaml(path: Path) -> Any:
 
 def _parsed(path: Path, parse: Callable[[bytes], Any]) -> Any:
     try:
-        return parse(path.read_bytes())
+        return parse(regular(path).read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); download or write it again") from None
 

@@ -1,0 +1,159 @@
+"""Chat templates, which are programs from outside: they end, and whatever they raise is one line.
+
+transformers renders them in jinja2's sandbox, which keeps them from files and from Python, but not from work without
+end. Here they are compiled for that sandbox with a clock in it: each round of a loop, each macro and each item of a
+filter looks at it, so it needs no thread and no signal. What one step may take is bounded where a product or a power is
+made; memory is not.
+"""
+
+import importlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from time import thread_time
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from heads.errors import one_line
+from heads.outside import CUT
+
+SECONDS = 10.0  # of a processor that one rendering may take: thousands of times what the longest chats do
+LARGEST = 1 << 20  # elements of a product, or bits of a number
+ROUNDS = 8  # between two looks at the clock, which cost as much as a round
+BROKEN = (TemplateSyntaxError, SyntaxError)  # the latter from Python, whose own limits nested blocks meet
+RAISED = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError,
+    AssertionError, NameError,
+)  # fmt: skip
+
+utils: Any = importlib.import_module("transformers.utils.chat_template_utils")
+compile_as_it_is: Callable[[str], Template] = utils._compile_jinja_template
+
+
+class RenderError(ValueError):
+    """A chat that its template does not render: it refuses it, or fails at it. The message is one line."""
+
+
+class EndlessError(Exception):
+    """A template that has had its time."""
+
+
+class Clock(threading.local):
+    """When the rendering at hand must have ended, by the time of its thread, and the rounds since the last look."""
+
+    end = math.inf
+    rounds = 0
+
+    def tick(self) -> None:
+        """Count a round."""
+        self.rounds += 1
+        if self.rounds % ROUNDS == 0 and thread_time() > self.end:
+            raise EndlessError
+
+
+CLOCK = Clock()
+
+
+@contextmanager
+def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Bound the rendering of a chat in the block, and turn what its template raises into one line.
+
+    Raises:
+        RenderError: the template does not render this chat.
+        ValueError: it renders none, or does not end.
+    """
+    name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+    CLOCK.end = thread_time() + SECONDS
+    try:
+        yield
+    except EndlessError:
+        raise ValueError(f"{name} does not end: stopped after {SECONDS:g} s of one chat; correct it") from None
+    except BROKEN as error:
+        raise ValueError(f"{name} is broken: {_why(error)}; correct it") from error
+    except RAISED as error:
+        raise RenderError(f"{name} refuses it: {_why(error)}") from error
+    finally:
+        CLOCK.end = math.inf
+
+
+def _why(error: Exception) -> str:
+    kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # what raise_exception raises
+    return kind + one_line(error)[:CUT] if str(error) else type(error).__name__
+
+
+class Timed(ImmutableSandboxedEnvironment):
+    """The sandbox with the clock in it."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def from_string(self, source: Any, *args: Any, **named: Any) -> Template:
+        """Compile a template whose loops and macros look at the clock."""
+        tree = self.parse(source)
+        tick = nodes.EnvironmentAttribute("tick", lineno=1)
+        repeated: Any = tree.find_all((nodes.For, nodes.Macro))
+        for each in repeated:
+            each.body.insert(0, nodes.ExprStmt(tick, lineno=each.lineno))
+            if isinstance(each, nodes.For) and each.test is not None:  # the body does not see what that leaves out
+                each.test = nodes.And(tick, each.test, lineno=each.lineno)
+        tree.set_environment(self)
+        return super().from_string(tree, *args, **named)
+
+    @property
+    def tick(self) -> bool:
+        """A look at the clock, as an expression that is true."""
+        CLOCK.tick()
+        return True
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Multiply or raise to a power, where that is no bomb."""
+        if _size(operator, left, right) > LARGEST:
+            raise SecurityError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+    held, times = (left, right) if isinstance(right, int) else (right, left)
+    return len(held) * times if isinstance(times, int) and hasattr(held, "__len__") else 0
+
+
+def _timed(applied: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that looks at the clock with each item that it yields."""
+
+    @wraps(applied)  # by whose attributes jinja2 knows what to hand it
+    def call(*args: Any, **named: Any) -> Any:
+        made = applied(*args, **named)
+        return _items(made) if isinstance(made, Iterator) else made
+
+    return call
+
+
+def _items(made: Iterator[Any]) -> Iterator[Any]:
+    for item in made:
+        CLOCK.tick()
+        yield item
+
+
+@lru_cache
+def compile_timed(template: str) -> Template:
+    """Return what transformers compiles of a template, in an environment with the same in it, and the clock."""
+    known = compile_as_it_is("").environment
+    own = Timed(
+        trim_blocks=known.trim_blocks,
+        lstrip_blocks=known.lstrip_blocks,
+        extensions=[type(each) for each in known.extensions.values()],
+    )
+    own.globals = {name: value for name, value in known.globals.items() if name != "lipsum"}  # a loop of Python's own
+    own.filters = {name: _timed(applied) for name, applied in known.filters.items()}
+    return own.from_string(template)
+
+
+utils._compile_jinja_template = compile_timed  # transformers has no other place for an environment of one's own

@@ -1,0 +1,100 @@
+"""command(): secrets of the command line reach neither Hydra nor its files, and no mistake tells a value."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from heads.command import without_secrets
+from train import convert
+
+SECRET = "cAnArY0123"
+Call = Callable[..., list[str]]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take back what a command sets."""
+    monkeypatch.delenv("HEADSTART_DEBUG", raising=False)
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+    """Return a function that runs a command with these words, and returns the sources that it was to convert."""
+    monkeypatch.chdir(tmp_path)
+    found: list[str] = []
+    monkeypatch.setattr(convert, "find_pickle", found.append)
+    monkeypatch.setattr(convert, "convert", lambda *_: tmp_path)
+
+    def run(*words: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["convert.py", *words])
+        GlobalHydra.instance().clear()
+        convert.main()
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([f"foo.api_key={SECRET}"], "Could not override 'foo.api_key'. To append"),
+        ([f"foo='a {SECRET}, b'"], "Could not override 'foo'."),
+        ([f"~hydra.verbose={SECRET}"], "The value of 'hydra.verbose' is False and not …"),
+        (
+            [f"hydra/launcher={SECRET}"],
+            "Could not find 'hydra/launcher/…' Available options in 'hydra/launcher': basic",
+        ),
+        ([f"out=interval({SECRET},1)"], "the override out=… cannot be read: give KEY=VALUE"),
+        ([f"out=a b'{SECRET}"], "the override out=… cannot be read"),
+        (["api_key", SECRET], "a word without a = cannot be read"),
+        ([f"hydra.run.dir=${{nope:{SECRET}}}"], "Unsupported interpolation type"),
+        (["-m", f"foo.bar={SECRET},b"], "Could not override 'foo.bar'"),
+    ],
+)
+def test_a_mistake_in_the_overrides_is_one_line_without_their_values(
+    words: list[str], message: str, call: Call, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        call(*words)
+    told = capfd.readouterr()
+    assert caught.value.code == 2
+    assert told.err.startswith("error: ")
+    assert message in told.err
+    assert told.err.count("\n") == 1
+    assert SECRET not in told.err + told.out
+
+
+def test_a_multirun_writes_no_secret_and_makes_no_folder_of_a_value(call: Call, tmp_path: Path) -> None:
+    urls = [f"https://me:{SECRET}@host/{name}" for name in "ab"]
+    words = ["-m", f"pickle={','.join(urls)}", "out=x/y", f"+hydra.job.env_set.A_TOKEN={SECRET}"]
+    assert call(*words, f"hydra.sweep.dir={tmp_path / 'sweep'}") == urls, "the command has them"
+    assert SECRET not in " ".join(sys.argv)
+    found = list((tmp_path / "sweep").rglob("*"))
+    assert {path.name for path in found} == {"0", "1", "multirun.yaml"}
+    assert not any(SECRET in path.read_text() for path in found if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (f"foo.api_key='it\\'s {SECRET}'", f"it's {SECRET}"),
+        (f"+a={{api_key: {SECRET}, b: 1}}", SECRET),
+        ("a_token=0x1f", "0x1f"),
+    ],
+)
+def test_the_environment_has_the_secret_as_it_was_meant(word: str, value: str) -> None:
+    before = set(os.environ)
+    (hidden,) = without_secrets([word])
+    ((name, kept),) = ((name, os.environ[name]) for name in set(os.environ) - before)
+    assert f"${{oc.env:{name}}}" in hidden
+    assert value not in hidden
+    assert kept == value
+    assert without_secrets([hidden]) == [hidden], "as a process that this one starts gets it"

@@ -1,0 +1,164 @@
+"""What a target must prove before it is believed: families whose masks, lengths or states are their own, against HF."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, PreTrainedConfig
+
+from data.answer_chats import AnswerSettings
+from data.answer_engine import Engine
+from inference.decode import Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.limits import check_masks
+from inference.probe import LONGEST
+from inference.sample import GREEDY
+from inference.target import Target
+from tests import toys
+from tests.inference import model_free
+from tests.inference.test_decode import Oracle
+
+TOKENS = 20
+BARE = {"vocab_size": toys.VOCAB, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+SIZES = toys.SIZES | {"num_hidden_layers": 2}
+DENSE = {key: value for key, value in SIZES.items() if key != "head_dim"}
+SMALL = BARE | {"hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.4}
+SSM = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 2}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+SWITCH = 24
+LONG = {"short_factor": [1.0] * 4, "long_factor": [4.0, 8.0, 16.0, 32.0], "original_max_position_embeddings": SWITCH}
+LONGROPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": (
+        "Phi3Config",
+        DENSE | {"original_max_position_embeddings": SWITCH, "rope_scaling": {"type": "longrope", **LONG}},
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        DENSE
+        | {"num_local_experts": 2, "num_experts_per_tok": 2, "original_max_position_embeddings": SWITCH}
+        | {"rope_scaling": {"type": "longrope", "short_mscale": 1.0, "long_mscale": 1.6, **LONG}},
+    ),
+    "llama": ("LlamaConfig", SIZES | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0, **LONG}}),
+}
+LLAMA4 = SIZES | EXPERTS | {"intermediate_size_mlp": 48}
+RECURRENT = "it keeps a recurrent state"
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama4 chunked": ("Llama4TextConfig", LLAMA4 | {"attention_chunk_size": 8}, "kind chunked_attention"),
+    "llama4 without rope": ("Llama4TextConfig", LLAMA4 | {"no_rope_layers": [1, 0]}, "kind chunked_attention"),
+    "llama4 dense": ("Llama4TextConfig", LLAMA4 | {"moe_layers": []}, "kind chunked_attention"),
+    "mamba": ("MambaConfig", SMALL | {"state_size": 4}, "does not run mamba models"),
+    "mamba2": (
+        "Mamba2Config",
+        SMALL | {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2},
+        "does not run mamba2 models",
+    ),
+    "rwkv": (
+        "RwkvConfig",
+        {**BARE, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "context_length": 160},
+        "does not run rwkv models",
+    ),
+    "jamba": (
+        "JambaConfig",
+        DENSE | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4},
+        RECURRENT,
+    ),
+    "bamba": ("BambaConfig", DENSE | SSM | {"attn_layer_indices": [1]}, RECURRENT),
+    "falcon-h1": ("FalconH1Config", SIZES | SSM | {"mamba_d_ssm": 64}, RECURRENT),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        SIZES
+        | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "layer_types": None},
+        RECURRENT,
+    ),
+    "lfm2": ("Lfm2Config", DENSE | {"full_attn_idxs": [1]}, "kind conv"),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        DENSE | SSM | EXPERTS | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16},
+        RECURRENT,
+    ),
+    "recurrent gemma": (
+        "RecurrentGemmaConfig",
+        {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}
+        | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8},
+        "cannot be rolled back",
+    ),
+    "gemma3 both ways": (
+        "Gemma3TextConfig",
+        SIZES | {"use_bidirectional_attention": True},
+        "what follows a prefix changes the logits",
+    ),
+}  # fmt: skip
+
+
+def gpt_neo(window: int) -> GPTNeoConfig:
+    return GPTNeoConfig(
+        **BARE, hidden_size=32, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]],
+        window_size=window, max_position_embeddings=2 * LONGEST + 32, intermediate_size=48, initializer_range=0.4,
+    )  # fmt: skip
+
+
+OWN_MASKS: dict[str, PreTrainedConfig] = {
+    "GPTNeoForCausalLM gives": gpt_neo(16),
+    "GPTNeoForCausalLM applies window_size=80 itself": gpt_neo(LONGEST + 16),
+    "MptForCausalLM gives": MptConfig(
+        vocab_size=toys.VOCAB, d_model=32, n_layers=3, n_heads=4, max_seq_len=160, initializer_range=0.4
+    ),
+}
+
+
+def made_of(config: PreTrainedConfig, name: str) -> Target:
+    torch.manual_seed(1)
+    return Target(AutoModelForCausalLM.from_config(config), toys.tokenizer(), name)
+
+
+def generated(target: Target, prompt: list[int]) -> list[int]:
+    """Return the greedy text as transformers writes it."""
+    generate: Any = target.model.generate
+    token = torch.tensor([prompt])
+    made = generate(token, attention_mask=torch.ones_like(token), max_new_tokens=TOKENS, do_sample=False)
+    return made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("said", OWN_MASKS)
+def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(said: str) -> None:
+    target, settings = made_of(OWN_MASKS[said], "own"), Settings(TOKENS, GREEDY)
+    prompt = toys.prompt(0, 30)
+    text = generated(target, prompt)
+    chain = HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "eagle")
+    assert speculate(target, chain, prompt, settings).tokens == text
+    with pytest.raises(ValueError, match=rf"own: .*\({said}.*tree=chain"):
+        speculate(target, Oracle(text, 3), prompt, settings)
+    with pytest.raises(ValueError, match=rf"own: .*\({said}.*batch_size=1"):
+        speculate(target, Plain(target.device), [prompt, prompt[:3]], settings, batch_size=2)
+    with pytest.raises(ValueError, match=rf"own: .*\({said}.*tree=chain"):  # as both commands that load a head do
+        check_masks(target, toys.TREES["static"])
+    asked = AnswerSettings(0.0, 1.0, TOKENS, True, 0, None, {})
+    with pytest.raises(ValueError, match=rf"own: .*\({said}.*batch_size=1"):
+        Engine(target, Plain(target.device), asked, 2)
+
+
+@pytest.mark.parametrize("name", LONGROPE)
+def test_a_text_that_crosses_longropes_switch_is_transformers(name: str) -> None:
+    kind, values = LONGROPE[name]
+    target, settings = made_of(getattr(transformers, kind)(**values), name), Settings(TOKENS, GREEDY)
+    assert target.takes_trees
+    prompts = [toys.prompt(seed, length) for seed, length in enumerate((12, SWITCH, SWITCH + 1))]
+    expected = [generated(target, prompt) for prompt in prompts]
+    assert all(map(toys.lively, expected))
+    source = model_free.make("lookahead", target)  # it drafts both nodes and riders
+    assert [each.tokens for each in speculate(target, source, prompts, settings, batch_size=2)] == expected
+    for prompt, text in zip(prompts, expected, strict=True):
+        made = speculate(target, Oracle(text, 4), prompt, settings)
+        assert made.tokens == text
+        assert sum(step.accepted for step in made.steps) > TOKENS / 2
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_that_it_does_not_run_are_refused_by_name(name: str) -> None:
+    kind, values, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words) as error:
+        made_of(getattr(transformers, kind)(**values), name)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,61 @@
+"""What is known before anything is loaded is said before anything is loaded, and leaves nothing behind."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.train import jobs
+from tests.train.test_features import configured
+from train.check import check_out, check_run
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("toy")
+    made = jobs.make(folder)
+    (folder / "target" / "model.safetensors").unlink()  # whoever loads it fails
+    return [*made, f"out={folder / 'out'}"]
+
+
+def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
+    check_run(configured(toy)[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.path=/nowhere/chats.jsonl"], "/nowhere/chats.jsonl: neither a file here nor a Hub dataset"),
+        ([f"data.path={__file__}"], "test_check.py: the formats read are .json, "),
+        (["data.prompts=gone.txt"], "gone.txt: neither a file here nor a Hub dataset"),
+        (["workload=gone"], "workload gone is neither a file or folder here"),
+        (["compare=[/nowhere/run]"], "/nowhere/run: no such folder"),
+        (["init=/nowhere/run"], "/nowhere/run: no such folder"),
+        (["model.adapter=/nowhere/adapter"], "model.adapter=/nowhere/adapter: no such folder"),
+        (["model.path=/nowhere/target"], "model.path=/nowhere/target: no causal LM"),
+        (["features=stored", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
+        (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),
+        (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
+        (["head.num_heads=7"], "head.num_heads is 7 and head.num_kv_heads 2"),
+        (["head=eagle3", "head.feature_layers=[7]"], "head.feature_layers is [7]: give different layers from 0 to 2"),
+        (["model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
+        (["model.device=gpu"], "model.device is 'gpu': give cpu, cuda or cuda:N"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_loaded(toy: list[str], overrides: list[str], told: str) -> None:
+    run = configured([*toy, *overrides])[0]
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        check_run(run)
+    assert "\n" not in str(error.value)
+    assert not Path(run.out).exists()
+
+
+def test_a_start_that_failed_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "checkpoints").mkdir()
+    check_out(tmp_path, replaces=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    check_out(tmp_path, replaces=True)
+    with pytest.raises(ValueError, match="holds a run already"):
+        check_out(tmp_path, replaces=False)
