@@ -134,6 +134,7 @@ def planted(root: int, tokens: Sequence[int], size: int, target: Target) -> Draf
     return DraftTree(torch.tensor(token, device=device), torch.tensor(parent, device=device))
 
 
+@torch.inference_mode()
 def measure(
     target: Target,
     head: HeadDrafter | None,
@@ -196,7 +197,6 @@ def measure(
     )
 
 
-@torch.inference_mode()
 def decode(
     target: Target, drafters: Sequence[Drafter], texts: Sequence[Text], settings: Settings, begin: Callable[[], None]
 ) -> Iterator[list[Step]]:

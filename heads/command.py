@@ -14,7 +14,7 @@ from functools import wraps
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -67,13 +67,15 @@ def _in_environment(secret: str) -> str:
 
 
 def _mistake(error: Exception, words: Sequence[str]) -> str:
-    """Return what is wrong with the overrides, without their values."""
+    """Return what is wrong with the overrides, without their values but for the name of a missing option."""
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")
         which = f"the override {key}=…" if sign else "a word without a ="
         return f"{which} cannot be read: give KEY=VALUE; a VALUE with blanks or signs such as , = ( stands in quotes"
     cause = str(error.__cause__).partition("\n")[0] if isinstance(error.__cause__, OmegaConfBaseException) else ""
     said = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
+    if isinstance(error, MissingConfigException):
+        return said
     given = [part for word in words for part in re.split(r"[\s,'\"]+", word.partition("=")[2])]
     for part in sorted({*given, *(part.strip("()[]{}") for part in given)} - {""}, key=len, reverse=True):
         said = re.sub(rf"(?<![\w.]){re.escape(part)}(?!\.?\w)", "…", said)

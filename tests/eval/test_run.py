@@ -271,7 +271,7 @@ def test_every_source_has_its_options_and_every_option_its_source() -> None:
 def test_the_script_runs_from_anywhere_and_fails_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "eval" / "run.py"), "drafter=oracle"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert "drafter/oracle" in done.stderr
     assert "plain" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -48,10 +48,6 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
         ([f"foo.api_key={SECRET}"], "Could not override 'foo.api_key'. To append"),
         ([f"foo='a {SECRET}, b'"], "Could not override 'foo'."),
         ([f"~hydra.verbose={SECRET}"], "The value of 'hydra.verbose' is False and not …"),
-        (
-            [f"hydra/launcher={SECRET}"],
-            "Could not find 'hydra/launcher/…' Available options in 'hydra/launcher': basic",
-        ),
         ([f"out=interval({SECRET},1)"], "the override out=… cannot be read: give KEY=VALUE"),
         ([f"out=a b'{SECRET}"], "the override out=… cannot be read"),
         (["api_key", SECRET], "a word without a = cannot be read"),
@@ -70,6 +66,12 @@ def test_a_mistake_in_the_overrides_is_one_line_without_their_values(
     assert message in told.err
     assert told.err.count("\n") == 1
     assert SECRET not in told.err + told.out
+
+
+def test_a_missing_option_is_named(call: Call, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        call("hydra/launcher=oracle")
+    assert "Could not find 'hydra/launcher/oracle' Available options in 'hydra/launcher': basic" in capfd.readouterr().err
 
 
 def test_a_multirun_writes_no_secret_and_makes_no_folder_of_a_value(call: Call, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from tests.train import jobs, strategy_job
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 QUICK = [*(f"{strategy}:{case}" for case in ("eagle", "eagle3") for strategy in STRATEGIES), "fsdp2:muon", "zero3:lora"]
 # Relative of losses and norms, absolute of weights, which AdamW moves by up to 0.07 in these steps whatever the size of
-# a gradient. Muon multiplies in bf16.
-TOLERANCE = {"bf16": (0.02, 0.05), "muon": (1e-4, 3e-3)}
+# a gradient. Muon multiplies in bf16, which processors round each in their own way.
+TOLERANCE = {"bf16": (0.02, 0.05), "muon": (5e-4, 3e-3)}
 SLOW = [f"{strategy}:{case}" for case in ("medusa", "lora", "bf16", "compiled") for strategy in STRATEGIES]
 
 
