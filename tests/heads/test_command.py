@@ -72,7 +72,7 @@ def test_a_missing_option_is_named(call: Call, capfd: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         call("hydra/launcher=oracle")
     told = capfd.readouterr().err
-    assert told.startswith("error: In 'convert': Could not find 'hydra/launcher/oracle' Available options in 'hydra/la")
+    assert told.startswith("error: In 'hydra/config': Could not find 'hydra/launcher/oracle' Available options in")
 
 
 def test_a_multirun_writes_no_secret_and_makes_no_folder_of_a_value(call: Call, tmp_path: Path) -> None:
