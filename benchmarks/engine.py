@@ -201,6 +201,7 @@ def against_hf(target: Target, prompts: list[Prompt], settings: Settings) -> Non
     if target.compiled is None:
         del caches["compiled"]
 
+    @torch.inference_mode()
     def hf(prompt: list[int], kind: str) -> Generation:
         begin = time.perf_counter()
         generate: Any = target.model.generate

@@ -11,6 +11,7 @@ from inference.decode import Generation
 from inference.target import Target
 
 
+@torch.inference_mode()
 def hf_generate(
     target: Target, prompt: list[int], max_new_tokens: int, penalty: float = 1.0, min_new_tokens: int = 0
 ) -> Generation:
@@ -18,6 +19,9 @@ def hf_generate(
 
     `generate` does not say when its prefill ended. A second call that stops after one token does the prefill and
     nothing else, so decoding took the difference. The runs hold no steps: the cost of one is not to be seen.
+
+    It is called as well as it can be: under inference mode, as our engine is, which its own `no_grad` does not enter,
+    and which saves every operation the bookkeeping of autograd.
     """
     _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
     most = min(max_new_tokens, target.context - len(prompt))

@@ -122,6 +122,18 @@ def test_hf_generate_emits_plain_decodings_tokens() -> None:
     assert run.decode_s > 0
 
 
+def test_hf_generate_runs_under_inference_mode_as_our_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, under = toys.target(), []
+    generate = target.model.generate
+    monkeypatch.setattr(
+        target.model,
+        "generate",
+        lambda *args, **named: under.append(torch.is_inference_mode_enabled()) or generate(*args, **named),
+    )
+    hf.hf_generate(target, toys.prompt(0), 4)
+    assert under == [True, True]
+
+
 def test_hf_generate_stays_within_the_context() -> None:
     target = toys.target()
     prompt = toys.prompt(0, target.context - 4)
