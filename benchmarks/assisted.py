@@ -32,8 +32,8 @@ from eval.live import interleave
 from eval.machine import device_facts
 from eval.workloads import load_workload, swapped
 from inference.decode import Generation, Settings, speculate
-from inference.drafters import Drafter
 from inference.drafters.registry import make
+from inference.protocol import Drafter
 from inference.sample import GREEDY
 from inference.target import Target
 

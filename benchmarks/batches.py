@@ -23,9 +23,9 @@ from eval import costs as costing
 from eval.machine import device_facts
 from eval.texts import Text
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters import Drafter
 from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
+from inference.protocol import Drafter
 from inference.sample import GREEDY
 from inference.speed import Costs, Replayed, Step, draft_key, mean, predict, stops_paying
 from inference.target import DTYPES, Target

@@ -36,9 +36,9 @@ from eval.machine import device_facts
 from eval.workloads import swapped
 from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Commit, Context, Drafter, Proposal
 from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig
+from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.sample import GREEDY
 from inference.target import DTYPES, Target
 from inference.tree import DraftTree

@@ -30,13 +30,14 @@ from heads import HEADS
 from heads.eagle import Committed
 from inference import tree as trees
 from inference.cache import TargetCache
-from inference.drafters import Commit, Context, Proposal
 from inference.drafters.head import HeadDrafter
+from inference.model import Pass
 from inference.policy import TreeConfig
+from inference.protocol import Commit, Context, Proposal
 from inference.rng import Generator
 from inference.sample import GREEDY
 from inference.session import Session, Settings
-from inference.target import Pass, Target
+from inference.target import Target
 from inference.tree import DraftTree
 
 ROOM, SHORT = 512, 16  # rows beyond the longest context; a context that costs nothing

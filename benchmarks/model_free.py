@@ -27,10 +27,11 @@ from omegaconf import OmegaConf
 
 from data.prompts import load_prompts
 from eval.machine import device_facts
-from inference.drafters import Commit, Context, Drafter, Verified
 from inference.drafters.registry import make
+from inference.model import Pass
+from inference.protocol import Commit, Context, Drafter, Verified
 from inference.sample import GREEDY
-from inference.target import Pass, Target
+from inference.target import Target
 from inference.tree import DraftTree, children
 from inference.verify import Generator
 

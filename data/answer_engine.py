@@ -17,12 +17,11 @@ from data.answer_chats import AnswerSettings, Outcome, Reply, Talk
 from heads.hub import load_found, resolve_head, tree_of
 from heads.typed import typed
 from inference.batch import Batch, twin
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.registry import configured, make
-from inference.limits import check_masks, check_tree
-from inference.policy import TreeConfig
+from inference.policy import TreeConfig, check_masks, check_tree
+from inference.protocol import Drafter
 from inference.sample import Sampling
 from inference.session import Generation, Settings
 from inference.stream import UNFINISHED

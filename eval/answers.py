@@ -16,8 +16,8 @@ from heads.base import Features
 from heads.outside import visible
 from heads.vocab import spread
 from inference.decode import Generation
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
+from inference.protocol import Drafter
 from inference.stream import TextStream
 from inference.target import Target
 

@@ -1,15 +1,13 @@
 """The types of conf/eval.yaml, and what a value may be."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from eval.client_config import ClientConfig, check_endpoint
+from data.endpoint import check_url
 from eval.row import LIVE, REPLAY, TEACHER_FORCED, TIERS
-from eval.tuner_config import TunerConfig, listed
-from eval.workloads import TURNS
 from heads.ranges import Count, NewTokens, Number
 from heads.resolvers import ROOT
 from heads.typed import typed
@@ -18,6 +16,74 @@ from inference.target import DTYPES
 from inference.verify import check_rule, is_lossy
 
 AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
+TURNS = ("first", "all")
+# What an endpoint decides itself, or cannot be asked for, and the value that asks for nothing.
+NEUTRAL: dict[str, Any] = {
+    "run": None, "compare": [], "tune": False, "budget": None, "request_rate": None, "truncate": False,
+    "rule": "auto", "lossy": False, "dtype": "auto",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """How a served endpoint is asked.
+
+    Attributes:
+        model: the name that it serves the target by; None takes the only one there is.
+        chat: ask chats as chats; otherwise the user's words as a text to go on with, for a model without a template.
+        timeout: seconds for one reply, to its last byte.
+        patience: seconds that its metrics may lag behind its answers.
+        api_key_env: the environment variable with the key; unset, none is sent.
+        extra: further fields of every request.
+    """
+
+    model: str | None
+    chat: bool
+    timeout: float
+    patience: float
+    api_key_env: str
+    extra: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        """Refuse times that ask for nothing."""
+        if self.timeout <= 0 or self.patience < 0:
+            raise ValueError(
+                f"client.timeout={self.timeout:g}, client.patience={self.patience:g}: the first must be positive, the "
+                "second not negative"
+            )
+
+
+@dataclass(frozen=True)
+class TunerConfig:
+    """What the tuner tries: depths, children and budgets of trees, contexts, and samples of every cost.
+
+    `prompts` and `batch_sizes` are the report's: the texts along which it simulates them, and where it prices them.
+    """
+
+    depths: list[int]
+    top_k: list[int]
+    nodes: list[int]
+    contexts: list[int]
+    samples: int
+    prompts: int
+    batch_sizes: list[int]
+
+    def __post_init__(self) -> None:
+        """Check that there is something to try, and nothing below 1.
+
+        Raises:
+            ValueError: naming the key.
+        """
+        for key in ("depths", "top_k", "nodes", "batch_sizes"):
+            if not getattr(self, key):
+                raise ValueError(f"tuner.{key} is empty: give at least one number")
+        for key in ("depths", "top_k", "nodes", "contexts", "samples", "prompts", "batch_sizes"):
+            if any(value < 1 for value in listed(getattr(self, key))):
+                raise ValueError(f"tuner.{key} is {getattr(self, key)}: give numbers of 1 or more")
+
+    def within(self, context: int) -> "TunerConfig":
+        """Return what a target can verify: trees that its context holds with their root."""
+        return replace(self, nodes=[nodes for nodes in self.nodes if nodes < context] or [1])
 
 
 @dataclass(frozen=True)
@@ -270,3 +336,41 @@ def numbers(key: str, value: Any) -> list[float]:
     if not found or not all(isinstance(item, int | float) and not isinstance(item, bool) for item in found):
         raise ValueError(f"{key} is {value!r}: give a number, or a list of them")
     return [float(item) for item in found]
+
+
+def check_endpoint(config: EvalConfig) -> None:
+    """Refuse what an endpoint cannot be asked for.
+
+    Raises:
+        ValueError: naming the key and the remedy.
+    """
+    if config.endpoint is None:
+        if config.baseline is not None:
+            raise ValueError(f"baseline is {config.baseline}, but there is no endpoint: give endpoint= as well")
+        return
+    for key in ("endpoint", "baseline"):
+        if (url := getattr(config, key)) is not None:
+            check_url(key, url)
+    if config.baseline is not None and _place(config.baseline) == _place(config.endpoint):
+        raise ValueError("baseline is the endpoint itself: serve the model without speculation at another port")
+    given = [key for key, neutral in NEUTRAL.items() if getattr(config, key) != neutral]
+    given += ["model"] * any(value is not None for value in config.model.values())
+    given += [] if list(config.drafter) == ["head"] else ["drafter"]
+    if given:
+        raise ValueError(f"{', '.join(given)}: an endpoint is measured as it is served; leave that out")
+    if LIVE not in listed(config.tier):
+        raise ValueError(f"tier is {config.tier!r}: an endpoint is measured live alone")
+    if config.baseline is not None and 0.0 not in config.temperatures():
+        raise ValueError(
+            f"temperature is {config.temperature!r}: texts can be compared at 0 alone, so give temperature=[0,…] or "
+            "no baseline"
+        )
+
+
+def _place(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a list as it is, a single value as a list of one, and None as an empty one."""
+    return value if isinstance(value, list) else [] if value is None else [value]

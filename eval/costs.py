@@ -19,10 +19,10 @@ from eval.machine import synchronize
 from eval.texts import Text
 from inference.batch import Batch, twin
 from inference.decode import Settings, Step
-from inference.drafters import Commit, Context, Drafter, Proposal
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
+from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.speed import Costs, draft_key, rising
 from inference.target import Target
 from inference.tree import DraftTree

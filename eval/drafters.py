@@ -8,12 +8,11 @@ from eval.config import EvalConfig
 from eval.sources import find_heads
 from heads.hub import load_found, tree_of
 from heads.typed import build, typed
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid, Scored
 from inference.drafters.registry import configured, make
-from inference.limits import check_tree
-from inference.policy import TreeConfig
+from inference.policy import TreeConfig, check_tree
+from inference.protocol import Drafter
 from inference.target import Target
 
 Drafters = dict[str, Drafter]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from data.endpoint import Client, EndpointConfig, EndpointError
 from data.prompts import OPENING, Prompt
 from data.records import Message, Record, content_text
-from eval.client_config import ClientConfig
+from eval.config import ClientConfig
 from eval.endpoint_metrics import (
     EXACT,
     SGLANG,

@@ -9,9 +9,9 @@ from typing import Any
 
 from eval.live import Runs
 from eval.metrics import median_run
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.policy import CONFIDENT
+from inference.protocol import Drafter
 
 METRICS = "metrics.jsonl"  # of a run's folder, by train/trackers.py
 POINTS = 200  # of a training curve; more cannot be seen

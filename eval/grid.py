@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from eval.config import TunerConfig
 from eval.teacher_forced import Record, replay
-from eval.tuner_config import TunerConfig
 from inference.policy import TreeConfig
 from inference.speed import Costs, Replayed, draft_key, drafted, predict
 from inference.tuner import best_static, levelled

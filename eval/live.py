@@ -18,8 +18,8 @@ from eval.lossless import UNCHECKED, Gate, labelled
 from eval.row import Row
 from eval.states import state_of
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Drafter
 from inference.drafters.plain import Plain
+from inference.protocol import Drafter
 from inference.target import Target
 
 PLAIN, HF = "plain", "hf"  # the two baselines' names among the drafters'

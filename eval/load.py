@@ -22,8 +22,8 @@ from eval.live import PLAIN, Runs, Session
 from eval.row import Row
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings, speculate
-from inference.drafters import Drafter
 from inference.drafters.plain import Plain
+from inference.protocol import Drafter
 from inference.target import Target
 
 

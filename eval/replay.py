@@ -13,7 +13,7 @@ from eval.row import Row
 from eval.states import state_of
 from eval.tally import Heading, Tally, rows, tally
 from eval.texts import Text
-from inference.drafters import Context, Drafter
+from inference.protocol import Context, Drafter
 from inference.rng import Generator
 from inference.sample import GREEDY
 from inference.speed import Step

@@ -18,7 +18,7 @@ from rich.console import Console
 from data.prompts import locate
 from data.sources import check_source
 from eval import endpoint
-from eval.config import OWN, RECORDED, EngineConfig, EvalConfig
+from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
 from eval.drafters import check_drafters
 from eval.gates import check, failed, settings_at, sources
 from eval.lossless import Gate, SampledGate
@@ -31,7 +31,6 @@ from eval.sources import model_of, own_prompts
 from eval.tiers import Material, along_texts, check_sources, recorded, replayed
 from eval.tune import tune
 from eval.tuned import TUNED
-from eval.tuner_config import listed
 from eval.workloads import Selection, Workload, load_workload, read_workload
 from heads.command import command
 from heads.errors import user_errors

@@ -21,9 +21,9 @@ from eval.live import PLAIN, Runs, measure
 from eval.lossless import EPSILON, Divergence, Gate, SampledGate, divergence, gate, verdict_of, worst
 from inference import tree as trees
 from inference.decode import Generation, Settings
-from inference.drafters import Commit, Context, Drafter, Proposal
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.rng import Coupled, Generator, Rng, hashed
 from inference.sample import distribution
 from inference.session import Session

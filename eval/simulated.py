@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from eval.config import TunerConfig
 from eval.grid import Tried, proposed, tried, unlimited
 from eval.teacher_forced import record
 from eval.texts import Text
-from eval.tuner_config import TunerConfig
 from inference.drafters.head import HeadDrafter
 from inference.target import Target
 from inference.tuner import acceptance

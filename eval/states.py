@@ -4,8 +4,8 @@ from typing import Any
 
 from eval.drafters import Drafters
 from inference.batch import twin
-from inference.drafters import Commit, Context, Drafter, Proposal
 from inference.drafters.mirror import Mirror
+from inference.protocol import Commit, Context, Drafter, Proposal
 
 COLD, WARM, NONE = "cold", "warm", "none"
 

@@ -18,13 +18,14 @@ from eval.tally import Tally
 from eval.texts import Text
 from heads.base import Draft, Features
 from heads.vocab import spread
-from inference.drafters import Commit, Context
 from inference.drafters.head import HeadDrafter
+from inference.model import Pass
 from inference.policy import CONFIDENT, TreeConfig, candidates
+from inference.protocol import Commit, Context
 from inference.rng import TINY, Generator
 from inference.sample import GREEDY, Sampling, distribution
 from inference.speed import Step
-from inference.target import Pass, Target
+from inference.target import Target
 from inference.tree import DraftTree
 
 FIXED = 16  # a head with no more depths than these has all of them unrolled: some can do nothing else

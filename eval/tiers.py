@@ -25,10 +25,10 @@ from eval.teacher_forced import replay as steps_of
 from eval.texts import Text, of_answer
 from eval.workloads import Selection, Workload, check_known, read_log
 from inference.decode import Generation, Settings, autoregress
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.registry import make_reading, reads_text_alone
 from inference.policy import CONFIDENT, TreeConfig
+from inference.protocol import Drafter
 from inference.reader import Reads
 from inference.sample import Sampling
 from inference.target import Target

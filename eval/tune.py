@@ -29,10 +29,10 @@ from heads.store import load_head, read_config, save_tree
 from heads.typed import typed
 from inference.batch import Batch
 from inference.decode import Generation, Settings
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
+from inference.protocol import Drafter
 from inference.speed import Costs, at_context, cycled, mean, predict, rising
 from inference.target import Target
 

@@ -22,7 +22,6 @@ from inference.target import Target
 ROOM = 8
 LOOKED = 10_000  # records, at most, among which prompts of all categories are looked for
 LONG = 32  # words of a plain text, half of which is a prompt that differs from others
-TURNS = ("first", "all")
 
 Answer = Callable[[list[int]], str]  # of the target, to a prompt
 Readable = Record | Prompt | TokenLog

@@ -18,8 +18,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.vocab import DraftVocabulary
-
 
 class Features(NamedTuple):
     """What a head may know of the target: one batch of packed token rows with the target's hidden states.
@@ -31,6 +29,45 @@ class Features(NamedTuple):
     hidden: Float[Tensor, "B T L D"]
     last: Float[Tensor, "B T D"]
     document: Int[Tensor, "B T"]
+
+
+class DraftVocabulary(nn.Module):
+    """The `size` tokens of a vocabulary of `full_size` that a head drafts; the first ones until `choose` is called."""
+
+    ids: Int[Tensor, "W"]
+
+    def __init__(self, size: int, full_size: int) -> None:
+        super().__init__()
+        self.full_size = full_size
+        self.register_buffer("ids", torch.arange(size))
+
+    def choose(self, counts: Int[Tensor, "V"]) -> None:
+        """Take the most frequent tokens; of equally frequent ones those with the lower ids."""
+        order = counts.argsort(descending=True, stable=True)
+        self.ids.copy_(order[: len(self.ids)].sort().values)
+
+    def check(self, where: str) -> None:
+        """Check ids that were loaded.
+
+        Raises:
+            ValueError: they are not different tokens of the vocabulary in ascending order; `where` is their file.
+        """
+        if bool((self.ids.diff() <= 0).any()) or int(self.ids[0]) < 0 or int(self.ids[-1]) >= self.full_size:
+            raise ValueError(
+                f"{where}: vocab.ids are not {len(self.ids)} different tokens of the target's {self.full_size} in "
+                "ascending order; save or download it again"
+            )
+
+    def place(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        """Return the tokens' places among the drafted ones, -1 for those that are not."""
+        at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
+        return torch.where(self.ids[at] == token, at, -1)
+
+    def spread(self, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
+        """Return logits of the whole vocabulary: minus infinity for what is never drafted."""
+        full = logits.new_full((*logits.shape[:-1], self.full_size), float("-inf"))
+        full[..., self.ids] = logits
+        return full
 
 
 class Level(NamedTuple):

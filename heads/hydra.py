@@ -16,14 +16,14 @@ from torch.nn import functional
 
 from heads import recurrent
 from heads.attention import KeyValue
-from heads.base import Draft, Ends, Features, LayerShape, Level, check_depths, layer_shape
+from heads.base import Draft, DraftVocabulary, Ends, Features, LayerShape, Level, check_depths, layer_shape
 from heads.committed import Committed
 from heads.layers import Attend, Block, RMSNorm
 from heads.medusa import ResidualBlock
 from heads.ranges import Amount, Count, Parts, Positive, Width
 from heads.rope import Rope
 from heads.rows import drafted_token
-from heads.vocab import DraftVocabulary, Readout, draft_vocabulary, spread
+from heads.vocab import Readout, draft_vocabulary, spread
 
 
 class EntryBlock(nn.Module):

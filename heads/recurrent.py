@@ -15,10 +15,10 @@ from torch import Tensor
 
 from heads import rows
 from heads.attention import KeyValue, attend_rows, pattern
-from heads.base import Draft, Features, Level
+from heads.base import Draft, DraftVocabulary, Features, Level
 from heads.committed import Committed, committing, joined, near
 from heads.layers import Attend, masked_attention
-from heads.vocab import DraftVocabulary, spread
+from heads.vocab import spread
 
 
 @runtime_checkable

@@ -17,11 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from heads import HEADS
-from heads.base import Ends
+from heads.base import DraftVocabulary, Ends
 from heads.folders import flush, last_good, replacing
 from heads.outside import names_code, parse_json, shown
 from heads.typed import typed
-from heads.vocab import DraftVocabulary
 from heads.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)

@@ -7,54 +7,14 @@ between a token's number in the target's vocabulary, its id, and its place among
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from heads.base import Ends
-
-
-class DraftVocabulary(nn.Module):
-    """The `size` tokens of a vocabulary of `full_size` that a head drafts; the first ones until `choose` is called."""
-
-    ids: Int[Tensor, "W"]
-
-    def __init__(self, size: int, full_size: int) -> None:
-        super().__init__()
-        self.full_size = full_size
-        self.register_buffer("ids", torch.arange(size))
-
-    def choose(self, counts: Int[Tensor, "V"]) -> None:
-        """Take the most frequent tokens; of equally frequent ones those with the lower ids."""
-        order = counts.argsort(descending=True, stable=True)
-        self.ids.copy_(order[: len(self.ids)].sort().values)
-
-    def check(self, where: str) -> None:
-        """Check ids that were loaded.
-
-        Raises:
-            ValueError: they are not different tokens of the vocabulary in ascending order; `where` is their file.
-        """
-        if bool((self.ids.diff() <= 0).any()) or int(self.ids[0]) < 0 or int(self.ids[-1]) >= self.full_size:
-            raise ValueError(
-                f"{where}: vocab.ids are not {len(self.ids)} different tokens of the target's {self.full_size} in "
-                "ascending order; save or download it again"
-            )
-
-    def place(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-        """Return the tokens' places among the drafted ones, -1 for those that are not."""
-        at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
-        return torch.where(self.ids[at] == token, at, -1)
-
-    def spread(self, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
-        """Return logits of the whole vocabulary: minus infinity for what is never drafted."""
-        full = logits.new_full((*logits.shape[:-1], self.full_size), float("-inf"))
-        full[..., self.ids] = logits
-        return full
+from heads.base import DraftVocabulary, Ends
 
 
 def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None:
@@ -77,7 +37,7 @@ class Readout(nn.Module):
     KINDS = ("shared", "own")
 
     def __init__(
-        self, ends: "Ends", kind: str, vocab: DraftVocabulary | None, rank: int | None = None, bias: bool = False
+        self, ends: Ends, kind: str, vocab: DraftVocabulary | None, rank: int | None = None, bias: bool = False
     ) -> None:
         super().__init__()
         if kind not in self.KINDS:

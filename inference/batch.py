@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from inference.drafters import Drafter
+from inference.protocol import Drafter
 from inference.session import Generation, Session, Settings
 from inference.target import Target
 

@@ -5,7 +5,7 @@ more those of a batch: the numbers of nodes, rows and sequences are symbols in t
 each pass is a CUDA graph: of few sizes, to which nodes, rows and sequences are padded.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.nn.functional import pad
 
 from inference.cache import BatchPass, Pool, roomy
-
-if TYPE_CHECKING:
-    from inference.target import Target
+from inference.model import TargetModel
 
 BACKEND = "inductor"
 GRAPHS = 64  # compiled forms at most; dynamo's own limit is lower
@@ -29,7 +27,7 @@ class Compiled:
         pool: where the sequences' caches come from, whose buffers the graphs know.
     """
 
-    def __init__(self, target: "Target", static: bool | None = None) -> None:
+    def __init__(self, target: TargetModel, static: bool | None = None) -> None:
         if not target.takes_trees:
             raise ValueError(
                 f"{target.name}: {target.objection}, and without one no pass is compiled: give engine.compile=false"

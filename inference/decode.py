@@ -7,9 +7,9 @@ from typing import Any, overload
 import torch
 
 from inference.batch import batch_of
-from inference.drafters import Drafter
 from inference.drafters.plain import Plain
 from inference.limits import check_prompt
+from inference.protocol import Drafter
 from inference.session import Generation, Session, Settings, Step
 from inference.target import Target
 

@@ -1,8 +1,5 @@
 """What fits into a target's context, and what does not: one line for the user, before anything is computed."""
 
-import math
-
-from inference.policy import CONFIDENT, TreeConfig
 from inference.target import Target
 
 
@@ -43,32 +40,3 @@ def check_size(target: Target, nodes: int, name: str) -> None:
             f"{name}: a tree of {nodes} nodes is larger than the context of {target.name}, {target.context} tokens: "
             "draft fewer"
         )
-
-
-def check_tree(target: Target, tree: TreeConfig, name: str) -> None:
-    """Check that the largest tree of a policy fits into the target's context, before one is grown.
-
-    Raises:
-        ValueError: it does not.
-    """
-    check_size(target, most_nodes(tree), f"{name}: tree {tree.label}")
-
-
-def check_masks(target: Target, tree: TreeConfig) -> None:
-    """Check that the target verifies what a policy drafts, before anything is decoded.
-
-    Raises:
-        ValueError: it verifies chains alone, and the policy drafts trees.
-    """
-    if tree.kind != "chain" and not target.takes_trees:
-        raise ValueError(f"{target.name}: {target.objection}, so no tree ({tree.label}) is verified: give tree=chain")
-
-
-def most_nodes(tree: TreeConfig) -> int:
-    """Return the most nodes of a policy's tree, the root included."""
-    if tree.kind in CONFIDENT:
-        return 1 + tree.nodes
-    if tree.kind == "static":
-        return 1 + len(tree.paths)
-    widths = [1] * tree.depth if tree.kind == "chain" else tree.widths
-    return sum(math.prod(widths[:depth]) for depth in range(len(widths) + 1))

@@ -7,7 +7,7 @@ gets no rows in the cache, so the layers' lengths differ until the caller evens 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from inference import tree
 from inference.cache import TargetCache
+from inference.model import Pass, TargetModel
 from inference.tree import DraftTree
-
-if TYPE_CHECKING:
-    from inference.target import Pass, Target
 
 Answer = Callable[[Tensor], Tensor]
 
@@ -31,27 +29,6 @@ class Entered(NamedTuple):
 
     layers: int
     hidden: Float[Tensor, "N D"]
-
-
-class LayerOutputs:
-    """Notes what the decoder layers give, one after the other, while there is a list to note it in.
-
-    Attributes:
-        outputs: the layers' outputs, None for a layer that is not wanted: a long pass cannot hold those of all layers.
-            In a graph that is being compiled an output that nobody reads costs nothing, and all are noted.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self.outputs: list[Tensor | None] | None = None
-        self.wanted: tuple[int, ...] = ()
-        for layer in layers:
-            layer.register_forward_hook(self.note)
-
-    def note(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Take in a layer's output."""
-        if self.outputs is not None:
-            kept = torch.compiler.is_compiling() or len(self.outputs) in self.wanted
-            self.outputs.append((output[0] if isinstance(output, tuple) else output) if kept else None)
 
 
 class Skips(NamedTuple):
@@ -68,7 +45,7 @@ class Parts:
         ValueError: its attention takes no mask of ours; these passes need one.
     """
 
-    def __init__(self, target: "Target") -> None:
+    def __init__(self, target: TargetModel) -> None:
         if not target.takes_trees:
             raise ValueError(f"{target.name}: {target.objection}, so parts of it cannot draft alone")
         self.target = target
@@ -111,7 +88,7 @@ class Parts:
         return left[0][0], self.target.ends.logits(out.last[0])
 
     @torch.inference_mode()
-    def score_from(self, entered: Entered, drafted: DraftTree, cache: TargetCache) -> "Pass":
+    def score_from(self, entered: Entered, drafted: DraftTree, cache: TargetCache) -> Pass:
         """Verify a tree as `Target.score` does, running the remaining layers alone.
 
         Feature layers below `entered.layers` are not run, so their outputs are not those of the full pass.

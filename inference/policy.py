@@ -12,6 +12,7 @@ is accepted more often than one greedy child. No shape depends on a sampled toke
 noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,9 +23,11 @@ from torch import Tensor
 from heads.base import Level
 from heads.outside import shown
 from inference import tree as trees
-from inference.drafters import Context, Proposal
+from inference.limits import check_size
+from inference.protocol import Context, Proposal
 from inference.rng import Coupled, Rng
 from inference.sample import distribution, penalize
+from inference.target import Target
 from inference.tree import DraftTree
 
 KINDS = ("chain", "static", "dynamic", "best_first", "sampled", "independent")
@@ -300,3 +303,32 @@ def _best_first(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Te
         growth.descend(token[:count], parent[:count], nodes[:count])
         score = reached[:count]
     return scores
+
+
+def check_tree(target: Target, tree: TreeConfig, name: str) -> None:
+    """Check that the largest tree of a policy fits into the target's context, before one is grown.
+
+    Raises:
+        ValueError: it does not.
+    """
+    check_size(target, most_nodes(tree), f"{name}: tree {tree.label}")
+
+
+def check_masks(target: Target, tree: TreeConfig) -> None:
+    """Check that the target verifies what a policy drafts, before anything is decoded.
+
+    Raises:
+        ValueError: it verifies chains alone, and the policy drafts trees.
+    """
+    if tree.kind != "chain" and not target.takes_trees:
+        raise ValueError(f"{target.name}: {target.objection}, so no tree ({tree.label}) is verified: give tree=chain")
+
+
+def most_nodes(tree: TreeConfig) -> int:
+    """Return the most nodes of a policy's tree, the root included."""
+    if tree.kind in CONFIDENT:
+        return 1 + tree.nodes
+    if tree.kind == "static":
+        return 1 + len(tree.paths)
+    widths = [1] * tree.depth if tree.kind == "chain" else tree.widths
+    return sum(math.prod(widths[:depth]) for depth in range(len(widths) + 1))

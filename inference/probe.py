@@ -6,19 +6,16 @@ where they reach its attention by our mask, and else its masks are not.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from inference import tree
 from inference.lengths import APPLIED, windows
+from inference.model import TargetModel
 from inference.packed import FULL, SLIDING
-from inference.parts import Entered
+from inference.parts import Entered, Parts
 from inference.tree import DraftTree
-
-if TYPE_CHECKING:
-    from inference.target import Target
 
 # A prompt of four, then a root with seven children, the last of which has a child: far from its place in a sequence.
 PROMPT, PARENTS, DEPTH = 4, [-1, 0, 0, 0, 0, 0, 0, 0, 7], 2
@@ -30,7 +27,7 @@ UNFIT = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyErr
 
 
 @torch.no_grad()
-def check(target: "Target") -> bool:
+def check(target: TargetModel) -> bool:
     """Return whether the target verifies trees and batches exactly; false leaves chains, one sequence at a time.
 
     Why not, it leaves in `target.objection`.
@@ -61,7 +58,7 @@ def check(target: "Target") -> bool:
     return False
 
 
-def _length(target: "Target", known: Iterable[int]) -> int:
+def _length(target: TargetModel, known: Iterable[int]) -> int:
     """Return the length of the prompt: beyond the windows that can be run, within what one pass may hold."""
     room = target.context - len(PARENTS) - 1
     if target.switch is not None:  # a session keeps its passes on one side of it
@@ -69,12 +66,12 @@ def _length(target: "Target", known: Iterable[int]) -> int:
     return max(1, min(PROMPT + max((each for each in known if each <= LONGEST), default=0), room))
 
 
-def _by_mask(target: "Target", key: str) -> bool:
+def _by_mask(target: TargetModel, key: str) -> bool:
     """Whether a window reaches the attention by our mask: ours applies it, and transformers' interface hands it on."""
     return key == APPLIED and bool(getattr(target.model, "_supports_attention_backend", False))
 
 
-def _check_logits(target: "Target", prompt: Tensor) -> None:
+def _check_logits(target: TargetModel, prompt: Tensor) -> None:
     """Check that the model runs on our cache, and that its logits are what the engine takes them for.
 
     Raises:
@@ -105,7 +102,7 @@ def _check_logits(target: "Target", prompt: Tensor) -> None:
         )
 
 
-def _honours_masks(target: "Target", prompt: Tensor, drafted: DraftTree) -> bool:
+def _honours_masks(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
     try:
         return _tree_is_exact(target, prompt, drafted) and _batch_is_exact(target, prompt, drafted)
     except UNFIT:
@@ -113,7 +110,7 @@ def _honours_masks(target: "Target", prompt: Tensor, drafted: DraftTree) -> bool
 
 
 @torch.no_grad()
-def splits(target: "Target", layers: int) -> bool:
+def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
     """Return whether a chain that has run through the first layers gives the full pass's logits from there on."""
     token = torch.arange(2 * PROMPT, device=target.device) % target.ends.vocab_size
     prompt, nodes = token[:PROMPT], token[PROMPT:]
@@ -122,13 +119,13 @@ def splits(target: "Target", layers: int) -> bool:
     target.prefill(prompt, whole)
     target.prefill(prompt, split)
     position, seen = tree.layout(chain, PROMPT)
-    hidden, _ = target.parts.enter(layers, nodes, position, seen, split)
-    found = target.parts.score_from(Entered(layers, hidden), chain, split).logits
+    hidden, _ = parts.enter(layers, nodes, position, seen, split)
+    found = parts.score_from(Entered(layers, hidden), chain, split).logits
     return _close(found, target.score(chain, whole).logits)
 
 
 @torch.no_grad()
-def packs(target: "Target") -> bool:
+def packs(target: TargetModel) -> bool:
     """Return whether documents packed in a row have the last hidden states that each has by itself."""
     token = torch.arange(2 * PROMPT, device=target.device)[None] % target.ends.vocab_size
     document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
@@ -143,7 +140,7 @@ def packs(target: "Target") -> bool:
     return _close(packed, torch.cat(alone, 1))
 
 
-def _tree_is_exact(target: "Target", prompt: Tensor, drafted: DraftTree) -> bool:
+def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
     """Compare one tree pass with the plain pass of each path, and the compacted cache with a fresh prefill."""
     for path in _outer_paths(drafted):
         cache = target.cache()
@@ -160,7 +157,7 @@ def _tree_is_exact(target: "Target", prompt: Tensor, drafted: DraftTree) -> bool
     return True
 
 
-def _batch_is_exact(target: "Target", prompt: Tensor, drafted: DraftTree) -> bool:
+def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
     """Compare a pass over the trees of a short and a long sequence with the plain passes of each."""
     cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
     for each in prompts:

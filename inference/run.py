@@ -27,13 +27,12 @@ from heads.store import read_config
 from heads.typed import typed
 from inference.chat_template import rendering
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
-from inference.limits import check_masks, check_tree
+from inference.painter import Painter
 from inference.placement import alone
-from inference.policy import TreeConfig
+from inference.policy import TreeConfig, check_masks, check_tree
+from inference.protocol import Drafter
 from inference.sample import Sampling
-from inference.stream import Painter
 from inference.target import Target
 
 

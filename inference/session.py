@@ -9,11 +9,12 @@ from torch import Tensor
 
 from inference import tree as trees
 from inference.cache import TargetCache
-from inference.drafters import Commit, Context, Drafter, Proposal, Verified
 from inference.limits import check_prompt, check_size
+from inference.model import Pass
+from inference.protocol import Commit, Context, Drafter, Proposal, Verified
 from inference.rng import Coupled, Generator, Rng
 from inference.sample import Sampling, penalize
-from inference.target import Pass, Target
+from inference.target import Target
 from inference.tree import DraftTree
 from inference.verify import COUPLED, check_rule, decide
 

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from heads.base import Level
-from inference.drafters import Context, Proposal
 from inference.policy import TreeConfig, grow
+from inference.protocol import Context, Proposal
 from inference.rng import Rng
 from inference.sample import Sampling, distribution, penalize
 from inference.tree import DraftTree, seen_tokens

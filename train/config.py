@@ -19,7 +19,6 @@ from inference.placement import check_weights, placement_of
 from inference.policy import TreeConfig
 from inference.target import DTYPES
 from train.adapt import peft_config
-from train.device import DeviceConfig
 from train.losses import ObjectiveConfig
 from train.trackers import TRACKERS
 
@@ -171,6 +170,45 @@ class EvalSettings:
             raise ValueError(
                 f"eval.tier is {self.tier}: give {LIVE}, and what else of {', '.join(TIERS)} is wanted, once"
             )
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """A device and what a run makes of it, as conf/device has it.
+
+    Attributes:
+        match: a part of the name that the driver gives it; None: it is not looked up.
+        type: cuda or cpu; None for this machine's.
+        count: accelerators of a node; None for as many as processes.
+        memory_gb: GiB of an accelerator, or of a CPU node, which its processes share; None for this machine's.
+        tflops: peak, in 10^12 floating-point operations a second, of dense bf16 products; None: not known.
+        mfu: the share of it that is reached.
+        context_gb: GiB that a process takes before it loads anything.
+        slack: what the allocator takes beside what is asked of it, as a fraction.
+    """
+
+    name: str
+    match: str | None
+    type: str | None
+    count: int | None
+    memory_gb: float | None
+    tflops: float | None
+    mfu: float
+    context_gb: float
+    slack: float
+
+    def __post_init__(self) -> None:
+        """Check kinds and ranges."""
+        if self.type not in (None, "cuda", "cpu"):
+            raise ValueError(f"device.type is {self.type!r}: choose cuda or cpu, or null for this machine's")
+        if not 0 < self.mfu <= 1:
+            raise ValueError(f"device.mfu is {self.mfu}: give a fraction above 0, up to 1")
+        for key in ("count", "memory_gb", "tflops"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ValueError(f"device.{key} is {value}: give a number above 0, or null")
+        if min(self.context_gb, self.slack) < 0:
+            raise ValueError(f"device.context_gb is {self.context_gb} and device.slack {self.slack}: give 0 or more")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The device that a plan is made for: of conf/device by name, or this machine's."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,48 +10,10 @@ from omegaconf import OmegaConf
 from heads.resolvers import ROOT
 from heads.typed import typed
 from inference.target import default_device
+from train.config import DeviceConfig
 
 GIB = 2**30
 FOLDER = ROOT / "conf" / "device"
-
-
-@dataclass(frozen=True)
-class DeviceConfig:
-    """A device and what a run makes of it, as conf/device has it.
-
-    Attributes:
-        match: a part of the name that the driver gives it; None: it is not looked up.
-        type: cuda or cpu; None for this machine's.
-        count: accelerators of a node; None for as many as processes.
-        memory_gb: GiB of an accelerator, or of a CPU node, which its processes share; None for this machine's.
-        tflops: peak, in 10^12 floating-point operations a second, of dense bf16 products; None: not known.
-        mfu: the share of it that is reached.
-        context_gb: GiB that a process takes before it loads anything.
-        slack: what the allocator takes beside what is asked of it, as a fraction.
-    """
-
-    name: str
-    match: str | None
-    type: str | None
-    count: int | None
-    memory_gb: float | None
-    tflops: float | None
-    mfu: float
-    context_gb: float
-    slack: float
-
-    def __post_init__(self) -> None:
-        """Check kinds and ranges."""
-        if self.type not in (None, "cuda", "cpu"):
-            raise ValueError(f"device.type is {self.type!r}: choose cuda or cpu, or null for this machine's")
-        if not 0 < self.mfu <= 1:
-            raise ValueError(f"device.mfu is {self.mfu}: give a fraction above 0, up to 1")
-        for key in ("count", "memory_gb", "tflops"):
-            value = getattr(self, key)
-            if value is not None and value <= 0:
-                raise ValueError(f"device.{key} is {value}: give a number above 0, or null")
-        if min(self.context_gb, self.slack) < 0:
-            raise ValueError(f"device.context_gb is {self.context_gb} and device.slack {self.slack}: give 0 or more")
 
 
 def named(name: str) -> DeviceConfig:

@@ -13,8 +13,8 @@ from data.quantize import size
 from data.store import TOP_BYTES
 from inference.placement import DEVICE_MAP, TENSOR_PARALLEL, check_offload, check_processes, check_shape, placement_of
 from inference.target import DTYPES, fast_dtype
-from train.config import RunConfig
-from train.device import GIB, DeviceConfig, settled
+from train.config import DeviceConfig, RunConfig
+from train.device import GIB, settled
 from train.features import bare
 from train.memory import (
     Held,

@@ -13,8 +13,8 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from inference.target import device_named, fast_dtype
 from train.config import LauncherConfig, ModelConfig, TrainerConfig
-from train.trace import LARGE
 
+LARGE = 2**25  # from here on glibc maps a block by itself, and gives it back to the system when it is freed
 ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}  # set by accelerate's own options
 
 KEPT = 2**28  # bytes

@@ -18,8 +18,7 @@ from heads.store import last_good, read_config
 from heads.typed import typed
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
-from inference.limits import check_tree
-from inference.policy import TreeConfig
+from inference.policy import TreeConfig, check_tree
 from inference.sample import Sampling
 from inference.target import DTYPES, Target
 from train.publish_config import PublishConfig

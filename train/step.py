@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from train.flops import Flops, peak_flops
 from train.guard import Guard
 from train.losses import ObjectiveConfig
 from train.objective import objective
-from train.optim import Average, learning_rate
+from train.optim import Average, learning_rate, optimizer
 from train.state import TrainState
 from train.weights import Weights, draw_anchors, noisy, trainable, weights
 
@@ -75,7 +76,9 @@ class Stepper:
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
         quick = accelerator.mixed_precision == "bf16"
         loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=quick)
-        self.strategy = strategy.prepare(run.launcher, run.trainer, accelerator, loss)
+        self.strategy = strategy.prepare(
+            run.launcher, accelerator, loss, partial(optimizer, config=run.trainer), run.trainer.clip
+        )
         self.optimizer = self.strategy.optimizer
         self.average = Average(head, run.trainer.ema)
         self.state = TrainState(head, self.optimizer, self.average)

@@ -11,6 +11,7 @@ save is the optimiser's state, the gradients and the weights between steps.
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from train.config import LauncherConfig, TrainerConfig
-from train.optim import optimizer
+from train.config import LauncherConfig
 
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once, at most
 
 
@@ -61,8 +62,8 @@ class Strategy(Protocol):
 class Copies:
     """Every process holds the whole head: one process, or DistributedDataParallel."""
 
-    def __init__(self, accelerator: Accelerator, loss: Any, trainer: TrainerConfig) -> None:
-        made: Any = accelerator.prepare(loss, optimizer(loss.head, trainer))
+    def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
+        made: Any = accelerator.prepare(loss, make(loss.head))
         self.module, self.optimizer = made
         if accelerator.num_processes > 1 and not isinstance(self.module, DistributedDataParallel):
             raise fell_back("ddp", self.module)
@@ -98,12 +99,12 @@ class Fsdp2:
     a depth: layers sharded one by one would be gathered that often.
     """
 
-    def __init__(self, accelerator: Accelerator, loss: Any, trainer: TrainerConfig) -> None:
+    def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         self.module: Any = fully_shard(loss, mesh=mesh)
         if not isinstance(self.module, FSDPModule) or not all(isinstance(p, DTensor) for p in loss.parameters()):
             raise fell_back("fsdp2", self.module)
-        self.optimizer: Any = optimizer(loss.head, trainer)
+        self.optimizer: Any = make(loss.head)
 
     def forward(self, *inputs: Any, last: bool) -> Any:
         """Return the loss; until the last micro-batch weights stay gathered and gradients whole."""
@@ -147,7 +148,7 @@ class Rooted(nn.Module):
 class Zero:
     """DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054): stage 2 cuts up gradients and state, 3 weights too."""
 
-    def __init__(self, accelerator: Accelerator, loss: Any, trainer: TrainerConfig, stage: int) -> None:
+    def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float, stage: int) -> None:
         if accelerator.device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
         import deepspeed
@@ -166,7 +167,7 @@ class Zero:
         config = {
             "train_micro_batch_size_per_gpu": 1,  # it counts samples by this; the loss is divided by what was trained
             "gradient_accumulation_steps": 1,  # `last` says where a step ends
-            "gradient_clipping": trainer.clip,
+            "gradient_clipping": clip,
             "steps_per_print": None,
             "zero_optimization": {
                 "stage": stage,
@@ -178,7 +179,7 @@ class Zero:
         rooted = Rooted(loss)
         if stage == 3:
             set_z3_leaf_modules(rooted, [Rooted])  # gathered in one piece, as under FSDP2
-        engine, *_ = deepspeed.initialize(model=rooted, optimizer=optimizer(loss.head, trainer), config=config)
+        engine, *_ = deepspeed.initialize(model=rooted, optimizer=make(loss.head), config=config)
         self.module: Any = engine
         self.optimizer: Any = engine.optimizer
         kinds = {2: DeepSpeedZeroOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}
@@ -228,23 +229,26 @@ class Zero:
         self.log.setLevel(logging.WARNING)
 
 
-def prepare(launcher: LauncherConfig, trainer: TrainerConfig, accelerator: Accelerator, loss: Any) -> Strategy:
+def prepare(
+    launcher: LauncherConfig, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float
+) -> Strategy:
     """Share a head between the processes as `launcher.strategy` says.
 
     Args:
         launcher: names the strategy.
-        trainer: says how weights are moved.
         accelerator: the processes.
         loss: the module to call, whose `head` is trained.
+        make: makes the optimiser of a head.
+        clip: the norm that a gradient is clipped to, for the library that clips by itself.
 
     Raises:
         ValueError: the library has quietly done something else.
     """
     if launcher.strategy == "ddp":
-        return Copies(accelerator, loss, trainer)
+        return Copies(accelerator, loss, make)
     if launcher.strategy == "fsdp2":
-        return Fsdp2(accelerator, loss, trainer)
-    return Zero(accelerator, loss, trainer, int(launcher.strategy[-1]))
+        return Fsdp2(accelerator, loss, make)
+    return Zero(accelerator, loss, make, clip, int(launcher.strategy[-1]))
 
 
 def fell_back(asked: str, found: object) -> ValueError:

@@ -5,46 +5,289 @@
 The evaluation is that of every draft source:
 
     python eval/run.py drafter=streams drafter.streams.run=outputs/tiny-streams model=tiny
+
+Rows that the target has written, every few of them, are anchors: their streams run behind the packed rows in the same
+pass, in which the target is read but never trained. The order of batches and anchors follows from seed and step alone.
 """
 
 import json
 import os
 import shutil
 import sys
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from jaxtyping import Bool, Float, Int
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from torch import Tensor
 
-from data.batches import Batches, check_known, fingerprint, pack
+from data.batches import Batch, Batches, check_known, fingerprint, pack
+from data.config import DataConfig
 from data.prompts import load_training, save_prompts
 from data.store_files import write_whole
 from data.template import template_sha256
+from heads import rows
 from heads.base import parameter_count
 from heads.command import command
 from heads.context import check_rows, context_of
 from heads.errors import user_errors
+from heads.law import likeliest
 from heads.redact import redacted_values
 from heads.resolvers import register_resolvers
 from heads.typed import typed
+from inference.decode import Settings, speculate
+from inference.drafters.streams import StreamsDrafter
 from inference.loading import configuration
 from inference.placement import REPLICATE
-from inference.streams import KIND, Streams
+from inference.policy import TreeConfig
+from inference.sample import GREEDY
+from inference.streams import KIND, Streams, frozen, save_streams
 from inference.target import Target
 from train import checkpoint, launch, processes, resume
 from train.check import check_out
+from train.config import LauncherConfig, ModelConfig, TrainerConfig
 from train.lock import RunLock
-from train.peers import RANKS, on_main
+from train.optim import Average, adamw, learning_rate
+from train.peers import RANKS, Peers, on_main
 from train.run import provenance
-from train.stream_loop import StreamLoop, StreamsRunConfig, settings
+from train.saver import Saver
+from train.state import TrainState
+from train.track import Tracker
 
 register_resolvers()
+
+
+@dataclass(frozen=True)
+class StreamsRunConfig:
+    """One training run of streams, as conf/streams.yaml composes it.
+
+    Attributes:
+        every: one in so many of the target's own rows is an anchor.
+        decay: the weight of stream j's loss is this to the power j - 1.
+        tree: the tree that acceptance is measured with.
+    """
+
+    name: str
+    out: str
+    resume: bool
+    overwrite: bool
+    every: int
+    decay: float
+    model: ModelConfig
+    streams: Streams.Config
+    data: DataConfig
+    trainer: TrainerConfig
+    launcher: LauncherConfig
+    tree: TreeConfig
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}: give 1 or more, 1 makes every row of an answer an anchor")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay is {self.decay}: give a number above 0, up to 1")
+        if self.launcher.strategy != "ddp":
+            raise ValueError(
+                f"launcher.strategy is {self.launcher.strategy}: streams are a few small factors, give launcher=ddp"
+            )
+        if self.trainer.eval_prompts < 1:
+            raise ValueError("trainer.eval_prompts is 0: the best streams are those that measure best; give 1 or more")
+        for key in ("batch_tokens", "micro_tokens"):
+            tokens = getattr(self.trainer, key)
+            if tokens < self.data.length:
+                raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={self.data.length}")
+
+
+class Anchors(NamedTuple):
+    """The anchors of a batch, and which of their streams have a teacher; row 0 without any fills up."""
+
+    row: Int[Tensor, "B A"]
+    valid: Bool[Tensor, "B A G"]
+
+
+def anchors(batch: Batch, every: int, streams: int, seed: int) -> Anchors:
+    """Return every so many of each row's trained tokens that have a trained one ahead, from a random one on."""
+    depths = [rows.valid(batch.document, batch.mask, depth) for depth in range(1, streams + 1)]
+    trained = torch.stack(depths, -1) & batch.mask.bool()[:, :, None]
+    chosen = []
+    for own, index in zip(trained.any(-1), batch.index.tolist(), strict=True):
+        draw = torch.Generator().manual_seed(seed + index)
+        start = int(torch.randint(every, (), generator=draw))
+        chosen.append(own.nonzero()[start::every, 0])
+    count = max(1, *map(len, chosen))
+    row = torch.stack([torch.cat([own, own.new_zeros(count - len(own))]) for own in chosen])
+    used = torch.stack([torch.arange(count) < len(own) for own in chosen])
+    return Anchors(row, trained.gather(1, row[:, :, None].expand(-1, -1, streams)) & used[:, :, None])
+
+
+def stream_sums(
+    draft: Float[Tensor, "B A G V"], teacher: Float[Tensor, "B A G V"], valid: Bool[Tensor, "B A G"]
+) -> dict[str, Float[Tensor, "G"]]:
+    """Return for each stream the sums over anchors of the cross-entropy with the target's law, and of agreement."""
+    number = torch.arange(valid.shape[2], device=valid.device).expand_as(valid)[valid]
+    ours, law = draft[valid].float(), teacher[valid].float()
+    loss = -(law.softmax(-1) * ours.log_softmax(-1)).sum(-1)
+    agrees = (likeliest(ours) == likeliest(law)).to(loss.dtype)
+    empty = loss.new_zeros(valid.shape[2])
+    return {"loss": empty.index_add(0, number, loss), "accuracy": empty.index_add(0, number, agrees)}
+
+
+def settings(run: StreamsRunConfig, batches: Batches) -> dict[str, Any]:
+    """Return what may not change when a run goes on, by the keys that a user knows."""
+    nested = {f"streams.{key}": value for key, value in asdict(run.streams).items()}
+    return resume.plain(resume.data_settings(run.trainer, batches) | nested)
+
+
+class StreamLoop:
+    """One run, on every process alike; the main process alone measures and writes."""
+
+    def __init__(
+        self, run: StreamsRunConfig, accelerator: Accelerator, target: Target, streams: Streams, batches: Batches,
+        prompts: list[list[int]], resolved: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.run, self.accelerator, self.target, self.streams = run, accelerator, target, streams
+        self.batches, self.prompts, self.out = batches, prompts, Path(run.out)
+        self.average = Average(streams, run.trainer.ema)
+        self.optimizer: Any
+        self.module, self.optimizer = accelerator.prepare(streams, adamw(streams, run.trainer))
+        self.state = TrainState(streams, self.optimizer, self.average)
+        self.peers = Peers(accelerator, self.out, run.trainer.timeout)
+        self.saver = Saver(self.out, self.peers, run.trainer.keep)
+        self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0}
+        if run.resume:
+            self.load()
+        self.tracker = Tracker(
+            self.out, active=accelerator.is_main_process, steps=run.trainer.steps, start=self.start,
+            trackers=run.trainer.trackers, config=resolved,
+        )  # fmt: skip
+
+    def load(self) -> None:
+        """Continue from the newest checkpoint that is good, if there is one."""
+        path = self.saver.newest()
+        if path is not None:
+            found = checkpoint.state_of(path)
+            resume.restore(self.state, path)
+            self.start, self.progress = found["step"], found["progress"]
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint beside the training."""
+        content = {"progress": dict(self.progress), "settings": settings(self.run, self.batches)}
+        self.saver.save(self.state, step, content, int(self.progress["best_step"]))
+
+    def train(self) -> None:
+        """Run all steps, or until measurements stay without a new best for too long."""
+        trainer = self.run.trainer
+        try:
+            for step in range(self.start, trainer.steps):
+                self.step(step)
+                done, stopped = step + 1, False
+                if done % trainer.eval_every == 0 or done == trainer.steps:
+                    stopped = self.measure(done)
+                if done % trainer.save_every == 0 or done == trainer.steps or stopped:
+                    self.save(done)
+                if stopped:
+                    self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
+                    break
+            self.saver.finish()
+        finally:
+            self.saver.close()
+            self.tracker.close()
+
+    def step(self, step: int) -> None:
+        """Take one optimiser step on the global batch."""
+        begin, trainer, device = time.perf_counter(), self.run.trainer, self.accelerator.device
+        seed = trainer.seed + step * 10_000_019
+        micro = [(b, anchors(b, self.run.every, self.run.streams.streams, seed)) for b in self.batches(step)]
+        counted = torch.stack([chosen.valid.sum((0, 1)) for _, chosen in micro]).sum(0).float()
+        shared: Any = self.accelerator.reduce(counted.to(device), "sum")
+        trained = shared.clamp_min(1)
+        totals: dict[str, Tensor] = {}
+        for i, (batch, chosen) in enumerate(micro):
+            for name, value in self.backward(batch, chosen, trained, last=i + 1 == len(micro)).items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip or torch.inf)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.average.update(self.streams)
+        if (step + 1) % trainer.log_every == 0:
+            summed: Any = self.accelerator.reduce(torch.stack([totals["loss"], totals["accuracy"]]), "sum")
+            means = summed / trained
+            self.tracker.log(
+                {
+                    "step": step + 1,
+                    "loss": float((means[0] * self.weights(device)).sum()),
+                    "soft_ce": means[0].tolist(),
+                    "accuracy": means[1].tolist(),
+                    "lr": self.rate(step),
+                    "grad_norm": float(norm),
+                    "rows": int(trained[0]),
+                    "tokens_per_second": trainer.batch_tokens / (time.perf_counter() - begin),
+                }
+            )
+
+    def weights(self, device: torch.device) -> Float[Tensor, "G"]:
+        """Return the weight of each stream's loss."""
+        return self.run.decay ** torch.arange(self.run.streams.streams, device=device)
+
+    def rate(self, step: int) -> float:
+        """Return the step's learning rate at this target's width."""
+        return learning_rate(step, self.run.trainer) * self.run.trainer.lr_width / self.target.ends.hidden_size
+
+    def backward(self, batch: Batch, chosen: Anchors, trained: Tensor, *, last: bool) -> dict[str, Tensor]:
+        """Add one micro-batch's gradient, divided by the global count; processes average theirs, hence the factor."""
+        device, processes = self.accelerator.device, self.accelerator.num_processes
+
+        def go() -> dict[str, Tensor]:
+            with self.accelerator.autocast():
+                draft, teacher = self.module(batch.token.to(device), batch.document.to(device), chosen.row.to(device))
+            sums = stream_sums(draft, teacher, chosen.valid.to(device))
+            self.accelerator.backward((sums["loss"] / trained * self.weights(device)).sum() * processes)
+            return {name: value.detach() for name, value in sums.items()}
+
+        if last:
+            return go()
+        with self.accelerator.no_sync(self.module):
+            return go()
+
+    def measure(self, step: int) -> bool:
+        """Measure τ with the real verifier, keep the streams if the best; return whether patience has run out."""
+        patience = self.run.trainer.patience
+        if self.accelerator.is_main_process:
+            weights = self.average.state(self.streams)
+            copy = Streams(self.run.streams, self.target)
+            copy.load_state_dict(weights)
+            tau = self.acceptance_length(frozen(copy, self.target))
+            better = tau > self.progress["best_tau"]
+            self.progress["stale"] = 0 if better else self.progress["stale"] + 1
+            if better:
+                self.progress |= {"best_tau": tau, "best_step": step}
+                save_streams(self.out / KIND, self.run.streams, weights, self.target.spec)
+            self.tracker.log({"step": step, "tau": tau, "best": better})
+            self.tracker.say(f"step {step}: τ {tau:.3f}{'  (best, kept)' if better else ''}")
+        self.accelerator.wait_for_everyone()
+        stale = torch.tensor([float(self.progress["stale"])], device=self.accelerator.device)
+        summed: Any = self.accelerator.reduce(stale, "sum")
+        return patience is not None and bool(summed.item() >= patience)
+
+    def acceptance_length(self, streams: Streams) -> float:
+        """Return τ pooled over the prompts, decoding greedily."""
+        config = StreamsDrafter.Config(self.run.out, self.run.tree)
+        drafter = StreamsDrafter(config, self.target, self.run.name, streams)
+        settings = Settings(self.run.trainer.eval_tokens, GREEDY)
+        made = [speculate(self.target, drafter, p, settings) for p in self.prompts[: self.run.trainer.eval_prompts]]
+        return sum(len(m.tokens) - 1 for m in made) / max(1, sum(len(m.steps) for m in made))
 
 
 def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any], lock: RunLock) -> None:

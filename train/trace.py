@@ -23,8 +23,8 @@ from heads.layers import Recomputing
 from heads.rope import Rotary
 from train.adapt import adapt
 from train.objective import ROWS, objective, suited
+from train.processes import LARGE
 
-LARGE = 2**25  # from here on glibc maps a block by itself, and gives it back to the system when it is freed
 CHUNKS = 2  # of the loss that are followed: the others are like them
 
 

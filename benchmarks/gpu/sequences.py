@@ -25,13 +25,14 @@ from heads.base import DraftHead
 from inference import compiled
 from inference.batch import Batch, Row, twin
 from inference.cache import TargetCache, roomy
-from inference.drafters import Commit, Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from inference.model import Pass
 from inference.policy import TreeConfig
+from inference.protocol import Commit, Drafter
 from inference.sample import GREEDY
 from inference.session import Session, Settings
-from inference.target import Pass, Target
+from inference.target import Target
 
 LARGEST = 128  # nodes of a pass; a cache has room for as many, and for what they are padded to
 # A pass of as many nodes as the goal speaks of, the root among them; EAGLE-2's depth and width.

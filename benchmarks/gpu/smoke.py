@@ -26,10 +26,10 @@ from eval.workloads import load_workload
 from heads.store import load_head, read_config
 from heads.typed import typed
 from inference.decode import Settings, speculate
-from inference.drafters import Drafter, registry
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.policy import TreeConfig
+from inference.protocol import Drafter, registry
 from inference.sample import GREEDY
 from inference.target import Target
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from heads.base import Level
 from inference import follower
-from inference.drafters import Commit, Context, Proposal, Verified
 from inference.follower import Follower
 from inference.policy import Growth, TreeConfig, grow
+from inference.protocol import Commit, Context, Proposal, Verified
 from inference.sample import distribution
 from inference.target import Target
 from inference.tree import root

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from inference import follower
-from inference.drafters import Commit, Context, Proposal
 from inference.drafters.assistant import Length, check_chain, doubts
 from inference.follower import Follower
+from inference.protocol import Commit, Context, Proposal
 from inference.stream import UNFINISHED
 from inference.target import Target
 from inference.text import GrowingText, continuation, decode

@@ -15,9 +15,9 @@ from heads.base import Level
 from inference import probe
 from inference import tree as trees
 from inference.cache import TargetCache
-from inference.drafters import Commit, Context, Proposal
 from inference.parts import Entered, Parts
 from inference.policy import TreeConfig, grow
+from inference.protocol import Commit, Context, Proposal
 from inference.target import Target
 from inference.tree import DraftTree
 
@@ -47,7 +47,7 @@ class EarlyExit:
                 f"give 1 to {depth - 1}"
             )
         self.parts, self.config, self.name = target.parts, config, name
-        if not probe.splits(target, config.exit_layer):
+        if not probe.splits(target, target.parts, config.exit_layer):
             raise ValueError(
                 f"drafter.early_exit: the layers of {target.name} cannot be run in two parts (they share more than "
                 "hidden states); choose another drafter"

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from heads.base import DraftHead, Features, Level
-from inference.drafters import Commit, Context, Proposal
 from inference.policy import TreeConfig, grow
+from inference.protocol import Commit, Context, Proposal
 
 
 class HeadDrafter:

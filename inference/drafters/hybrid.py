@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from inference.drafters import Commit, Context, Drafter, Proposal
+from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.tree import agreed, root
 
 

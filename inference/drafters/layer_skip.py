@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from inference.drafters import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Proposal
 from inference.sample import distribution
 from inference.skips import load_skips
 from inference.target import Target

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from inference import follower
-from inference.drafters import Commit, Context, Proposal
 from inference.drafters.assistant import Assistant
+from inference.protocol import Commit, Context, Proposal
 from inference.rng import Rng
 from inference.sample import Sampling, distribution, penalize
 from inference.target import Target

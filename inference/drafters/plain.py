@@ -2,7 +2,7 @@
 
 import torch
 
-from inference.drafters import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Proposal
 from inference.tree import root
 
 

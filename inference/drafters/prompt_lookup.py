@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inference.drafters import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Proposal
 from inference.reader import Reads
 from inference.tree import DraftTree
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.drafters import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Proposal
 from inference.target import Target
 from inference.tree import DraftTree
 

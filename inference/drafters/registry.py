@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from heads.typed import build
-from inference.drafters import Drafter
 from inference.drafters.assistant import Assistant
 from inference.drafters.assistant_slem import AssistantSlem
 from inference.drafters.early_exit import EarlyExit
@@ -16,8 +15,8 @@ from inference.drafters.prompt_lookup import PromptLookup
 from inference.drafters.recycling import Recycling
 from inference.drafters.streams import StreamsDrafter
 from inference.drafters.suffix import Suffix
-from inference.limits import check_tree
-from inference.policy import TreeConfig
+from inference.policy import TreeConfig, check_tree
+from inference.protocol import Drafter
 from inference.reader import Reads
 from inference.target import Target
 

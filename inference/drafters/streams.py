@@ -15,8 +15,8 @@ from torch import Tensor
 
 from heads.base import Level
 from inference import tree as trees
-from inference.drafters import Commit, Context, Proposal
 from inference.policy import TreeConfig, grow
+from inference.protocol import Commit, Context, Proposal
 from inference.streams import Streams, earlier_streams, load_streams
 from inference.target import Target
 from inference.tree import DraftTree, Riders

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from inference.drafters import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Proposal
 from inference.reader import Reads
 from inference.suffix_tree import Place, SuffixTree
 from inference.tree import DraftTree

@@ -9,9 +9,9 @@ import torch
 from eval.lossless import Gate, gate
 from heads import HEADS
 from inference.decode import Generation, Settings, speculate
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from inference.protocol import Drafter
 from inference.sample import GREEDY, Sampling
 from inference.target import Target
 from tests import toys

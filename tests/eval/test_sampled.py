@@ -12,9 +12,9 @@ from eval.law import LawTest
 from eval.lossless import Divergence, Gate, SampledGate, verdict_of, worst
 from eval.sampled import coupled_gate, race_gap, sampled_gates
 from inference.decode import Generation, Settings, autoregress
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from inference.protocol import Drafter
 from inference.sample import Sampling
 from inference.verify import COUPLED, Verdict, decide
 from tests import toys

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from heads.base import DraftVocabulary
 from heads.fusion import chosen_layers
-from heads.vocab import DraftVocabulary, Readout, draft_vocabulary, prune
+from heads.vocab import Readout, draft_vocabulary, prune
 from tests import toys
 
 

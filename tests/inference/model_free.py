@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Commit, Context, Drafter, Proposal, registry
+from inference.protocol import Commit, Context, Drafter, Proposal, registry
 from inference.sample import GREEDY
 from inference.target import Target
 

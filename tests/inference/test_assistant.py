@@ -11,11 +11,12 @@ from torch import Tensor
 from heads.base import Level
 from inference import tree as trees
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters import Commit, Context, Drafter, Proposal, Verified
 from inference.drafters.assistant import Length
+from inference.model import Pass
 from inference.policy import grow
+from inference.protocol import Commit, Context, Drafter, Proposal, Verified
 from inference.sample import GREEDY, Sampling, distribution
-from inference.target import Pass, Target
+from inference.target import Target
 from inference.tree import DraftTree
 from inference.verify import Generator
 from tests import assistants, toys

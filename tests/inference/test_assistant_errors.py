@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters import Drafter
+from inference.protocol import Drafter
 from inference.sample import GREEDY
 from inference.target import Target
 from tests import assistants, toys

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from heads.base import Level
-from inference.drafters import Commit, Context, Proposal
 from inference.drafters.assistant import Assistant
 from inference.follower import Follower
+from inference.model import Pass
+from inference.protocol import Commit, Context, Proposal
 from inference.sample import GREEDY, Sampling, distribution
-from inference.target import Pass, Target
+from inference.target import Target
 from inference.tree import DraftTree
 from inference.verify import Rng, verify
 from tests import assistants, toys

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters import Commit, Context, Drafter, Proposal, Verified
 from inference.drafters.assistant_slem import AssistantSlem
+from inference.model import Pass
+from inference.protocol import Commit, Context, Drafter, Proposal, Verified
 from inference.sample import GREEDY, Sampling
-from inference.target import Pass
 from inference.text import decode, encode
 from inference.tree import DraftTree
 from inference.verify import Generator

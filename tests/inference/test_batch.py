@@ -9,10 +9,10 @@ import torch
 
 from inference.batch import Batch, twin
 from inference.decode import Generation, Settings, speculate
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.plain import Plain
+from inference.protocol import Drafter
 from inference.sample import GREEDY, Sampling
 from inference.target import Target
 from tests import assistants, toys

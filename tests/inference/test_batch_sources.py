@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from inference.decode import Generation, Settings, speculate
-from inference.drafters import Drafter
 from inference.drafters.mtp import MtpDrafter
+from inference.protocol import Drafter
 from inference.sample import GREEDY, Sampling
 from inference.target import Target
 from tests import assistants, toys

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from heads.base import Level
 from inference import tree as trees
-from inference.drafters import Context
 from inference.policy import TreeConfig, candidates, grow
+from inference.protocol import Context
 from inference.rng import Generator
 from inference.sample import GREEDY, Sampling
 

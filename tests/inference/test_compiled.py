@@ -18,10 +18,10 @@ from inference import compiled
 from inference.cache import BatchLayer, BatchPass, Pool
 from inference.compiled import Compiled, padded
 from inference.decode import Generation, Settings, speculate
-from inference.drafters import Drafter
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.parts import LayerOutputs
+from inference.protocol import Drafter
 from inference.sample import GREEDY, Sampling
 from inference.target import Target
 from inference.tree import DraftTree

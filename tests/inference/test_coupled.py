@@ -9,9 +9,9 @@ from torch import Tensor
 
 from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Commit, Context, Proposal
 from inference.drafters.head import HeadDrafter
 from inference.policy import grow
+from inference.protocol import Commit, Context, Proposal
 from inference.rng import Coupled, Generator
 from inference.sample import Sampling
 from inference.tree import DraftTree, children

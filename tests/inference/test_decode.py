@@ -7,7 +7,7 @@ import torch
 
 from inference.batch import Batch
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Proposal
 from inference.sample import GREEDY, Sampling
 from inference.tree import DraftTree
 from tests import toys

@@ -12,9 +12,9 @@ from heads.typed import typed
 from inference import probe
 from inference import tree as trees
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Context, Proposal
 from inference.drafters.early_exit import EarlyExit
 from inference.policy import TreeConfig
+from inference.protocol import Context, Proposal
 from inference.sample import GREEDY, Sampling, distribution
 from inference.target import Target
 from inference.tree import DraftTree

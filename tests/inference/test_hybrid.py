@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters import Commit, Context, Proposal, Verified
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
+from inference.model import Pass
+from inference.protocol import Commit, Context, Proposal, Verified
 from inference.rng import Generator
 from inference.sample import GREEDY
-from inference.target import Pass
 from inference.tree import DraftTree, agreed
 from tests import toys
 from tests.inference import model_free

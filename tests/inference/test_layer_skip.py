@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicCache
 from heads.resolvers import ROOT
 from heads.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Context, Proposal
 from inference.drafters.layer_skip import LayerSkip
 from inference.parts import Skips
+from inference.protocol import Context, Proposal
 from inference.sample import GREEDY, Sampling, distribution
 from inference.skips import FORMAT, SkipFile, save_skips
 from inference.target import Target

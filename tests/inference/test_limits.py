@@ -11,8 +11,7 @@ from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.registry import make
-from inference.limits import check_tree, most_nodes
-from inference.policy import TreeConfig
+from inference.policy import TreeConfig, check_tree, most_nodes
 from inference.sample import GREEDY
 from tests import toys
 

@@ -8,9 +8,9 @@ import torch
 
 from heads.base import Level
 from inference.decode import Generation, Settings, speculate
-from inference.drafters import Context
 from inference.drafters.assistant import Assistant
 from inference.drafters.mirror import Mirror
+from inference.protocol import Context
 from inference.sample import GREEDY, Sampling
 from inference.target import Target
 from tests import assistants, enumeration, toys

@@ -8,7 +8,7 @@ import torch
 
 from inference import tree as trees
 from inference.decode import Settings, speculate
-from inference.drafters import Context, Drafter
+from inference.protocol import Context, Drafter
 from inference.sample import GREEDY, Sampling
 from inference.verify import Generator, Rng, decide
 from tests import toys

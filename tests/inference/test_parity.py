@@ -10,9 +10,9 @@ from heads import HEADS
 from heads.base import Features
 from inference import tree as trees
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters import Commit, Context
 from inference.drafters.head import HeadDrafter
 from inference.policy import TreeConfig, grow
+from inference.protocol import Commit, Context
 from inference.rng import Generator
 from inference.sample import GREEDY, Sampling
 from inference.target import Target

@@ -12,7 +12,7 @@ from data.answer_engine import Engine
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.limits import check_masks
+from inference.policy import check_masks
 from inference.probe import LONGEST
 from inference.sample import GREEDY
 from inference.target import Target

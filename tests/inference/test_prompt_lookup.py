@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from inference.drafters import Context
 from inference.drafters.prompt_lookup import PromptLookup
+from inference.protocol import Context
 from inference.sample import GREEDY
 from inference.verify import Generator
 from tests import toys

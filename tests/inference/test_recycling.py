@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from inference.drafters import Commit, Context, Verified
 from inference.drafters.recycling import likeliest
+from inference.model import Pass
+from inference.protocol import Commit, Context, Verified
 from inference.sample import GREEDY
-from inference.target import Pass, Target
+from inference.target import Target
 from inference.tree import DraftTree
 from inference.verify import Generator
 from tests import toys

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.drafters import Context, Drafter
 from inference.drafters.early_exit import EarlyExit
 from inference.drafters.layer_skip import LayerSkip
 from inference.policy import TreeConfig
+from inference.protocol import Context, Drafter
 from inference.sample import Sampling, distribution
 from inference.skips import FORMAT, SkipFile, save_skips
 from inference.target import Target

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters import Context
 from inference.drafters.layer_skip import LayerSkip
 from inference.parts import Skips
+from inference.protocol import Context
 from inference.sample import GREEDY
 from inference.skips import (
     FORMAT,

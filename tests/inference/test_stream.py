@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inference.decode import Generation, Step
-from inference.stream import STYLES, Painter, TextStream, summary
+from inference.painter import STYLES, Painter, summary
+from inference.stream import TextStream
 
 GREEN, MAGENTA, DIM = "\x1b[32m", "\x1b[35m", "\x1b[2m"
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from inference import tree as trees
 from inference.decode import Generation, Settings, speculate
-from inference.drafters import Commit, Context, Proposal
 from inference.drafters.streams import Drafted, StreamsDrafter
 from inference.policy import TreeConfig, grow
+from inference.protocol import Commit, Context, Proposal
 from inference.rng import Generator
 from inference.sample import GREEDY, Sampling
 from inference.streams import Streams

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from inference import tree as trees
-from inference.drafters import Context
 from inference.drafters.suffix import Suffix
+from inference.protocol import Context
 from inference.sample import GREEDY
 from inference.suffix_tree import Node, SuffixTree
 from inference.verify import Generator

@@ -11,8 +11,8 @@ from heads.base import Level
 from heads.resolvers import ROOT
 from heads.typed import typed
 from inference import tree as trees
-from inference.drafters import Context
 from inference.policy import TreeConfig, grow
+from inference.protocol import Context
 from inference.rng import Generator
 from inference.sample import Sampling
 from inference.tree import DraftTree

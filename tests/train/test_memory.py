@@ -18,9 +18,10 @@ from train.device import known
 from train.flops import Flops
 from train.losses import ObjectiveConfig
 from train.memory import Held, Layout, head_state, pass_stage, target_state
+from train.processes import LARGE
 from train.shapes import TargetShape
 from train.step import Loss
-from train.trace import LARGE, NONE, Job, Shadow, Size, Trace, trace
+from train.trace import NONE, Job, Shadow, Size, Trace, trace
 from train.weights import weights
 
 MIB = 2**20

@@ -21,8 +21,7 @@ from inference.drafters.streams import StreamsDrafter
 from inference.sample import GREEDY
 from inference.streams import Streams, load_streams
 from tests import toys
-from train.stream_loop import StreamLoop, StreamsRunConfig, anchors, stream_sums
-from train.streams import streams_config, train
+from train.streams import StreamLoop, StreamsRunConfig, anchors, stream_sums, streams_config, train
 
 SMALL = [
     "data.length=32", "data.held_out=4", "data.max_tokens=64", "model.dtype=float32", "model.device=cpu",

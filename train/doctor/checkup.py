@@ -8,8 +8,7 @@ from eval.workloads import Selection, read_workload, short_name
 from heads import HEADS
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
-from inference.limits import check_tree
-from inference.policy import TreeConfig
+from inference.policy import TreeConfig, check_tree
 from inference.sample import GREEDY
 from inference.target import Target
 from train.doctor import card, layers, measured
