@@ -26,16 +26,16 @@ sys.path[0] = str(ROOT)
 import torch
 from transformers import GenerationConfig
 
-from data.prompts import Prompt
-from eval import metrics
-from eval.live import interleave
-from eval.machine import device_facts
-from eval.workloads import load_workload, swapped
+from data.text.prompts import Prompt
+from eval.inputs.workloads import load_workload, swapped
+from eval.live.interleaved import interleave
+from eval.measures import metrics
+from eval.measures.machine import device_facts
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.registry import make
 from inference.protocol import Drafter
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 
 ASSISTANT = {
     "source": "assistant", "match": "same", "dtype": None, "device": None, "trust_remote_code": False,

@@ -18,17 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from benchmarks.engine import PROMPT, TRUE, random_prompts, random_target, readers
-from data.prompts import Prompt
-from eval import costs as costing
-from eval.machine import device_facts
-from eval.texts import Text
+from data.text.prompts import Prompt
+from eval.inputs.texts import Text
+from eval.measures.cost_model import Costs, Replayed, Step, draft_key, mean, predict, stops_paying
+from eval.measures.machine import device_facts
+from eval.tuning import costs as costing
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.plain import Plain
-from inference.policy import TreeConfig
+from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
-from inference.sample import GREEDY
-from inference.speed import Costs, Replayed, Step, draft_key, mean, predict, stops_paying
-from inference.target import DTYPES, Target
+from inference.target.target import DTYPES, Target
+from inference.verification.sample import GREEDY
 
 DRAFT = TreeConfig("chain", TRUE, 0, 0, [], [])  # in the tree, too, the path is a prefix of the nodes
 SIZES = (0, TRUE, 8)

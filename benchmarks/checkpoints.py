@@ -22,10 +22,10 @@ from accelerate.utils import set_seed
 from hydra import compose, initialize_config_dir
 
 from data.batches import pack, token_counts
-from data.prompts import load_training
-from heads.resolvers import register_resolvers
-from heads.vocab import prune
-from train import checkpoint
+from data.text.prompts import load_training
+from heads.common.resolvers import register_resolvers
+from heads.modules.vocab import prune
+from train.checkpoints import format
 from train.config import RunConfig, run_config
 from train.features import load_target, source_for
 from train.loop import Loop
@@ -74,7 +74,7 @@ def main() -> None:
             seconds[saves].append(time.perf_counter() - begin)
         loop.saver.close()
         loop.tracker.close()
-        newest = checkpoint.found(loop.saver.folder)[-1]
+        newest = format.found(loop.saver.folder)[-1]
         size = sum(path.stat().st_size for path in newest.iterdir())
     with_save, without = (statistics.median(seconds[saves]) for saves in (True, False))
     of_step, waited = without / words.steps, loop.saver.seconds / words.blocks

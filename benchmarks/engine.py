@@ -30,18 +30,18 @@ sys.path[0] = str(ROOT)
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaConfig
 
-from data.prompts import Prompt
-from eval.live import interleave
-from eval.machine import device_facts
-from eval.workloads import swapped
+from data.text.prompts import Prompt
+from eval.inputs.workloads import swapped
+from eval.live.interleaved import interleave
+from eval.measures.machine import device_facts
 from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
+from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Drafter, Proposal
-from inference.sample import GREEDY
-from inference.target import DTYPES, Target
-from inference.tree import DraftTree
+from inference.target.target import DTYPES, Target
+from inference.verification.sample import GREEDY
+from inference.verification.tree import DraftTree
 
 VOCABULARY, PROMPT, REPEATS = 32000, 64, 3
 SHAPE = {

@@ -24,15 +24,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from data.batches import Packed, pack
-from data.coding import Wanted, compute, join, to_given
-from data.extract import extract
-from data.extraction import Layers, spec_of
-from data.prompts import load_samples
-from data.quantize import DTYPES
-from data.store import FeatureStore, Row
-from eval.machine import device_facts
-from heads.resolvers import register_resolvers
-from inference.target import Target
+from data.features.coding import Wanted, compute, join, to_given
+from data.features.extract import extract
+from data.features.extraction import Layers, spec_of
+from data.features.quantize import DTYPES
+from data.features.store import FeatureStore, Row
+from data.text.prompts import load_samples
+from eval.measures.machine import device_facts
+from heads.common.resolvers import register_resolvers
+from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.run import train
 

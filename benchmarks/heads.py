@@ -30,19 +30,19 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from data.batches import pack, token_counts
-from data.features import Live
-from data.masks import Sample
-from data.prompts import held_out_prompts, load_samples
-from eval import metrics
+from data.features.source import Live
+from data.text.masks import Sample
+from data.text.prompts import held_out_prompts, load_samples
+from eval.measures import metrics
 from heads import HEADS
 from heads.base import Features, parameter_count
-from heads.resolvers import register_resolvers
-from heads.store import save_head
-from heads.vocab import prune
+from heads.common.resolvers import register_resolvers
+from heads.formats.store import save_head
+from heads.modules.vocab import prune
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
-from inference.sample import GREEDY, Sampling
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling
 from train.config import RunConfig, run_config
 from train.loop import Loop, decoding_copy
 from train.run import batches_for

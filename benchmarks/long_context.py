@@ -24,21 +24,21 @@ sys.path[0] = str(ROOT)
 import torch
 
 from benchmarks.engine import EAGLE, SHAPE, random_target
-from eval.costs import planted
-from eval.machine import device_facts
+from eval.measures.machine import device_facts
+from eval.tuning.costs import planted
 from heads import HEADS
 from heads.eagle import Committed
-from inference import tree as trees
-from inference.cache import TargetCache
 from inference.drafters.head import HeadDrafter
-from inference.model import Pass
-from inference.policy import TreeConfig
+from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Proposal
-from inference.rng import Generator
-from inference.sample import GREEDY
 from inference.session import Session, Settings
-from inference.target import Target
-from inference.tree import DraftTree
+from inference.target.cache import TargetCache
+from inference.target.model import Pass
+from inference.target.target import Target
+from inference.verification import tree as trees
+from inference.verification.rng import Generator
+from inference.verification.sample import GREEDY
+from inference.verification.tree import DraftTree
 
 ROOM, SHORT = 512, 16  # rows beyond the longest context; a context that costs nothing
 DRAFTS = {"plain": 0, "chain of 4": 4, "tree of 8": 8, "tree of 32": 32}

@@ -22,13 +22,13 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from data.batches import pack
-from data.prompts import load_samples
+from data.text.prompts import load_samples
 from heads import HEADS
 from heads.base import Features
-from heads.layers import Recomputing
-from heads.resolvers import register_resolvers
-from inference.bare import Bare
-from inference.target import Target
+from heads.common.resolvers import register_resolvers
+from heads.modules.layers import Recomputing
+from inference.target.embeddings_only import Bare
+from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.step import Loss
 from train.weights import weights

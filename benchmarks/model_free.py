@@ -25,15 +25,15 @@ sys.path[0] = str(ROOT)
 import torch
 from omegaconf import OmegaConf
 
-from data.prompts import load_prompts
-from eval.machine import device_facts
+from data.text.prompts import load_prompts
+from eval.measures.machine import device_facts
 from inference.drafters.registry import make
-from inference.model import Pass
 from inference.protocol import Commit, Context, Drafter, Verified
-from inference.sample import GREEDY
-from inference.target import Target
-from inference.tree import DraftTree, children
-from inference.verify import Generator
+from inference.target.model import Pass
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
+from inference.verification.tree import DraftTree, children
+from inference.verification.verify import Generator
 
 NAMES = ("prompt_lookup", "prompt_lookup_hf", "prompt_lookup_vllm", "suffix", "recycling", "recycling80", "lookahead")
 CONTEXTS = (512, 1024, 2048, 4096, 8192)

@@ -19,14 +19,14 @@ from transformers import DynamicCache
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from eval import metrics
-from eval.hf import hf_generate
-from eval.live import HF, PLAIN, interleave
-from eval.machine import device_facts, synchronize
-from eval.workloads import load_workload, swapped
+from eval.inputs.workloads import load_workload, swapped
+from eval.live.hf import hf_generate
+from eval.live.interleaved import HF, PLAIN, interleave
+from eval.measures import metrics
+from eval.measures.machine import device_facts, synchronize
 from inference.decode import Generation, Settings, autoregress
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 
 PROMPTS, TOKENS, REPEATS = 8, 96, 5
 

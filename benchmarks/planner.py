@@ -25,10 +25,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from heads.resolvers import register_resolvers
+from heads.common.resolvers import register_resolvers
 from train.config import run_config
-from train.plan import plan
-from train.plan_table import preset_row
+from train.planning.plan import plan
+from train.planning.table import preset_row
 
 TINY, MIB = ROOT / "examples" / "tiny", 2**20
 BESIDE = 60 * MIB  # tokenizer and data, as conf/device/cpu.yaml counts them

@@ -15,15 +15,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from eval.metrics import acceptance, tau_interval
-from eval.workloads import load_workload
-from heads.hub import resolve_head, target_path
-from heads.store import load_head, read_config
+from eval.inputs.workloads import load_workload
+from eval.measures.metrics import acceptance, tau_interval
+from heads.formats.hub import resolve_head, target_path
+from heads.formats.store import load_head, read_config
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.sample import Sampling
-from inference.target import Target
+from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
+from inference.verification.sample import Sampling
 from tests.enumeration import EXACT, Tables, drafts, one_pass
 
 INSTANCES = 20

@@ -21,8 +21,8 @@ sys.path[0] = str(ROOT)
 from safetensors.torch import load_file, save_file
 
 from benchmarks.assisted import truncated
-from inference.mtp import APART
-from inference.target import Target
+from inference.drafters.mtp_module import APART
+from inference.target.target import Target
 
 MODEL_FREE = (
     *("prompt_lookup", "prompt_lookup_hf", "prompt_lookup_vllm", "suffix", "suffix_cold"),

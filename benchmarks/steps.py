@@ -25,8 +25,8 @@ sys.path[0] = str(ROOT)
 import torch
 
 from benchmarks.engine import random_target
-from eval.machine import device_facts
-from train.clock import PARTS
+from eval.measures.machine import device_facts
+from train.tracking.clock import PARTS
 
 STEP = ("data", "target", "head", "optimiser")
 PAGE = 4096

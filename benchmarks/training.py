@@ -28,16 +28,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engine import random_target
-from eval.machine import device_facts
+from eval.measures.machine import device_facts
 from heads import HEADS
 from heads.base import Draft, Features
-from heads.resolvers import register_resolvers
-from heads.vocab import Readout
-from inference.target import Target
+from heads.common.resolvers import register_resolvers
+from heads.modules.vocab import Readout
+from inference.target.target import Target
 from train.config import RunConfig, run_config
+from train.distributed.processes import keep_freed
 from train.losses import ObjectiveConfig
 from train.objective import AUTO, objective
-from train.processes import keep_freed
 from train.weights import draw_anchors, weights
 
 WIDTH, LENGTH = 256, 512

@@ -19,16 +19,16 @@ sys.path[0] = str(ROOT)
 
 from hydra import compose, initialize_config_dir
 
-from data.prompts import held_out_prompts
-from eval import metrics
-from eval.machine import device_facts
-from heads.hub import load_found, resolve_head
-from heads.resolvers import register_resolvers
+from data.text.prompts import held_out_prompts
+from eval.measures import metrics
+from eval.measures.machine import device_facts
+from heads.common.resolvers import register_resolvers
+from heads.formats.hub import load_found, resolve_head
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from train.config import RunConfig, run_config
 
 WARMUP = 2

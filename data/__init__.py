@@ -1,1 +1,10 @@
-"""From text to features: records, tokens and loss masks, packed batches, live features, the target's own answers."""
+"""From text to features.
+
+answers/       answers that the target writes, by our engine or by an endpoint
+features/      the target's hidden states: live, or from a store on disk
+text/          records of many shapes to tokens and loss masks
+config.py      which documents to train on
+batches.py     packing, order, sharing over processes
+inspection.py  masks to look at, in the terminal and as a page
+run.py         the command: write answers, show a mask, extract features
+"""

@@ -15,8 +15,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.cache import CachedSamples
-from data.masks import Sample
+from data.text.cache import CachedSamples
+from data.text.masks import Sample
 
 Tokens = np.ndarray[Any, Any]  # of one sample, (T,)
 

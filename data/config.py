@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from heads.ranges import Count, Number, RowLength
+from heads.common.ranges import Count, Number, RowLength
 
 CHOICES = {"turns": ("all", "last"), "reasoning": ("keep", "cut"), "on_bad": ("fail", "drop")}
 

@@ -15,10 +15,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import fingerprint, pack
-from data.masks import Sample
-from data.store_files import write_whole
-from heads.outside import visible
-from inference.stream import TextStream
+from data.features.store_files import write_whole
+from data.text.masks import Sample
+from heads.common.untrusted import visible
+from inference.text_stream import TextStream
 
 ROLE = re.compile(
     r"<[|\uff5c]?(?:im_start|start|start_of_turn|start_of_role|start_header_id)[|\uff5c]?>(\w+)"

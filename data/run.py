@@ -20,26 +20,26 @@ from accelerate import PartialState
 from omegaconf import DictConfig
 from rich.console import Console
 
-from data.answer_chats import Answerer, AnswerSettings
-from data.answer_endpoint import Endpoint
-from data.answer_engine import Engine, check_drafter, drafter_of
-from data.answers import Share, Work, source_of, write_answers
+from data.answers.chats import Answerer, AnswerSettings
+from data.answers.client import Client, EndpointConfig, check_url
+from data.answers.endpoint import Endpoint
+from data.answers.engine import Engine, check_drafter, drafter_of
+from data.answers.write import Share, Work, source_of, write_answers
 from data.config import DataConfig
-from data.endpoint import Client, EndpointConfig, check_url
-from data.extraction import Layers, extract_features
-from data.features import FeaturesConfig
+from data.features.extraction import Layers, extract_features
+from data.features.source import FeaturesConfig
 from data.inspection import show, write_page
-from data.prompts import load_samples, records_to_answer
-from data.sources import check_sources
-from heads.command import command
-from heads.errors import user_errors
-from heads.folders import check_writable
-from heads.ranges import Count, Number
-from heads.resolvers import register_resolvers
-from heads.typed import typed
-from inference.loading import load_tokenizer
-from inference.placement import alone
-from inference.target import Target, device_named
+from data.text.prompts import load_samples, records_to_answer
+from data.text.sources import check_sources
+from heads.common.command import command
+from heads.common.errors import user_errors
+from heads.common.files import check_writable
+from heads.common.ranges import Count, Number
+from heads.common.resolvers import register_resolvers
+from heads.common.typed import typed
+from inference.target.loading import load_tokenizer
+from inference.target.placement import alone
+from inference.target.target import Target, device_named
 
 register_resolvers()
 

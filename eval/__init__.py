@@ -1,1 +1,18 @@
-"""Evaluation: acceptance, speed and the losslessness gate of draft heads, as one report."""
+"""Acceptance, speed and losslessness of draft sources.
+
+endpoint/        served models measured as draft sources are
+inputs/          what is measured on what: workloads, recorded texts, runs, draft sources
+live/            the live tier: draft sources timed beside their baselines
+measures/        the ground floor: metrics, rows of results, statistics, losslessness, the cost model
+offline/         the tiers without a clock: acceptance along given text
+report/          the report: JSON, Markdown, terminal; read back and put side by side
+tuning/          which tree is fastest on this device
+gates.py         all gates of an evaluation
+tune.py          the best tree for a head at every batch size: predicted, measured, written
+tiers.py         the tiers without a clock: which texts, which sources
+explain.py       what another tree would give, priced with the device's costs
+sessions.py      the live tier: every workload, temperature, batch size and rate
+config.py        the types of conf/eval.yaml
+search_skips.py  the command that finds sub-layers to skip
+run.py           the command
+"""

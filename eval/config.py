@@ -6,14 +6,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from data.endpoint import check_url
-from eval.row import LIVE, REPLAY, TEACHER_FORCED, TIERS
-from heads.ranges import Count, NewTokens, Number
-from heads.resolvers import ROOT
-from heads.typed import typed
-from inference.sample import Sampling
-from inference.target import DTYPES
-from inference.verify import check_rule, is_lossy
+from data.answers.client import check_url
+from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, TIERS
+from heads.common.ranges import Count, NewTokens, Number
+from heads.common.resolvers import ROOT
+from heads.common.typed import typed
+from inference.target.target import DTYPES
+from inference.verification.sample import Sampling
+from inference.verification.verify import check_rule, is_lossy
 
 AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
 TURNS = ("first", "all")
@@ -119,7 +119,7 @@ class EvalConfig:
         temperature: a number or a list of them; the gate runs at 0 whatever they are.
         top_k, top_p, min_p: filters at temperatures above 0.
         repetition_penalty: of what stands in the prompt or the answer, at temperature 0 too.
-        rule: a key of `inference.verify.RULES`, or auto for the one that accepts most of each draft.
+        rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether a rule may change the target's law; its rows then have no speedup.
         batch_size: sequences in one target pass: a number or a list of them.
         request_rate: requests a second, which come at random; None: each as another ends. Or a list of such.

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eval import costs as costing
 from eval.config import EvalConfig
-from eval.grid import OWN, Tried, distinct, sizes_for
-from eval.simulated import SIZES
-from eval.texts import Text
+from eval.inputs.texts import Text
+from eval.measures.cost_model import Costs, Prediction, cycled, predict, stops_paying
+from eval.tuning import costs as costing
+from eval.tuning.grid import OWN, Tried, distinct, sizes_for
+from eval.tuning.simulated import SIZES
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
-from inference.speed import Costs, Prediction, cycled, predict, stops_paying
-from inference.target import Target
+from inference.target.target import Target
 
 TIMED = 48  # tokens of an answer that costs are measured on: a step costs what it costs
 SWEPT = tuple(2**power for power in range(11))  # batch sizes between and up to the measured ones

@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data.prompts import Prompt
+from data.text.prompts import Prompt
 from eval.config import EvalConfig
-from eval.drafters import Drafters, load_drafters
-from eval.live import HF, PLAIN, Runs, measure
-from eval.lossless import EPSILON, Gate, SampledGate, divergence, gate, labelled
-from eval.metrics import median_run
-from eval.sampled import sampled_gates
-from eval.states import in_states
+from eval.inputs.drafters import Drafters, load_drafters
+from eval.inputs.states import in_states
+from eval.live.interleaved import HF, PLAIN, Runs, measure
+from eval.live.sampled import sampled_gates
+from eval.measures.losslessness import EPSILON, Gate, SampledGate, divergence, gate, labelled
+from eval.measures.metrics import median_run
 from inference.decode import Settings, autoregress
-from inference.target import Target
-from inference.verify import is_lossy
+from inference.target.target import Target
+from inference.verification.verify import is_lossy
 
 
 def sources(config: EvalConfig, target: Target) -> Drafters:

@@ -15,34 +15,34 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from data.prompts import locate
-from data.sources import check_source
-from eval import endpoint
+from data.text.prompts import locate
+from data.text.sources import check_source
 from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
-from eval.drafters import check_drafters
+from eval.endpoint import measure
 from eval.gates import check, failed, settings_at, sources
-from eval.lossless import Gate, SampledGate
-from eval.machine import device_facts, provenance
-from eval.report import READ, Report, table
-from eval.row import LIVE, REPLAY, TEACHER_FORCED
+from eval.inputs.drafters import check_drafters
+from eval.inputs.runs import model_of, own_prompts
+from eval.inputs.workloads import Selection, Workload, load_workload, read_workload
+from eval.measures.losslessness import Gate, SampledGate
+from eval.measures.machine import device_facts, provenance
+from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
+from eval.report.side_by_side import folder_of, side_by_side
+from eval.report.write import READ, Report, table
 from eval.sessions import timed_rows
-from eval.side_by_side import folder_of, side_by_side
-from eval.sources import model_of, own_prompts
 from eval.tiers import Material, along_texts, check_sources, recorded, replayed
 from eval.tune import tune
-from eval.tuned import TUNED
-from eval.workloads import Selection, Workload, load_workload, read_workload
-from heads.command import command
-from heads.errors import user_errors
-from heads.folders import check_writable
-from heads.outside import visible
-from heads.resolvers import register_resolvers
-from heads.typed import bracketed, typed
+from eval.tuning.results import TUNED
+from heads.common.command import command
+from heads.common.errors import user_errors
+from heads.common.files import check_writable
+from heads.common.resolvers import register_resolvers
+from heads.common.typed import bracketed, typed
+from heads.common.untrusted import visible
 from inference.decode import autoregress
-from inference.loading import configuration, note_dtype
-from inference.placement import alone
-from inference.reader import Reader
-from inference.target import DTYPES, Target, device_named, fast_dtype
+from inference.target.loading import configuration, note_dtype
+from inference.target.placement import alone
+from inference.target.target import DTYPES, Target, device_named, fast_dtype
+from inference.target.tokenizer import Reader
 
 PIPE_WIDTH = 140
 
@@ -92,7 +92,7 @@ def served(config: EvalConfig) -> Report:
     for name in names:
         check_source(locate(name))
     check_writable(out, "out")
-    report = endpoint.measure(config, names)
+    report = measure.measure(config, names)
     publish(report, out)
     return report
 

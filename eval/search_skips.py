@@ -14,17 +14,17 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from eval.workloads import load_workload
-from heads.command import command
-from heads.errors import user_errors
-from heads.resolvers import register_resolvers
-from heads.typed import typed
+from eval.inputs.workloads import load_workload
+from heads.common.command import command
+from heads.common.errors import user_errors
+from heads.common.resolvers import register_resolvers
+from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.layer_skip import LayerSkip
-from inference.placement import alone
-from inference.sample import GREEDY
-from inference.skips import FORMAT, Rating, SearchSettings, SkipFile, record, save_skips, search
-from inference.target import Target
+from inference.drafters.contrib.layer_skip import LayerSkip
+from inference.drafters.contrib.skip_search import FORMAT, Rating, SearchSettings, SkipFile, record, save_skips, search
+from inference.target.placement import alone
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 
 
 @dataclass(frozen=True)

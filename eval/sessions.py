@@ -6,20 +6,20 @@ from typing import Any
 
 import torch
 
-from eval import load
-from eval.answers import answers
 from eval.config import EvalConfig
-from eval.drafters import Drafters
-from eval.extras import training, trees
 from eval.gates import agreement, settings_at
-from eval.live import PLAIN, Session, measure, rows
-from eval.lossless import Gate, SampledGate
-from eval.machine import peak_memory
-from eval.row import Row
-from eval.sources import find_heads
+from eval.inputs.drafters import Drafters
+from eval.inputs.runs import find_heads
+from eval.inputs.workloads import Workload
+from eval.live import request_rate
+from eval.live.answers import answers
+from eval.live.extras import training, trees
+from eval.live.interleaved import PLAIN, Session, measure, rows
+from eval.measures.losslessness import Gate, SampledGate
+from eval.measures.machine import peak_memory
+from eval.measures.results import Row
 from eval.tiers import Material, answered
-from eval.workloads import Workload
-from inference.target import Target
+from inference.target.target import Target
 
 
 def timed_rows(
@@ -50,8 +50,8 @@ def timed_rows(
             settings = settings_at(temperature, config)
             hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
             how = target, drafters, workload.prompts, settings, config.repeats, workload.warmup
-            rounds = None if rate is None else load.measure(*how, size, rate)
-            runs = measure(*how, hf, size) if rounds is None else load.generations(rounds)
+            rounds = None if rate is None else request_rate.measure(*how, size, rate)
+            runs = measure(*how, hf, size) if rounds is None else request_rate.generations(rounds)
             if (size, rate) == (config.batch_sizes()[0], config.request_rates()[0]):
                 materials.append(answered(workload, target, settings, runs[PLAIN]))
             here = [each for each in sampled if each.temperature == temperature]
@@ -73,6 +73,6 @@ def timed_rows(
                 extras["trees"] = trees(runs, drafters)
                 extras["answers"] = answers(runs, drafters, workload.prompts, target, temperature)
             timed = rows(runs, drafters, gates, session)
-            made += timed if rounds is None else load.waited(timed, rounds, session)
+            made += timed if rounds is None else request_rate.waited(timed, rounds, session)
         start += len(workload.prompts)
     return made

@@ -10,29 +10,30 @@ from typing import Any
 
 import torch
 
-from eval import replay, tally
 from eval.config import EvalConfig
 from eval.explain import explained, price
 from eval.gates import settings_at
-from eval.ladder import PLAIN
-from eval.metrics import median_run
-from eval.row import LIVE, REPLAY, TEACHER_FORCED, Row
-from eval.simulated import simulate
-from eval.states import Within, in_states
-from eval.tally import Heading
-from eval.teacher_forced import Overlap, Record, expected, overlap, record
-from eval.teacher_forced import replay as steps_of
-from eval.texts import Text, of_answer
-from eval.workloads import Selection, Workload, check_known, read_log
+from eval.inputs.states import Within, in_states
+from eval.inputs.texts import Text, of_answer
+from eval.inputs.workloads import Selection, Workload, check_known, read_log
+from eval.measures import tally
+from eval.measures.metrics import median_run
+from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row
+from eval.measures.tally import Heading
+from eval.offline import replay
+from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
+from eval.offline.teacher_forced import replay as steps_of
+from eval.report.breakdown import PLAIN
+from eval.tuning.simulated import simulate
+from eval.tuning.static_tree import acceptance
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import CONFIDENT, TreeConfig
 from inference.drafters.registry import make_reading, reads_text_alone
-from inference.policy import CONFIDENT, TreeConfig
 from inference.protocol import Drafter
-from inference.reader import Reads
-from inference.sample import Sampling
-from inference.target import Target
-from inference.tuner import acceptance
+from inference.target.target import Target
+from inference.target.tokenizer import Reads
+from inference.verification.sample import Sampling
 
 RANKS = 10  # of a depth's guesses, that are told apart
 DRAWN = ("chain", "sampled", "independent")  # the kinds of tree whose nodes are drawn above temperature 0

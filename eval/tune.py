@@ -11,30 +11,30 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.prompts import Prompt
-from eval import costs as costing
-from eval import metrics
+from data.text.prompts import Prompt
 from eval.config import EvalConfig
-from eval.grid import Tried, distinct, hopeful, sizes_for
-from eval.live import PLAIN, measure
-from eval.lossless import gate
-from eval.machine import device_facts, provenance
-from eval.simulated import SIZES, Simulated, halves, simulate
-from eval.sources import overlay
-from eval.texts import Text, write
-from eval.tuned import AtBatch, Candidate, Measured, Tuning, conclude, fastest
-from heads.hub import resolve_head
-from heads.published import is_published
-from heads.store import load_head, read_config, save_tree
-from heads.typed import typed
+from eval.inputs.runs import overlay
+from eval.inputs.texts import Text, write
+from eval.live.interleaved import PLAIN, measure
+from eval.measures import metrics
+from eval.measures.cost_model import Costs, at_context, cycled, mean, predict, rising
+from eval.measures.losslessness import gate
+from eval.measures.machine import device_facts, provenance
+from eval.tuning import costs as costing
+from eval.tuning.grid import Tried, distinct, hopeful, sizes_for
+from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
+from eval.tuning.simulated import SIZES, Simulated, halves, simulate
+from heads.common.typed import typed
+from heads.formats.hub import resolve_head
+from heads.formats.published import is_published
+from heads.formats.store import load_head, read_config, save_tree
 from inference.batch import Batch
 from inference.decode import Generation, Settings
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.policy import TreeConfig
+from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
-from inference.speed import Costs, at_context, cycled, mean, predict, rising
-from inference.target import Target
+from inference.target.target import Target
 
 FINALISTS = 3  # of each family, priced again
 AGAIN = 8  # times as many samples for that

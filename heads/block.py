@@ -20,15 +20,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.attention import KeyValue, Pattern, attend_rows
 from heads.base import Draft, Ends, Features, Level, check_depths, layer_shape
-from heads.committed import Committed, joined, near
-from heads.fusion import Fusion, chosen_layers
-from heads.layers import Block as Layer
-from heads.layers import RMSNorm, masked_attention
-from heads.ranges import Amount, Count, Parts, Positive, Width
-from heads.rope import Rope
-from heads.vocab import Readout, draft_vocabulary, spread
+from heads.common.ranges import Amount, Count, Parts, Positive, Width
+from heads.modules.attention import KeyValue, Pattern, attend_rows
+from heads.modules.fusion import Fusion, chosen_layers
+from heads.modules.kv_cache import Committed, joined, near
+from heads.modules.layers import Block as Layer
+from heads.modules.layers import RMSNorm, masked_attention
+from heads.modules.rope import Rope
+from heads.modules.vocab import Readout, draft_vocabulary, spread
 
 FUSED = 5  # how many layers DFlash reads
 

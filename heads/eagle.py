@@ -3,7 +3,7 @@
 Row t enters as fc(embedding of token t+1, feature t); the layer's output is the predicted feature t+1, which goes to
 the target's frozen lm_head as it is, and back into the head one depth later. Layer 0 has no input norm and there is no
 final norm, as in the authors' checkpoints. EAGLE-2 is the same head under a dynamic tree. Row t has the rotary position
-t, in texts of any length, and looks at the last `length` rows alone (heads/committed.py).
+t, in texts of any length, and looks at the last `length` rows alone (heads/modules/kv_cache.py).
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads import recurrent
-from heads.attention import KeyValue
 from heads.base import Draft, Ends, Features, Level, layer_shape
-from heads.committed import Committed
-from heads.layers import Attend, Block
-from heads.ranges import Amount, Count, Parts, Positive, Width
-from heads.rope import Rope
-from heads.vocab import Readout, draft_vocabulary
+from heads.common.ranges import Amount, Count, Parts, Positive, Width
+from heads.modules import autoregressive
+from heads.modules.attention import KeyValue
+from heads.modules.kv_cache import Committed
+from heads.modules.layers import Attend, Block
+from heads.modules.rope import Rope
+from heads.modules.vocab import Readout, draft_vocabulary
 
 
 class Eagle(nn.Module):
@@ -96,11 +96,11 @@ class Eagle(nn.Module):
     def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
         """Draft from all rows; depths beyond the first feed the head's own features back."""
         del anchors
-        return recurrent.unroll(self, features, depths, predicts=True, detach=self.detach)
+        return autoregressive.unroll(self, features, depths, predicts=True, detach=self.detach)
 
     def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
         """Commit verified rows with their true features and score under the root."""
-        return recurrent.extend(self, state, features, token)
+        return autoregressive.extend(self, state, features, token)
 
     def expand(
         self,
@@ -111,4 +111,4 @@ class Eagle(nn.Module):
         mask: Bool[Tensor, "N M"],
     ) -> Level:
         """Score the next tree level: every node enters with its parent's predicted feature."""
-        return recurrent.expand(self, state, level, token, parent, mask)
+        return autoregressive.expand(self, state, level, token, parent, mask)

@@ -17,15 +17,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads import recurrent
-from heads.attention import KeyValue
 from heads.base import Draft, Ends, Features, Level, layer_shape
-from heads.committed import Committed
-from heads.fusion import Fusion, chosen_layers
-from heads.layers import Attend, Attention, Block, RMSNorm, SwiGLU
-from heads.ranges import Amount, Count, Parts, Positive, Width
-from heads.rope import Rope
-from heads.vocab import Readout, draft_vocabulary
+from heads.common.ranges import Amount, Count, Parts, Positive, Width
+from heads.modules import autoregressive
+from heads.modules.attention import KeyValue
+from heads.modules.fusion import Fusion, chosen_layers
+from heads.modules.kv_cache import Committed
+from heads.modules.layers import Attend, Attention, Block, RMSNorm, SwiGLU
+from heads.modules.rope import Rope
+from heads.modules.vocab import Readout, draft_vocabulary
 
 FUSED = 3  # how many layers the paper reads
 
@@ -156,11 +156,11 @@ class Eagle3(nn.Module):
     def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
         """Draft from all rows; depths beyond the first feed the head's own states back, undetached."""
         del anchors
-        return recurrent.unroll(self, features, depths, predicts=False)
+        return autoregressive.unroll(self, features, depths, predicts=False)
 
     def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
         """Commit verified rows with their true features and score under the root."""
-        return recurrent.extend(self, state, features, token)
+        return autoregressive.extend(self, state, features, token)
 
     def expand(
         self,
@@ -171,4 +171,4 @@ class Eagle3(nn.Module):
         mask: Bool[Tensor, "N M"],
     ) -> Level:
         """Score the next tree level: every node enters with its parent's state."""
-        return recurrent.expand(self, state, level, token, parent, mask)
+        return autoregressive.expand(self, state, level, token, parent, mask)

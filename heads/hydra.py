@@ -14,16 +14,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads import recurrent
-from heads.attention import KeyValue
 from heads.base import Draft, DraftVocabulary, Ends, Features, LayerShape, Level, check_depths, layer_shape
-from heads.committed import Committed
-from heads.layers import Attend, Block, RMSNorm
+from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.medusa import ResidualBlock
-from heads.ranges import Amount, Count, Parts, Positive, Width
-from heads.rope import Rope
+from heads.modules import autoregressive
+from heads.modules.attention import KeyValue
+from heads.modules.kv_cache import Committed
+from heads.modules.layers import Attend, Block, RMSNorm
+from heads.modules.rope import Rope
+from heads.modules.vocab import Readout, draft_vocabulary, spread
 from heads.rows import drafted_token
-from heads.vocab import Readout, draft_vocabulary, spread
 
 
 class EntryBlock(nn.Module):
@@ -152,7 +152,7 @@ class Hydra(nn.Module):
         check_depths(depths, self.max_depth)
         x = features.last
         if self.prefix is not None:
-            x = recurrent.unroll(self.prefix, features, 1, predicts=False)[0].state
+            x = autoregressive.unroll(self.prefix, features, 1, predicts=False)[0].state
         drafts = []
         for depth, branch in enumerate(self.branches, 1):
             x = self.joined(x, drafted_token(features.token, depth))
@@ -165,7 +165,7 @@ class Hydra(nn.Module):
         """Commit verified rows and score depth 1 from the last one."""
         summary = features.last
         if self.prefix is not None:
-            state, summary, _ = recurrent.commit(self.prefix, state, features.last, token)
+            state, summary, _ = autoregressive.commit(self.prefix, state, features.last, token)
         return state, self._level(self.joined(summary[0, -1:], token[-1:]))
 
     def expand(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.base import Draft, Ends, Features, Level, check_depths
-from heads.ranges import Count, Parts
-from heads.vocab import Readout, draft_vocabulary, spread
+from heads.common.ranges import Count, Parts
+from heads.modules.vocab import Readout, draft_vocabulary, spread
 
 
 class ResidualBlock(nn.Module):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.base import Draft, Ends, Features, Level, check_depths
-from heads.ranges import Count, Parts, Width
+from heads.common.ranges import Count, Parts, Width
+from heads.modules.vocab import draft_vocabulary, spread
 from heads.rows import drafted_token
-from heads.vocab import draft_vocabulary, spread
 
 EPS = 1e-6
 

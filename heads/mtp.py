@@ -3,7 +3,7 @@
 Row t enters as eh_proj(enorm(embedding of token t+1), hnorm(state t)), the embedding first as in all published weights;
 one decoder layer and a final norm of the module's own make state t+1 of it, which goes to the target's lm_head, and
 back into the module one depth later. State t itself is the target's, after its final norm. Row t has the rotary
-position t, in texts of any length, and looks at the last `length` rows alone (heads/committed.py).
+position t, in texts of any length, and looks at the last `length` rows alone (heads/modules/kv_cache.py).
 """
 
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads import recurrent
-from heads.attention import KeyValue
 from heads.base import Draft, Ends, Features, Level, layer_shape
-from heads.committed import Committed
-from heads.layers import Attend, Block, RMSNorm
-from heads.ranges import Amount, Count, Positive, Width
-from heads.rope import Rope
-from heads.vocab import Readout, draft_vocabulary
+from heads.common.ranges import Amount, Count, Positive, Width
+from heads.modules import autoregressive
+from heads.modules.attention import KeyValue
+from heads.modules.kv_cache import Committed
+from heads.modules.layers import Attend, Block, RMSNorm
+from heads.modules.rope import Rope
+from heads.modules.vocab import Readout, draft_vocabulary
 
 
 class Mtp(nn.Module):
     """The module. Its feature is `Features.last`; embedding and lm_head stay the target's and frozen.
 
     `block`, the three norms and `eh_proj` are what a checkpoint's own module may bring instead; a block of its own
-    takes the arguments of `heads.layers.Block`.
+    takes the arguments of `heads.modules.layers.Block`.
     """
 
     @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Mtp(nn.Module):
     def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
         """Draft from all rows; depths beyond the first feed the module's own states back, undetached."""
         del anchors
-        return recurrent.unroll(self, features, depths, predicts=True)
+        return autoregressive.unroll(self, features, depths, predicts=True)
 
     def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
         """Commit verified rows with their true states and score under the root."""
-        return recurrent.extend(self, state, features, token)
+        return autoregressive.extend(self, state, features, token)
 
     def expand(
         self,
@@ -114,4 +114,4 @@ class Mtp(nn.Module):
         mask: Bool[Tensor, "N M"],
     ) -> Level:
         """Score the next tree level: every node enters with its parent's state."""
-        return recurrent.expand(self, state, level, token, parent, mask)
+        return autoregressive.expand(self, state, level, token, parent, mask)

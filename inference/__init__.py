@@ -1,1 +1,16 @@
-"""Decoding: the frozen target, draft trees, the acceptance rules, the draft sources, and one engine for all of them."""
+"""The decoding engine: draft, verify with the frozen target, commit.
+
+drafters/         draft sources, one a file, and the policies by which a tree grows
+target/           the frozen target: loading, placement, cache, forward passes, and the proof that they are what
+                  the engine needs
+verification/     trees, verification rules, sampling and random numbers: pure functions of tensors
+chat_template.py  its chat template rendered under limits: a program from outside
+limits.py         what fits into its context
+session.py        one sequence: draft, score, settle
+batch.py          sequences that enter and leave, one target pass over all
+decode.py         speculate() and autoregress(), one engine
+text_stream.py    tokens to text as they come
+run.py            the command: generate or chat
+painter.py        a generation printed while it is made, in the colour of who wrote each token
+protocol.py       what a draft source is: the protocol and its records
+"""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from inference.protocol import Drafter
 from inference.session import Generation, Session, Settings
-from inference.target import Target
+from inference.target.target import Target
 
 AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
 

@@ -21,8 +21,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
-from heads.errors import one_line
-from heads.outside import CUT
+from heads.common.errors import one_line
+from heads.common.untrusted import CUT
 
 SECONDS = 10.0  # of a processor that one rendering may take: thousands of times what the longest chats do
 LARGEST = 1 << 20  # elements of a product, or bits of a number

@@ -11,7 +11,7 @@ from inference.drafters.plain import Plain
 from inference.limits import check_prompt
 from inference.protocol import Drafter
 from inference.session import Generation, Session, Settings, Step
-from inference.target import Target
+from inference.target.target import Target
 
 __all__ = ["Generation", "Settings", "Step", "autoregress", "speculate"]
 

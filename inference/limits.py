@@ -1,6 +1,6 @@
 """What fits into a target's context, and what does not: one line for the user, before anything is computed."""
 
-from inference.target import Target
+from inference.target.target import Target
 
 
 def check_prompt(target: Target, prompt: list[int]) -> None:

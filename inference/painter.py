@@ -4,9 +4,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from heads.outside import visible
+from heads.common.untrusted import visible
 from inference.session import Generation
-from inference.stream import TextStream
+from inference.text_stream import TextStream
 
 STYLES = {"draft": "green", "bonus": "magenta", "prefill": "magenta"}
 

@@ -5,12 +5,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.cache import TargetCache
-from inference.model import Pass
-from inference.parts import Entered
-from inference.rng import Rng
-from inference.sample import Sampling
-from inference.tree import DraftTree, Riders
+from inference.target.cache import TargetCache
+from inference.target.model import Pass
+from inference.target.stack import Entered
+from inference.verification.rng import Rng
+from inference.verification.sample import Sampling
+from inference.verification.tree import DraftTree, Riders
 
 
 class Context(NamedTuple):

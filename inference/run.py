@@ -18,22 +18,22 @@ from omegaconf import DictConfig
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from heads.command import command
-from heads.errors import user_errors
-from heads.hub import load_found, resolve_head, target_path, tree_of
-from heads.published import is_published
-from heads.resolvers import register_resolvers
-from heads.store import read_config
-from heads.typed import typed
+from heads.common.command import command
+from heads.common.errors import user_errors
+from heads.common.resolvers import register_resolvers
+from heads.common.typed import typed
+from heads.formats.hub import load_found, resolve_head, target_path, tree_of
+from heads.formats.published import is_published
+from heads.formats.store import read_config
 from inference.chat_template import rendering
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig, check_masks, check_tree
 from inference.painter import Painter
-from inference.placement import alone
-from inference.policy import TreeConfig, check_masks, check_tree
 from inference.protocol import Drafter
-from inference.sample import Sampling
-from inference.target import Target
+from inference.target.placement import alone
+from inference.target.target import Target
+from inference.verification.sample import Sampling
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference import tree as trees
-from inference.cache import TargetCache
 from inference.limits import check_prompt, check_size
-from inference.model import Pass
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
-from inference.rng import Coupled, Generator, Rng
-from inference.sample import Sampling, penalize
-from inference.target import Target
-from inference.tree import DraftTree
-from inference.verify import COUPLED, check_rule, decide
+from inference.target.cache import TargetCache
+from inference.target.model import Pass
+from inference.target.target import Target
+from inference.verification import tree as trees
+from inference.verification.rng import Coupled, Generator, Rng
+from inference.verification.sample import Sampling, penalize
+from inference.verification.tree import DraftTree
+from inference.verification.verify import COUPLED, check_rule, decide
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Settings:
 
     Attributes:
         gaps: whether to record the target's top-2 logit gap at every emitted token.
-        rule: a key of `inference.verify.RULES`, or auto for the one that accepts most of each draft.
+        rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether the rule may change the target's law.
         min_new_tokens: before so many, an end of the answer has no probability.
 

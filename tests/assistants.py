@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from inference.drafters.assistant import Assistant
-from inference.drafters.assistant_slem import AssistantSlem
-from inference.policy import TreeConfig
-from inference.target import Target
+from inference.drafters.contrib.assistant_slem import AssistantSlem
+from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
 from tests import toys
 
 CHAIN = toys.TREES["chain"]

@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from heads.base import Level
-from inference.policy import TreeConfig, grow
+from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal
-from inference.rng import Rng
-from inference.sample import Sampling, distribution, penalize
-from inference.tree import DraftTree, seen_tokens
-from inference.verify import decide
+from inference.verification.rng import Rng
+from inference.verification.sample import Sampling, distribution, penalize
+from inference.verification.tree import DraftTree, seen_tokens
+from inference.verification.verify import decide
 from tests.heads.stub import TinyEnds
 
 VOCAB, HORIZON = 3, 3

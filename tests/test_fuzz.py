@@ -20,23 +20,23 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from data.answer_files import Answers
-from data.store import FeatureStore
-from eval.reading import read_report, report_of
-from eval.sources import model_of
-from eval.workloads import Selection, read_workload
-from heads.published import load_published
-from heads.store import load_head, read_config, save_head
-from heads.typed import typed
-from inference.checkpoint import check_index
-from inference.policy import TreeConfig
+from data.answers.files import Answers
+from data.features.store import FeatureStore
+from eval.inputs.runs import model_of
+from eval.inputs.workloads import Selection, read_workload
+from eval.report.reading import read_report, report_of
+from heads.common.typed import typed
+from heads.formats.published import load_published
+from heads.formats.store import load_head, read_config, save_head
+from inference.drafters.policy import TreeConfig
+from inference.target.checkpoint import check_index
 from tests import toys
 from tests.data import stores
 from tests.eval.test_reading import report
 from tests.eval.test_sources import NOTHING, OWN
 from tests.fuzzing import CUTS, broken, cut, edited, encoded
 from tests.heads.published import eagle3_authors, publish
-from train import checkpoint
+from train.checkpoints import format
 
 ALL = 100_000  # inputs of `make fuzz`
 FEW = 150  # of each reader otherwise
@@ -108,9 +108,9 @@ def store(folder: Path) -> object:
 
 
 def resumed(folder: Path) -> object:
-    if said := checkpoint.complaint(folder, 0, 1):
+    if said := format.complaint(folder, 0, 1):
         raise ValueError(said)
-    return list(checkpoint.tensors(folder))
+    return list(format.tensors(folder))
 
 
 def workload(file: Path) -> object:
@@ -159,8 +159,8 @@ def stored_of(root: Path) -> dict[str, Reader]:
         made[name] = Reader(root / name / file, whole, signed, partial(store, root / name))
     kept = root / "checkpoint" / "step-00000001"
     held = {"a": toys.head("medusa", toys.target()).state_dict()["blocks.0.0.linear.bias"]}
-    checkpoint.write_share(kept.with_name(".partial-1"), 0, 1, held)
-    checkpoint.commit(kept.with_name(".partial-1"), kept, 1, ["a"], {"step": 1})
+    format.write_share(kept.with_name(".partial-1"), 0, 1, held)
+    format.commit(kept.with_name(".partial-1"), kept, 1, ["a"], {"step": 1})
     index = kept / "index.json"
     made["checkpoint index"] = Reader(index, json.loads(index.read_bytes()), signed, partial(resumed, kept))
     part = root / "out.jsonl.parts" / "00000-of-00001.jsonl"

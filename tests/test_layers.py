@@ -1,12 +1,15 @@
-"""Imports run one way: heads <- inference <- data <- eval <- train."""
+"""Imports run one way: heads <- inference <- data <- eval <- train, and so between a package's folders and files."""
 
 import ast
+from collections.abc import Iterable
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["heads", "inference", "data", "eval", "train"]
+MOST = 16  # modules in a folder, beside its sub-folders
 OUTSIDE = {"tests", "examples", "benchmarks", "conf"}  # folders that no package may lean on
 
 
@@ -47,3 +50,83 @@ def test_imports_run_one_way(layer: str) -> None:
 )
 def test_a_backward_import_is_seen(layer: str, source: str, names: list[str]) -> None:
     assert backwards(layer, source) == names
+
+
+def modules() -> dict[str, Path]:
+    """Return the file of every module, by its dotted name; a package's is its __init__."""
+    files = [file.relative_to(ROOT) for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"))]
+    return {".".join(file.with_suffix("").parts).removesuffix(".__init__"): ROOT / file for file in files}
+
+
+def imports(source: str, known: Iterable[str]) -> set[str]:
+    """Return the modules among the known ones that a source imports, wherever in it the import stands."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= (inner & set(known)) or {node.module}
+            names |= {node.module} if inner - set(known) else set()
+    return names & set(known)
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return names that import each other in a circle, none if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def contracted(graph: dict[str, set[str]], folder: str) -> dict[str, set[str]]:
+    """Return the graph of what lies in a folder: its files, and each of its sub-folders as one."""
+
+    def name(module: str) -> str:
+        return ".".join(module.split(".")[: folder.count(".") + 2])
+
+    found: dict[str, set[str]] = {}
+    for module, others in graph.items():
+        if module.startswith(f"{folder}."):
+            inner = {name(other) for other in others if other.startswith(f"{folder}.")}
+            found.setdefault(name(module), set()).update(inner - {name(module)})
+    return found
+
+
+FILES = modules()
+GRAPH = {name: imports(file.read_text(encoding="utf-8"), FILES) - {name} for name, file in FILES.items()}
+PACKAGES = sorted(name for name, file in FILES.items() if file.name == "__init__.py")
+
+
+def test_no_files_import_each_other() -> None:
+    assert circle(GRAPH) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folders_import_each_other(package: str) -> None:
+    assert circle(contracted(GRAPH, package)) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_small_and_lists_its_files(package: str) -> None:
+    folder = FILES[package].parent
+    files = {file.name for file in folder.glob("*.py")} - {"__init__.py"}
+    assert len(files) <= MOST
+    described = ast.get_docstring(ast.parse(FILES[package].read_text(encoding="utf-8"))) or ""
+    listed = {
+        line.split()[0] for line in described.splitlines() if line.split() and line.split()[0].endswith((".py", "/"))
+    }
+    assert listed == files | {f"{file.parent.name}/" for file in folder.glob("*/__init__.py")}
+
+
+def test_circles_are_seen() -> None:
+    known = ["eval.a.one", "eval.b.two", "eval.c"]
+    sources = {"eval.a.one": "from eval.b import two", "eval.b.two": "def f():\n    from eval import c", "eval.c": ""}
+    graph = {name: imports(source, known) for name, source in sources.items()}
+    assert circle(graph) == []
+    graph["eval.c"] = imports("if TYPE_CHECKING:\n    from eval.a.one import thing", known)
+    assert sorted(set(circle(graph))) == known
+    apart = {"eval.a.one": {"eval.b.two"}, "eval.b.three": {"eval.a.four"}, "eval.b.two": set(), "eval.a.four": set()}
+    assert circle(apart) == []
+    assert sorted(set(circle(contracted(apart, "eval")))) == ["eval.a", "eval.b"]

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from heads import HEADS
-from heads.vocab import prune
-from inference.policy import TreeConfig
-from inference.target import Target
+from heads.modules.vocab import prune
+from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
 
 VOCAB = 40
 SIZES = {

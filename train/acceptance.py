@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from eval import metrics
-from eval.teacher_forced import ranks, unrolled
-from eval.texts import write
+from eval.inputs.texts import write
+from eval.measures import metrics
+from eval.offline.teacher_forced import ranks, unrolled
 from heads.base import Features
-from heads.vocab import spread
+from heads.modules.vocab import spread
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from train.config import RunConfig
 
 

@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 from peft import LoraConfig, LoraModel, PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from heads.ranges import Count, Decay, Width
-from heads.typed import typed
+from heads.common.ranges import Count, Decay, Width
+from heads.common.typed import typed
 
 
 @dataclass(frozen=True)

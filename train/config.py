@@ -9,18 +9,18 @@ from typing import Annotated, Any
 from omegaconf import DictConfig, OmegaConf
 
 from data.config import DataConfig
-from data.features import FeaturesConfig
-from eval.row import LIVE, TIERS
+from data.features.source import FeaturesConfig
+from eval.measures.results import LIVE, TIERS
 from heads import HEADS
-from heads.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, Positive, Within
-from heads.typed import typed
-from inference.loading import AS_IT_IS, METHODS
-from inference.placement import check_weights, placement_of
-from inference.policy import TreeConfig
-from inference.target import DTYPES
+from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, Positive, Within
+from heads.common.typed import typed
+from inference.drafters.policy import TreeConfig
+from inference.target.loading import AS_IT_IS, METHODS
+from inference.target.placement import check_weights, placement_of
+from inference.target.target import DTYPES
 from train.adapt import peft_config
 from train.losses import ObjectiveConfig
-from train.trackers import TRACKERS
+from train.tracking.trackers import TRACKERS
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 

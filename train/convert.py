@@ -12,10 +12,10 @@ if __name__ == "__main__":  # the checkout's root in place of train/, so that it
 
 from omegaconf import DictConfig
 
-from heads.command import command
-from heads.errors import user_errors
-from heads.published.pickles import convert, find_pickle
-from heads.typed import typed
+from heads.common.command import command
+from heads.common.errors import user_errors
+from heads.common.typed import typed
+from heads.formats.pickles import convert, find_pickle
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from data.batches import Batches
-from data.coding import Wanted, compute
-from data.extract import GB
-from data.extraction import spec_of
-from data.features import FeatureSource, Live
-from data.keeper import Keeper
-from data.store import META, FeatureStore, StoreSpec
-from data.stored import Fallback, Stored
+from data.features.coding import Wanted, compute
+from data.features.extract import GB
+from data.features.extraction import spec_of
+from data.features.keeper import Keeper
+from data.features.source import FeatureSource, Live
+from data.features.store import META, FeatureStore, StoreSpec
+from data.features.stored import Fallback, Stored
 from heads.base import DraftHead
 from heads.mtp import Mtp
-from inference.bare import Bare
-from inference.loading import AS_IT_IS
-from inference.placement import placement_of
-from inference.target import Target
+from inference.target.embeddings_only import Bare
+from inference.target.loading import AS_IT_IS
+from inference.target.placement import placement_of
+from inference.target.target import Target
 from train.config import RunConfig
 from train.losses import ObjectiveConfig
 from train.start import AUTO, CHECKPOINT, LAST_LAYER

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import save as to_bytes
 
 from data.batches import Batches
-from data.store_files import write_whole
+from data.features.store_files import write_whole
 from train.config import TrainerConfig
 
 BAD = "bad"

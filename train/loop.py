@@ -9,21 +9,22 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data.batches import Batches
-from data.features import FeatureSource
-from data.store_files import write_whole
+from data.features.source import FeatureSource
+from data.features.store_files import write_whole
 from heads.base import frozen_count, parameter_count
-from heads.errors import one_line
-from heads.store import load_head, save_head
-from inference.bare import Bare
-from inference.target import Target
-from train import adapt, checkpoint, resume
+from heads.common.errors import one_line
+from heads.formats.store import load_head, save_head
+from inference.target.embeddings_only import Bare
+from inference.target.target import Target
+from train import adapt
 from train.acceptance import Judge
+from train.checkpoints import format, resume
+from train.checkpoints.saver import Saver
 from train.config import RunConfig
+from train.distributed.peers import STOPPED, Peers, on_main
 from train.guard import BAD, Guard, keep_batch
-from train.peers import STOPPED, Peers, on_main
-from train.saver import Saver
 from train.step import Stepper
-from train.track import Tracker
+from train.tracking.track import Tracker
 
 COST = "training.json"
 NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # in errors of CUDA, of torch on a CPU, of cuBLAS
@@ -67,7 +68,7 @@ class Loop:
         path = self.saver.newest()
         if path is None:
             return
-        found = checkpoint.state_of(path)
+        found = format.state_of(path)
         try:
             resume.restore(self.step.state, path)
         except (KeyError, RuntimeError) as error:
@@ -79,7 +80,7 @@ class Loop:
         if changed := resume.differences(found["arithmetic"], self.arithmetic):
             self.peers.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         if self.progress["best_step"]:
-            best = checkpoint.folder_of(self.saver.folder, self.progress["best_step"])
+            best = format.folder_of(self.saver.folder, self.progress["best_step"])
             complaints = self.saver.complaints(best)
             on_main(self.accelerator, lambda: self.restore_head(best, complaints))
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
-from heads.ranges import Amount, Count, Fraction, Parts
+from heads.common.ranges import Amount, Count, Fraction, Parts
 
 DEPTH_WEIGHTS = ("decay", "dpace")
 NORMALIZERS = ("token", "sequence")

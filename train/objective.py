@@ -16,8 +16,8 @@ from torch import Tensor
 
 from heads import rows
 from heads.base import Draft, DraftHead, Features
-from heads.law import TopLaw, likeliest, whole_law
-from heads.vocab import Readout
+from heads.modules.top_k import TopLaw, likeliest, whole_law
+from heads.modules.vocab import Readout
 from train.losses import LOSSES, Law, ObjectiveConfig, Rows
 
 AUTO = -1  # as many logits in a chunk as the device likes

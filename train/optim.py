@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import TrainerConfig
-from train.shards import held
+from train.distributed.shards import held
 
 
 def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
@@ -87,7 +87,7 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 class Average:
     """An exponential moving average of the trained weights; decay 0 is off and keeps nothing.
 
-    A process averages what it holds of each weight; `weights` are cut up as those are (train/shards.py).
+    A process averages what it holds of each weight; `weights` are cut up as those are (train/distributed/shards.py).
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:

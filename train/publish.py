@@ -14,17 +14,18 @@ from collections.abc import Callable
 from huggingface_hub import HfApi, get_token
 from omegaconf import DictConfig
 
-from heads.command import command
-from heads.errors import user_errors
-from heads.outside import visible
-from heads.store import CONFIG, last_good, read_config
-from heads.typed import typed
-from train import doctor, publish_trial
-from train.card.engines import misleading
-from train.publish_config import PublishConfig
-from train.publish_folder import FILES, write_folder
-from train.publish_hub import SHORT, Place, downloaded, files_of, one_of, place, push, set_tag
-from train.publish_trial import Trial
+from heads.common.command import command
+from heads.common.errors import user_errors
+from heads.common.typed import typed
+from heads.common.untrusted import visible
+from heads.formats.store import CONFIG, last_good, read_config
+from train.release import doctor
+from train.release import trial as publish_trial
+from train.release.card.engines import misleading
+from train.release.config import PublishConfig
+from train.release.folder import FILES, write_folder
+from train.release.hub import SHORT, Place, downloaded, files_of, one_of, place, push, set_tag
+from train.release.trial import Trial
 
 __all__ = ["PublishConfig", "misleading", "publish"]
 

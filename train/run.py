@@ -26,30 +26,33 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
-from data.lineage import lineage
-from data.prompts import load_training, save_prompts
-from data.store_files import write_whole
-from data.template import template_sha256
+from data.features.store_files import write_whole
+from data.text.lineage import lineage
+from data.text.prompts import load_training, save_prompts
+from data.text.template import template_sha256
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
-from heads.command import command
-from heads.errors import user_errors
-from heads.layers import Recomputing
-from heads.redact import redacted_values, redacted_words
-from heads.resolvers import ROOT, register_resolvers
-from heads.typed import bracketed
-from heads.vocab import prune
-from train import adapt, checkpoint, launch, processes, resume, sweep
-from train.advice import advice
-from train.check import check_out, check_run, evaluation
+from heads.common.command import command
+from heads.common.errors import user_errors
+from heads.common.redact import redacted_values, redacted_words
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import bracketed
+from heads.modules.layers import Recomputing
+from heads.modules.vocab import prune
+from train import adapt
+from train.checkpoints import format, resume
 from train.config import RunConfig, run_config
+from train.distributed import launch, processes
+from train.distributed.lock import RunLock
+from train.distributed.peers import RANKS, on_main
 from train.features import load_target, origin_of, source_for
-from train.lock import RunLock
 from train.loop import Loop
-from train.peers import RANKS, on_main
-from train.plan import plan
-from train.plan_table import table
+from train.planning.advice import advice
+from train.planning.check import check_out, check_run, evaluation
+from train.planning.plan import plan
+from train.planning.table import table
 from train.start import CHECKPOINT, LAST_LAYER, first_head, settled
+from train.tracking import sweep
 
 register_resolvers()
 
@@ -60,7 +63,7 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
     check_out(out, replaces=run.resume or run.overwrite)  # another run may have come first, and ended
-    checkpoint.clear(out / "checkpoints")
+    format.clear(out / "checkpoints")
     shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
         for part in ("checkpoints", "head", ".head.old", "bad", "tensorboard", "wandb"):

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from heads import HEADS
-from heads.hub import load_found, resolve_head
+from heads.common.typed import typed
+from heads.formats.hub import load_found, resolve_head
+from heads.formats.published import is_published
+from heads.formats.store import TargetSpec, read_config
+from heads.modules.rope import scaling_of
 from heads.mtp import Mtp
-from heads.published import is_published
-from heads.rope import scaling_of
-from heads.store import TargetSpec, read_config
-from heads.typed import typed
-from inference.bare import Bare
-from inference.mtp import load_mtp
-from inference.placed import whole
-from inference.placement import REPLICATE
-from inference.target import Target
+from inference.drafters.mtp_module import load_mtp
+from inference.target.embeddings_only import Bare
+from inference.target.placed import whole
+from inference.target.placement import REPLICATE
+from inference.target.target import Target
 from train.adapt import FactorsConfig, WholeConfig
 from train.config import RunConfig
 

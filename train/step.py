@@ -10,19 +10,19 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data.batches import Batch, Batches
-from data.features import FeatureSource, Given
-from eval.machine import peak_memory
+from data.features.source import FeatureSource, Given
+from eval.measures.machine import peak_memory
 from heads.base import Features
-from heads.law import TopLaw
-from train import strategy
-from train.clock import Clock
+from heads.modules.top_k import TopLaw
+from train.checkpoints.state import TrainState
 from train.config import RunConfig
-from train.flops import Flops, peak_flops
+from train.distributed import strategy
 from train.guard import Guard
 from train.losses import ObjectiveConfig
 from train.objective import objective
 from train.optim import Average, learning_rate, optimizer
-from train.state import TrainState
+from train.tracking.clock import Clock
+from train.tracking.flops import Flops, peak_flops
 from train.weights import Weights, draw_anchors, noisy, trainable, weights
 
 

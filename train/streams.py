@@ -33,36 +33,37 @@ from torch import Tensor
 
 from data.batches import Batch, Batches, check_known, fingerprint, pack
 from data.config import DataConfig
-from data.prompts import load_training, save_prompts
-from data.store_files import write_whole
-from data.template import template_sha256
+from data.features.store_files import write_whole
+from data.text.prompts import load_training, save_prompts
+from data.text.template import template_sha256
 from heads import rows
 from heads.base import parameter_count
-from heads.command import command
-from heads.context import check_rows, context_of
-from heads.errors import user_errors
-from heads.law import likeliest
-from heads.redact import redacted_values
-from heads.resolvers import register_resolvers
-from heads.typed import typed
+from heads.common.command import command
+from heads.common.context import check_rows, context_of
+from heads.common.errors import user_errors
+from heads.common.redact import redacted_values
+from heads.common.resolvers import register_resolvers
+from heads.common.typed import typed
+from heads.modules.top_k import likeliest
 from inference.decode import Settings, speculate
-from inference.drafters.streams import StreamsDrafter
-from inference.loading import configuration
-from inference.placement import REPLICATE
-from inference.policy import TreeConfig
-from inference.sample import GREEDY
-from inference.streams import KIND, Streams, frozen, save_streams
-from inference.target import Target
-from train import checkpoint, launch, processes, resume
-from train.check import check_out
+from inference.drafters.contrib.stream_layers import KIND, Streams, frozen, save_streams
+from inference.drafters.contrib.streams import StreamsDrafter
+from inference.drafters.policy import TreeConfig
+from inference.target.loading import configuration
+from inference.target.placement import REPLICATE
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
+from train.checkpoints import format, resume
+from train.checkpoints.saver import Saver
+from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, ModelConfig, TrainerConfig
-from train.lock import RunLock
+from train.distributed import launch, processes
+from train.distributed.lock import RunLock
+from train.distributed.peers import RANKS, Peers, on_main
 from train.optim import Average, adamw, learning_rate
-from train.peers import RANKS, Peers, on_main
+from train.planning.check import check_out
 from train.run import provenance
-from train.saver import Saver
-from train.state import TrainState
-from train.track import Tracker
+from train.tracking.track import Tracker
 
 register_resolvers()
 
@@ -175,7 +176,7 @@ class StreamLoop:
         """Continue from the newest checkpoint that is good, if there is one."""
         path = self.saver.newest()
         if path is not None:
-            found = checkpoint.state_of(path)
+            found = format.state_of(path)
             resume.restore(self.state, path)
             self.start, self.progress = found["step"], found["progress"]
 
@@ -295,7 +296,7 @@ def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any], lock: RunLock) 
     out = Path(run.out)
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
-    checkpoint.clear(out / "checkpoints")
+    format.clear(out / "checkpoints")
     shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
         for part in ("checkpoints", KIND, f".{KIND}.old", "tensorboard", "wandb"):

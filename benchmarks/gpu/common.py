@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from eval.machine import device_facts, provenance, synchronize
-from heads.resolvers import ROOT
-from inference.target import DTYPES, Target, default_device
+from eval.measures.machine import device_facts, provenance, synchronize
+from heads.common.resolvers import ROOT
+from inference.target.target import DTYPES, Target, default_device
 
 TINY = ROOT / "examples" / "tiny"
 # Llama-3.1-8B's config.json, and what has its parts at a size for a CPU.

@@ -30,10 +30,10 @@ from transformers import CompileConfig
 from benchmarks.gpu.common import Asked, arguments, bandwidth, earlier, random_target, record, seconds, weight_bytes
 from benchmarks.gpu.decoding_tables import figures, tables
 from benchmarks.gpu.sequences import TOY_TREE, TREE, Parts, Sequences, compile_anew, random_head, release
-from heads.errors import one_line
+from heads.common.errors import one_line
 from inference.decode import Settings, autoregress
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 
 HEADS = ("eagle3", "eagle")  # the first one is in every cell
 NODES = (8, 16, 32, 64, 128)  # of a pass, its root among them

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.common import Figure, Table
-from eval.tables import spread
+from eval.report.tables import spread
 
 TAU_GOAL, SPEEDUP_GOAL = 3.5, 2.5  # on code at temperature 0, of one head
 SETTLED = 3  # steps before which nothing of training's speed counts

@@ -33,8 +33,8 @@ from benchmarks.gpu.head_tables import figures_of, goals, measured, tables_of, t
 from benchmarks.gpu.text import KINDS
 from benchmarks.training import composed
 from heads import HEADS
-from heads.resolvers import ROOT
-from inference.bare import Bare
+from heads.common.resolvers import ROOT
+from inference.target.embeddings_only import Bare
 
 GRACE = 45  # seconds that a stopped training has for its checkpoint
 NOT_LOSSLESS = 1  # an evaluation's status where a gate is red: the report is there all the same

@@ -28,9 +28,9 @@ from benchmarks.gpu.common import Asked, Table, arguments, earlier, product_rate
 from benchmarks.gpu.sequences import TOY_TREE, TREE, Sequences, compile_anew, random_head, release, wait
 from benchmarks.gpu.traces import STEP, digest
 from benchmarks.gpu.training import ROWS, Bench, stepper
-from eval.machine import device_facts
-from heads.errors import one_line
-from inference.target import Target
+from eval.measures.machine import device_facts
+from heads.common.errors import one_line
+from inference.target.target import Target
 
 HEAD = "eagle3"
 PROFILED = 3  # steps

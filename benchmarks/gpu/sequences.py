@@ -18,21 +18,21 @@ from benchmarks.gpu.common import Asked, seconds
 from benchmarks.gpu.traces import OWN
 from benchmarks.long_context import Planted
 from benchmarks.training import composed
-from eval.costs import planted
-from eval.machine import synchronize
+from eval.measures.machine import synchronize
+from eval.tuning.costs import planted
 from heads import HEADS
 from heads.base import DraftHead
-from inference import compiled
 from inference.batch import Batch, Row, twin
-from inference.cache import TargetCache, roomy
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.model import Pass
-from inference.policy import TreeConfig
+from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Drafter
-from inference.sample import GREEDY
 from inference.session import Session, Settings
-from inference.target import Target
+from inference.target import compiled
+from inference.target.cache import TargetCache, roomy
+from inference.target.model import Pass
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 
 LARGEST = 128  # nodes of a pass; a cache has room for as many, and for what they are padded to
 # A pass of as many nodes as the goal speaks of, the root among them; EAGLE-2's depth and width.

@@ -21,17 +21,17 @@ sys.path[0] = str(ROOT)
 from omegaconf import OmegaConf
 
 from benchmarks.gpu.common import TINY, Asked, Table, arguments, record
-from eval.lossless import gate
-from eval.workloads import load_workload
-from heads.store import load_head, read_config
-from heads.typed import typed
+from eval.inputs.workloads import load_workload
+from eval.measures.losslessness import gate
+from heads.common.typed import typed
+from heads.formats.store import load_head, read_config
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.policy import TreeConfig
+from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter, registry
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 
 CHATS = TINY / "chats.jsonl.xz"
 ANSWER = 128  # tokens of an answer at most

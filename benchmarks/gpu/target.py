@@ -31,8 +31,8 @@ from benchmarks.gpu.card import card, figures_of, tables_of
 from benchmarks.gpu.common import Asked, arguments, product_rate, record
 from benchmarks.gpu.text import KINDS, Chat, Text, embedded_text, gathered, own_text
 from benchmarks.gpu.workloads import choose, training_prompts, write_lines
-from data.store_files import write_whole
-from eval.machine import peak_memory, synchronize
+from data.features.store_files import write_whole
+from eval.measures.machine import peak_memory, synchronize
 from examples.tiny.recipe import (
     BACK,
     EMBEDDED,

@@ -14,12 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.files import read_file
-from data.records import content_text, parse
+from data.text.files import read_file
+from data.text.records import content_text, parse
 from examples.tiny.corpus import corpus, held_out
 from examples.tiny.make_target import MAX_BODY, pieces
 from examples.tiny.recipe import END, chat
-from heads.resolvers import ROOT
+from heads.common.resolvers import ROOT
 
 KINDS = ("code", "prose", "dialogue")
 TRAINED, KEPT, PARTED = "trained", "held out", "parted"  # parted: held out in part, by a hash

@@ -26,15 +26,15 @@ from transformers import LlamaConfig
 from benchmarks.gpu.common import Asked, Table, arguments, product_rate, random_target, record, seconds
 from benchmarks.training import composed
 from data.batches import pack, token_counts
-from data.features import Live
-from data.masks import Sample
-from eval.machine import peak_memory
-from heads.vocab import prune
-from inference.target import Target
+from data.features.source import Live
+from data.text.masks import Sample
+from eval.measures.machine import peak_memory
+from heads.modules.vocab import prune
+from inference.target.target import Target
 from train.config import RunConfig
-from train.device import GIB
-from train.plan import plan
-from train.processes import accelerator_for
+from train.distributed.processes import accelerator_for
+from train.planning.device import GIB
+from train.planning.plan import plan
 from train.run import batches_for
 from train.start import first_head, settled
 from train.step import Stepper

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.gpu.text import Chat
-from data.store_files import write_whole
+from data.features.store_files import write_whole
 from examples.tiny.make_prompts import greedy, loops
 
 WANTED, LEAST = 48, 4  # prompts of a workload; so many even where their answers repeat themselves

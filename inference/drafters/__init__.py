@@ -1,1 +1,20 @@
-"""Draft sources, one a file."""
+"""Draft sources, one a file, and the policies by which a tree grows.
+
+contrib/          rarer draft sources, each with the modules that it alone needs
+policy.py         how a tree grows: chain, static, dynamic, best-first, sampled
+follower.py       another model that reads along and drafts
+vocabulary.py     between two tokenizers: tokens to tokens
+text.py           between two tokenizers: drafts as text
+suffix_tree.py    counted suffixes of all that was written
+mtp_module.py     the MTP module that a checkpoint carries
+registry.py       all of them by name
+head.py           a trained head
+assistant.py      a smaller model, with the same tokenizer or by the tokens both know
+prompt_lookup.py  what followed the last n-gram before
+suffix.py         what most often followed the longest known suffix
+recycling.py      the likeliest followers of each token, from the target's own logits
+lookahead.py      n-grams from a Jacobi window that rides along
+mtp.py            the checkpoint's own MTP module
+hybrid.py         a model-free draft where it promises more than the head
+plain.py          none: plain decoding
+"""

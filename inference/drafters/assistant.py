@@ -13,14 +13,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import Level
-from inference import follower
-from inference.follower import Follower
-from inference.policy import Growth, TreeConfig, grow
+from inference.drafters import follower
+from inference.drafters.follower import Follower
+from inference.drafters.policy import Growth, TreeConfig, grow
+from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary, Vocabulary
 from inference.protocol import Commit, Context, Proposal, Verified
-from inference.sample import distribution
-from inference.target import Target
-from inference.tree import root
-from inference.vocabulary import SameVocabulary, SharedVocabulary, Vocabulary
+from inference.target.target import Target
+from inference.verification.sample import distribution
+from inference.verification.tree import root
 
 MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}
 SCHEDULES = ("constant", "heuristic")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from heads.base import DraftHead, Features, Level
-from inference.policy import TreeConfig, grow
+from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
 
 

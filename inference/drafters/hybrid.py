@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from inference.protocol import Commit, Context, Drafter, Proposal
-from inference.tree import agreed, root
+from inference.verification.tree import agreed, root
 
 
 @runtime_checkable

@@ -8,8 +8,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from inference.protocol import Commit, Context, Proposal
-from inference.target import Target
-from inference.tree import DraftTree, Riders
+from inference.target.target import Target
+from inference.verification.tree import DraftTree, Riders
 
 
 class Lookahead:

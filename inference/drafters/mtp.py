@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from inference.drafters.head import HeadDrafter
-from inference.mtp import load_mtp
-from inference.policy import TreeConfig
-from inference.target import Target
+from inference.drafters.mtp_module import load_mtp
+from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
 
 
 class MtpDrafter(HeadDrafter):

@@ -3,7 +3,7 @@
 import torch
 
 from inference.protocol import Commit, Context, Proposal
-from inference.tree import root
+from inference.verification.tree import root
 
 
 class Plain:

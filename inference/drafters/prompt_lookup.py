@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from inference.protocol import Commit, Context, Proposal
-from inference.reader import Reads
-from inference.tree import DraftTree
+from inference.target.tokenizer import Reads
+from inference.verification.tree import DraftTree
 
 MATCHES = ("first", "last")
 

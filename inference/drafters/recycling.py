@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.protocol import Commit, Context, Proposal
-from inference.target import Target
-from inference.tree import DraftTree
+from inference.target.target import Target
+from inference.verification.tree import DraftTree
 
 FOLD = 256  # tokens in a row of the folded vocabulary
 

@@ -3,22 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from heads.typed import build
+from heads.common.typed import build
 from inference.drafters.assistant import Assistant
-from inference.drafters.assistant_slem import AssistantSlem
-from inference.drafters.early_exit import EarlyExit
-from inference.drafters.layer_skip import LayerSkip
+from inference.drafters.contrib.assistant_slem import AssistantSlem
+from inference.drafters.contrib.early_exit import EarlyExit
+from inference.drafters.contrib.layer_skip import LayerSkip
+from inference.drafters.contrib.mirror import Mirror
+from inference.drafters.contrib.streams import StreamsDrafter
 from inference.drafters.lookahead import Lookahead
-from inference.drafters.mirror import Mirror
 from inference.drafters.mtp import MtpDrafter
+from inference.drafters.policy import TreeConfig, check_tree
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.drafters.recycling import Recycling
-from inference.drafters.streams import StreamsDrafter
 from inference.drafters.suffix import Suffix
-from inference.policy import TreeConfig, check_tree
 from inference.protocol import Drafter
-from inference.reader import Reads
-from inference.target import Target
+from inference.target.target import Target
+from inference.target.tokenizer import Reads
 
 # Those that draft from the text alone: no pass of the target teaches them anything.
 READING: dict[str, Any] = {"prompt_lookup": PromptLookup, "suffix": Suffix}

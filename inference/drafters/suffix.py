@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from inference.drafters.suffix_tree import Place, SuffixTree
 from inference.protocol import Commit, Context, Proposal
-from inference.reader import Reads
-from inference.suffix_tree import Place, SuffixTree
-from inference.tree import DraftTree
+from inference.target.tokenizer import Reads
+from inference.verification.tree import DraftTree
 
 MODES = ("path", "tree")
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from heads.resolvers import ROOT
+from heads.common.resolvers import ROOT
 
 
 def toy(name: str, out: Path, *words: str) -> dict[str, Any]:

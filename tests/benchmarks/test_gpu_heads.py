@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu import head_tables as tables
 from benchmarks.gpu import heads as script
 from benchmarks.gpu.common import Asked
-from heads.resolvers import ROOT
+from heads.common.resolvers import ROOT
 
 SLEEP = "import time; time.sleep(60)"
 

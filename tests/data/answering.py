@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.answer_chats import AnswerSettings, Outcome, Reply, Talk
-from data.answers import Work, write_answers
-from data.records import Record, parse
-from inference.target import Target
+from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
+from data.answers.write import Work, write_answers
+from data.text.records import Record, parse
+from inference.target.target import Target
 
 SPECIAL = ["<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 WORDS = 60

@@ -5,10 +5,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from data.answer_endpoint import Endpoint
-from data.answers import write_answers
-from data.endpoint import Client, EndpointConfig
-from data.records import Record
+from data.answers.client import Client, EndpointConfig
+from data.answers.endpoint import Endpoint
+from data.answers.write import write_answers
+from data.text.records import Record
 from tests.data.answering import records, settings, words, work
 from tests.data.chat_server import Server
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from heads.typed import typed
+from heads.common.typed import typed
 from tests.data.chatml import PLAIN, RECORDS, SPECIAL, Tokens
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
@@ -79,7 +79,7 @@ def cached(
     write: Callable[..., str], config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> DataConfig:
     """Return a configuration with a cache, for more records than are written at once."""
-    monkeypatch.setattr("data.cache.BATCH", 25)
+    monkeypatch.setattr("data.text.cache.BATCH", 25)
     return config(write(*RECORDS), cache=str(tmp_path / "cache"), held_out=3)
 
 

@@ -13,8 +13,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.config import DataConfig
-from data.masks import Sample, samples_of
-from data.records import Record, parse
+from data.text.masks import Sample, samples_of
+from data.text.records import Record, parse
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from data.batches import Packed, pack
-from data.masks import Sample
-from data.store import Row, StoreSpec
+from data.features.store import Row, StoreSpec
+from data.text.masks import Sample
 from tests import toys
 
 SPEC = StoreSpec(

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data.answer_chats import CAUSES, Conversation, Outcome, Reply, talk_of
-from data.answer_text import round_trips, split_reasoning, turns_of
-from data.records import Message, Record, parse
+from data.answers.chats import CAUSES, Conversation, Outcome, Reply, talk_of
+from data.answers.text import round_trips, split_reasoning, turns_of
+from data.text.records import Message, Record, parse
 from tests.data.answering import LENGTH, chat, settings, words
 from tests.data.chatml import Tokens
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from data.answer_endpoint import Endpoint
-from data.answers import write_answers
-from data.records import parse
+from data.answers.endpoint import Endpoint
+from data.answers.write import write_answers
+from data.text.records import parse
 from tests.data import chat_server as serve
 from tests.data.answering import LENGTH, chat, records, settings, words, work
 from tests.data.asking import COUNT, ask, connect, lines

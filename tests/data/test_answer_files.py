@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from data.answer_chats import Outcome
-from data.answer_files import Answers, Part, replace, whole_lines
-from data.answers import Share, write_answers
+from data.answers.chats import Outcome
+from data.answers.files import Answers, Part, replace, whole_lines
+from data.answers.write import Share, write_answers
 from tests.data.answering import Quick, quick_bytes, records, settings, work
 
 COUNT = 24
@@ -130,7 +130,7 @@ def test_a_job_killed_before_its_provenance_still_knows_every_cause(tmp_path: Pa
         replace(path, text)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.answer_files.replace", dies)
+        patch.setattr("data.answers.files.replace", dies)
         with pytest.raises(KeyboardInterrupt):
             quick_bytes(records(COUNT), out)
     assert quick_bytes(records(COUNT), out) == whole
@@ -143,7 +143,7 @@ def test_a_job_killed_before_its_provenance_still_knows_every_cause(tmp_path: Pa
 def test_a_file_is_whole_up_to_its_last_newline(
     content: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.answer_files.CHUNK", 3)
+    monkeypatch.setattr("data.answers.files.CHUNK", 3)
     (tmp_path / "a").write_text(content)
     assert whole_lines(tmp_path / "a") == size
 

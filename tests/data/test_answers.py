@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from data.answer_engine import Engine, drafter_of
-from data.answers import Share, source_of, write_answers
+from data.answers.engine import Engine, drafter_of
+from data.answers.write import Share, source_of, write_answers
 from data.config import DataConfig
-from data.masks import Sample
-from data.prompts import load_samples
-from data.records import Record, parse
-from data.template import encode, render
+from data.text.masks import Sample
+from data.text.prompts import load_samples
+from data.text.records import Record, parse
+from data.text.template import encode, render
+from heads.common.resolvers import ROOT
 from heads.eagle import Eagle
-from heads.resolvers import ROOT
-from heads.store import save_head
+from heads.formats.store import save_head
 from inference.drafters.plain import Plain
-from inference.target import Target
+from inference.target.target import Target
 from tests.data import answering
 from tests.data.answering import LENGTH, chat, records, settings, work
 

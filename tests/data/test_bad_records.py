@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.prompts import Prompt, load_prompts, load_samples, load_training, records_to_answer
-from data.sources import open_source
+from data.text.prompts import Prompt, load_prompts, load_samples, load_training, records_to_answer
+from data.text.sources import open_source
 
 Write = Callable[..., str]
 Config = Callable[..., DataConfig]

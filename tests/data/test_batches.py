@@ -8,11 +8,11 @@ import torch
 from transformers import AutoTokenizer
 
 from data.batches import Batches, Packed, fingerprint, pack, token_counts
-from data.cache import SAMPLES, CachedSamples, Writer
 from data.config import DataConfig
-from data.masks import Sample
-from data.prompts import load_samples
-from heads.resolvers import ROOT
+from data.text.cache import SAMPLES, CachedSamples, Writer
+from data.text.masks import Sample
+from data.text.prompts import load_samples
+from heads.common.resolvers import ROOT
 
 LENGTH = 16
 
@@ -74,7 +74,7 @@ def test_the_embedded_chats_fill_their_rows(config: Callable[..., DataConfig]) -
 
 
 def test_cached_samples_pack_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.cache.BATCH", 7)
+    monkeypatch.setattr("data.text.cache.BATCH", 7)
     samples = documents(40, 3 * LENGTH)
     Writer(tmp_path).write(samples)
     cached = CachedSamples(tmp_path / SAMPLES)

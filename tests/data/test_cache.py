@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-from data import prompts
-from data.cache import META, PROMPTS, SAMPLES, CachedSamples, cache_key, tokenizer_identity
 from data.config import DataConfig
-from data.masks import Sample
-from data.prompts import load_samples, load_training
-from heads.resolvers import register_resolvers
+from data.text import prompts
+from data.text.cache import META, PROMPTS, SAMPLES, CachedSamples, cache_key, tokenizer_identity
+from data.text.masks import Sample
+from data.text.prompts import load_samples, load_training
+from heads.common.resolvers import register_resolvers
 from tests.data.chatml import PLAIN, RECORDS, TAGGED, Tokens
 
 Config = Callable[..., DataConfig]
@@ -211,7 +211,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("data.cache.ArrowWriter.write", full)
+    monkeypatch.setattr("data.text.cache.ArrowWriter.write", full)
     with pytest.raises(ValueError, match=r"data\.cache=.*No space left on device"):
         load_samples(cached, chat)
     assert [path for path in Path(str(cached.cache)).iterdir() if path.is_dir()] == []

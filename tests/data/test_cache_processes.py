@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-from data import prompts
 from data.config import DataConfig
-from data.masks import Sample
-from data.prompts import load_samples
-from train import launch
+from data.text import prompts
+from data.text.masks import Sample
+from data.text.prompts import load_samples
 from train.config import LauncherConfig
+from train.distributed import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 

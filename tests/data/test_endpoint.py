@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data.endpoint import Client, EndpointError, read_reply, retry_after
+from data.answers.client import Client, EndpointError, read_reply, retry_after
 from tests.data import chat_server as serve
 from tests.data.asking import COUNT, ask, config, connect
 from tests.data.chat_server import Send, Server
@@ -137,7 +137,7 @@ def test_a_reply_that_takes_too_long_is_given_up(send: Send, server: Server, tmp
 def test_a_reply_without_end_is_given_up(
     head: str, piece: bytes, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.endpoint.LARGEST", 2**20)
+    monkeypatch.setattr("data.answers.client.LARGEST", 2**20)
     server.always = serve.endless(head, piece)
     with pytest.raises(EndpointError, match="too_large: the reply has more than 1048576 bytes"):
         connect(server).request("POST", "/chat/completions", BODY)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from data import extract
 from data.batches import pack
 from data.config import DataConfig
-from data.prompts import load_samples
+from data.features import extract
+from data.features.store import FeatureStore
 from data.run import main
-from data.store import FeatureStore
-from inference.target import Target
+from data.text.prompts import load_samples
+from inference.target.target import Target
 from tests.data.test_store import contents
 from tests.data.test_vllm_features import as_vllm
 from tests.train import jobs

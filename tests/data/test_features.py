@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from data.batches import Batch
-from data.features import batch_features
+from data.features.source import batch_features
 from heads.base import Features
 
 

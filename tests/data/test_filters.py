@@ -9,9 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data.config import DataConfig
-from data.filters import WORD, Counts, Filters
-from data.prompts import load_training
-from data.records import parse
+from data.text.filters import WORD, Counts, Filters
+from data.text.prompts import load_training
+from data.text.records import parse
 
 Config = Callable[..., DataConfig]
 Write = Callable[..., str]

@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from data.inspection import pieces, roles, show, write_page
-from data.masks import Sample
+from data.text.masks import Sample
 from tests.data.families import CHATS, FAMILIES, chat_record, family_tokenizer, masked
 
 TOOLS_AS_USERS = ("qwen25", "qwen3")  # their templates give a tool's result as the user's words

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from data import keeper
-from data.coding import split
-from data.keeper import WAITING, Keeper
-from data.store import INDEX, FeatureStore, Row
+from data.features import keeper
+from data.features.coding import split
+from data.features.keeper import WAITING, Keeper
+from data.features.store import INDEX, FeatureStore, Row
 from tests.data import stores
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from data import lineage as module
 from data.config import DataConfig
-from data.lineage import lineage
-from data.sources import Hub
+from data.text import lineage as module
+from data.text.lineage import lineage
+from data.text.sources import Hub
 
 Make = Callable[..., DataConfig]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.masks import Sample
-from data.reasoning import without
-from data.records import Message, Record
-from data.template import turn_ends
+from data.text.masks import Sample
+from data.text.reasoning import without
+from data.text.records import Message, Record
+from data.text.template import turn_ends
 from heads import rows
 from tests.data.families import CASES, FAMILIES, GOLDEN, TAGS, chat_record, family_tokenizer, golden, marked, masked
 

@@ -10,10 +10,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.masks import samples_of
-from data.prompts import load_prompts, load_samples
-from data.reasoning import reasoning_of, skip, without
-from data.records import Record, parse
+from data.text.masks import samples_of
+from data.text.prompts import load_prompts, load_samples
+from data.text.reasoning import reasoning_of, skip, without
+from data.text.records import Record, parse
 from tests.data.chatml import PLAIN, TAGGED, Tokens
 from tests.data.families import CHATS, chat_record, family_tokenizer, marked, masked
 from tests.tokenizers import trained

@@ -8,8 +8,8 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.masks import Sample
-from data.prompts import (
+from data.text.masks import Sample
+from data.text.prompts import (
     OPENING,
     held_out_prompts,
     load_prompts,

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from data.records import SHOWN, Record, parse
+from data.text.records import SHOWN, Record, parse
 
 QUESTION = {"role": "user", "content": "why"}
 ANSWER = {"role": "assistant", "content": "so"}

@@ -11,8 +11,8 @@ from hydra.core.global_hydra import GlobalHydra
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.run import JobConfig, main
-from heads.resolvers import ROOT
-from heads.typed import typed
+from heads.common.resolvers import ROOT
+from heads.common.typed import typed
 from tests.data.answering import words
 from tests.data.chat_server import Server
 

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.batches import pack
 from data.config import DataConfig
-from data.prompts import load_prompts, load_samples
-from heads.resolvers import ROOT
+from data.text.prompts import load_prompts, load_samples
+from heads.common.resolvers import ROOT
 from tests.data.chatml import PLAIN, TAGGED, Tokens
 
 Config = Callable[..., DataConfig]

@@ -15,13 +15,13 @@ from datasets import Dataset
 from hydra import compose, initialize_config_dir
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-from data import files
 from data.config import DataConfig
-from data.prompts import held_out_prompts, load_samples
-from data.records import parse
-from data.sources import divide, interleave, open_source, open_sources, read_all, training_records
-from heads.resolvers import ROOT, register_resolvers
-from heads.typed import typed
+from data.text import files
+from data.text.prompts import held_out_prompts, load_samples
+from data.text.records import parse
+from data.text.sources import divide, interleave, open_source, open_sources, read_all, training_records
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import typed
 
 Config = Callable[..., DataConfig]
 Write = Callable[..., str]
@@ -288,8 +288,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], Se
     def start(records: Any) -> Served:
         served = Served(records)
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
-        monkeypatch.setattr("data.sources.datasets.load_dataset", served.load)
-        monkeypatch.setattr("data.sources.HfApi", lambda: served)
+        monkeypatch.setattr("data.text.sources.datasets.load_dataset", served.load)
+        monkeypatch.setattr("data.text.sources.HfApi", lambda: served)
         return served
 
     return start

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from data import store_files
-from data.extract import extract
-from data.store import INDEX, META, SHARDS, DamagedError, FeatureStore, StoreSpec
-from data.store_files import claim, read_checked, write_checked
+from data.features import store_files
+from data.features.extract import extract
+from data.features.store import INDEX, META, SHARDS, DamagedError, FeatureStore, StoreSpec
+from data.features.store_files import claim, read_checked, write_checked
 from tests.data import stores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,8 +199,8 @@ SMALL_DISK = """
 import sys
 sys.path[0] = {root!r}
 from pathlib import Path
-from data.extract import extract
-from data.store import FeatureStore
+from data.features.extract import extract
+from data.features.store import FeatureStore
 from tests.data import stores
 spec = stores.spec(rows=400, shard_rows=50)
 store = FeatureStore.create(Path({folder!r}), spec)

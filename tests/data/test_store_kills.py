@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.extract import extract
-from data.store import FeatureStore, Row
+from data.features.extract import extract
+from data.features.store import FeatureStore, Row
 from tests.data import stores
 from tests.data.test_store import contents, filled
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from data.store import INDEX, META, SHARDS, DamagedError, FeatureStore
-from data.store_files import CHECKSUM, claim, read_checked, write_checked, write_whole
+from data.features.store import INDEX, META, SHARDS, DamagedError, FeatureStore
+from data.features.store_files import CHECKSUM, claim, read_checked, write_checked, write_whole
 from tests.data import stores
 
 

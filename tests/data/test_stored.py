@@ -11,16 +11,16 @@ import torch
 from omegaconf import OmegaConf
 
 from data.batches import Batches, Packed
-from data.coding import States, Wanted, compute, join, split, to_row
-from data.extract import extract
-from data.extraction import spec_of
-from data.features import FeaturesConfig, Given, Live
-from data.keeper import Keeper
-from data.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
-from data.stored import Fallback, Stored
-from heads.law import whole_law
-from heads.typed import typed
-from inference.target import Target
+from data.features.coding import States, Wanted, compute, join, split, to_row
+from data.features.extract import extract
+from data.features.extraction import spec_of
+from data.features.keeper import Keeper
+from data.features.source import FeaturesConfig, Given, Live
+from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
+from data.features.stored import Fallback, Stored
+from heads.common.typed import typed
+from heads.modules.top_k import whole_law
+from inference.target.target import Target
 from tests import toys
 from tests.data import stores
 from tests.data.test_store import contents, flip

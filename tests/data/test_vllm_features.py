@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from data.batches import Packed
-from data.coding import to_row
-from data.extraction import spec_of
-from data.vllm_features import VllmFiles, pieces, write_prompts
-from inference.ends import final_norm
-from inference.target import Target
+from data.features.coding import to_row
+from data.features.extraction import spec_of
+from data.features.vllm_features import VllmFiles, pieces, write_prompts
+from inference.target.embeddings import final_norm
+from inference.target.target import Target
 from tests import toys
 from tests.data import stores
 from tests.data.test_stored import config

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from inference.target import Target
+from inference.target.target import Target
 from tests import toys
 
 On = Callable[[str, torch.dtype], Target]

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from eval.lossless import Gate, gate
+from eval.measures.losslessness import Gate, gate
 from heads import HEADS
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
-from inference.sample import GREEDY, Sampling
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 from tests.inference import model_free
 

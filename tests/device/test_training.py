@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads import HEADS
 from heads.base import Features
-from inference.target import Target
+from inference.target.target import Target
 from tests import toys
 from tests.train.test_objective import batch, config, loss_of
 

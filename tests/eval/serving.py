@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eval.config import EvalConfig, eval_config
-from eval.reading import read_report
+from eval.report.reading import read_report
 from eval.run import evaluate
 from tests.eval.endpoint_server import Served, key_of, passes, words
 

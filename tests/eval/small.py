@@ -10,9 +10,9 @@ from hydra import compose, initialize_config_dir
 
 from eval.config import EvalConfig, eval_config
 from eval.run import main
-from heads.resolvers import ROOT, register_resolvers
-from heads.store import save_head
-from heads.typed import bracketed
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import bracketed
+from heads.formats.store import save_head
 from tests import toys
 
 TUNER = {

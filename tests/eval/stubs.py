@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from eval.row import Row
-from heads.store import TargetSpec
+from eval.measures.results import Row
+from heads.formats.store import TargetSpec
 from inference.decode import Generation, Step
-from inference.target import Target
+from inference.target.target import Target
 
 ROW = Row(
     drafter="eagle",

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from data.prompts import Prompt
-from eval import answers as written
-from eval.states import Cold
+from data.text.prompts import Prompt
+from eval.inputs.states import Cold
+from eval.live import answers as written
 from heads.base import Features
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.sample import GREEDY
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import generation
 from tests.inference.test_stream import tokenizer

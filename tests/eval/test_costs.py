@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from eval import costs as costing
-from eval.costs import measure, planted, typical, verification
-from eval.texts import write
-from inference import tree as trees
+from eval.inputs.texts import write
+from eval.measures.cost_model import draft_key
+from eval.tuning import costs as costing
+from eval.tuning.costs import measure, planted, typical, verification
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.sample import GREEDY
+from inference.drafters.policy import TreeConfig
 from inference.session import Session, Step
-from inference.speed import draft_key
+from inference.verification import tree as trees
+from inference.verification.sample import GREEDY
 from tests import toys
 
 SETTINGS, SHORT = Settings(30, GREEDY), Settings(12, GREEDY)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from data.records import parse
-from eval.endpoint_client import Answer, Asked, requests_of
-from eval.endpoint_metrics import Verified
-from eval.endpoint_rows import Runs, Session, Timed, differs, row_of, text_gate
-from eval.lossless import UNCHECKED
-from eval.reading import read_report, report_of
+from data.text.records import parse
+from eval.endpoint.client import Answer, Asked, requests_of
+from eval.endpoint.counters import Verified
+from eval.endpoint.rows import Runs, Session, Timed, differs, row_of, text_gate
+from eval.measures.losslessness import UNCHECKED
+from eval.report.reading import read_report, report_of
 from eval.run import evaluate
 from tests.eval.endpoint_server import DEPTH, MODEL, Served, key_of, words
 from tests.eval.serving import PROMPTS, TOKENS, config, expected, rows_of, wrong

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from data.endpoint import EndpointError
+from data.answers.client import EndpointError
 from eval.config import eval_config
-from eval.endpoint_client import Answer, read_answer
+from eval.endpoint.client import Answer, read_answer
 from eval.run import evaluate
 from tests.eval.endpoint_server import MODEL, Served, key_of
 from tests.eval.serving import PROMPTS, config, expected, refuse, rows_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.endpoint_metrics import Counters, Verified, between, of_reply, read_counters, restarted, together
+from eval.endpoint.counters import Counters, Verified, between, of_reply, read_counters, restarted, together
 from tests.eval.endpoint_server import passes, sglang_page, vllm_page
 
 VLLM = """\

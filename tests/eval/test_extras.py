@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from eval import extras
-from eval.metrics import acceptance
+from eval.live import extras
+from eval.measures.metrics import acceptance
 from inference.decode import Generation
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.policy import TreeConfig
+from inference.drafters.policy import TreeConfig
 from tests import toys
 from tests.eval.stubs import generation
 

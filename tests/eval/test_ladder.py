@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from eval.ladder import RUNGS, cells, closer, ladder, laddered
+from eval.report.breakdown import RUNGS, cells, closer, ladder, laddered
 
 # A plain step takes 10 ms, 9 of them the pass.
 PLAIN: dict[str, Any] = {

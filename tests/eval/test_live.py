@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from data.prompts import Prompt
-from eval import hf, live
-from eval.live import Session, interleave, measure, rows
-from eval.lossless import Divergence, Gate
+from data.text.prompts import Prompt
+from eval.live import hf, interleaved
+from eval.live.interleaved import Session, interleave, measure, rows
+from eval.measures.losslessness import Divergence, Gate
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.plain import Plain
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import StubTarget, generation
 
@@ -31,7 +31,7 @@ class Ranked(Plain):
     name, rule, tree = "ranked", "point mass", "chain-2"
 
 
-def record(seed: int, repeats: int = 3, warmup: int = 0) -> tuple[list[tuple[str, int]], live.Runs]:
+def record(seed: int, repeats: int = 3, warmup: int = 0) -> tuple[list[tuple[str, int]], interleaved.Runs]:
     """Interleave three runners; return the calls in their order, and the runs."""
     calls: list[tuple[str, int]] = []
 
@@ -103,7 +103,7 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
         return generation(4)
 
     for stub in (autoregress, speculate, hf_generate):
-        monkeypatch.setattr(live, stub.__name__, stub)
+        monkeypatch.setattr(interleaved, stub.__name__, stub)
     target, drafters = StubTarget(), {"eagle": Ranked(torch.device("cpu"))}
     runs = measure(target, drafters, PROMPTS, SETTINGS, repeats=2, warmup=WARM[:1], hf=True)
     assert {name: len(each[0][0].tokens) for name, each in runs.items()} == {"plain": 2, "eagle": 3, "hf": 4}

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from data.prompts import Prompt
-from eval import live, load
+from data.text.prompts import Prompt
 from eval.config import eval_config
-from eval.live import Session
-from eval.load import Served, arrivals, latency_interval, latency_ratio, measure, serve, throughput, waited
-from eval.lossless import Divergence, Gate
-from eval.row import Row
+from eval.live import interleaved, request_rate
+from eval.live.interleaved import Session
+from eval.live.request_rate import Served, arrivals, latency_interval, latency_ratio, measure, serve, throughput, waited
+from eval.measures.losslessness import Divergence, Gate
+from eval.measures.results import Row
 from eval.run import evaluate
 from inference.batch import Batch
 from inference.batch import Row as Place
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.sample import GREEDY
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.small import small
 from tests.eval.stubs import generation
@@ -124,7 +124,7 @@ def test_all_drafters_meet_the_same_arrivals_and_each_round_has_its_own(monkeypa
         seen.append(when)
         return serve(batch, prompts, [0.0] * len(prompts), settings)
 
-    monkeypatch.setattr(load, "serve", noted)
+    monkeypatch.setattr(request_rate, "serve", noted)
     prompts = [Prompt(f"p{i}", toys.prompt(i, 6), "") for i in range(3)]
     drafters = {name: Noted(target.device) for name in ("one", "two")}
     rounds = measure(target, drafters, prompts, replace(SETTINGS, max_new_tokens=2), 2, prompts[:1], 1, 5.0)
@@ -181,7 +181,9 @@ def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]
     rounds = {"plain": PLAIN, "eagle": FAST}
     session = Session("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)
     drafters = {"eagle": Plain(torch.device("cpu"))}
-    return waited(live.rows(load.generations(rounds), drafters, {"eagle": gate}, session), rounds, session)
+    return waited(
+        interleaved.rows(request_rate.generations(rounds), drafters, {"eagle": gate}, session), rounds, session
+    )
 
 
 def test_a_row_has_what_its_requests_waited() -> None:
@@ -203,7 +205,9 @@ def test_categories_have_the_latencies_of_their_own_requests() -> None:
 def test_turns_of_one_conversation_are_drawn_together() -> None:
     rounds = {"plain": PLAIN, "eagle": FAST}
     session = Session("tiny", 0.0, 1, 0, 0, conversations=[3, 3], request_rate=2.0)
-    made = live.rows(load.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session)
+    made = interleaved.rows(
+        request_rate.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session
+    )
     assert [row.speedup_ci for row in waited(made, rounds, session)] == [None, None]
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval.ladder import ladder
-from eval.page import load as load_plots
-from eval.page.build import headlines
-from eval.report import Report, markdown
+from eval.report.breakdown import ladder
+from eval.report.page import load as load_plots
+from eval.report.page.build import headlines
+from eval.report.write import Report, markdown
 from tests.eval.test_load import GREEN, RED, loaded
 
 

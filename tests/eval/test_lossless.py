@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.lossless import UNCHECKED, Gate, gate
+from eval.measures.losslessness import UNCHECKED, Gate, gate
 from tests.eval.stubs import generation
 
 PLAIN = generation([5, 6, 7, 8], gaps=[2.0, 3.0, 1e-6, 4.0])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import machine
-from heads.resolvers import ROOT
+from eval.measures import machine
+from heads.common.resolvers import ROOT
 
 CPU = torch.device("cpu")
 
@@ -46,6 +46,6 @@ def test_without_a_checkout_there_is_no_revision(tmp_path: Path, monkeypatch: py
 def test_a_process_does_not_count_the_memory_of_the_one_that_started_it() -> None:
     large = 2**30
     held = bytearray(b"x") * large
-    code = "import torch; from eval.machine import peak_memory; print(peak_memory(torch.device('cpu')))"
+    code = "import torch; from eval.measures.machine import peak_memory; print(peak_memory(torch.device('cpu')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert 2**26 < int(done.stdout) < len(held) <= machine.peak_memory(CPU)

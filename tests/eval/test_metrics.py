@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from eval import metrics
+from eval.measures import metrics
 from inference.decode import Generation
 from tests.eval.stubs import generation
 

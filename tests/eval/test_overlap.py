@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval import metrics
-from eval.tally import tau_interval
-from eval.teacher_forced import Overlap, expected, overlap, record, replay
-from eval.texts import Text, of_answer, write
+from eval.inputs.texts import Text, of_answer, write
+from eval.measures import metrics
+from eval.measures.tally import tau_interval
+from eval.offline.teacher_forced import Overlap, expected, overlap, record, replay
 from heads.base import Features
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
-from inference.sample import Sampling, distribution
+from inference.verification.sample import Sampling, distribution
 from tests import toys
 
 HOT = Settings(40, Sampling(3.0, 0, 1.0))  # at which a random head and target agree now and then

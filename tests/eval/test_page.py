@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from data.prompts import Prompt
-from eval import extras
-from eval.answers import answers
-from eval.ladder import RUNGS
-from eval.law import LawTest
-from eval.live import Runs, Session, rows
-from eval.lossless import Divergence, Gate, SampledGate
-from eval.page import build, names, plots, tree_plot
-from eval.page.tables import flattened
-from eval.report import Report, markdown
+from data.text.prompts import Prompt
+from eval.live import extras
+from eval.live.answers import answers
+from eval.live.interleaved import Runs, Session, rows
+from eval.measures.chi_square import LawTest
+from eval.measures.losslessness import Divergence, Gate, SampledGate
+from eval.report.breakdown import RUNGS
+from eval.report.page import build, names, plots, tree_plot
+from eval.report.page.tables import flattened
+from eval.report.write import Report, markdown
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
+from inference.drafters.policy import TreeConfig
 from tests import toys
 from tests.eval.stubs import generation
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from data.inspection import write_page
-from data.masks import Sample
+from data.text.masks import Sample
 from tests.eval.test_page import report
 
 pytestmark = pytest.mark.slow

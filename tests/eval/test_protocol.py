@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from eval import live, sampled
+from eval.live import interleaved, sampled
 from eval.run import evaluate
-from inference.verify import COUPLED
+from inference.verification.verify import COUPLED
 from tests import toys
 from tests.eval.small import small
 
@@ -55,7 +55,7 @@ def test_the_turns_of_one_dialogue_leave_nothing_to_resample(runs: Path, tmp_pat
 
 
 def test_batches_are_gated_above_temperature_0_too(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    speculate = live.speculate
+    speculate = interleaved.speculate
 
     def broken_in_batches(*args: Any, **how: Any) -> Any:
         made = speculate(*args, **how)
@@ -63,7 +63,7 @@ def test_batches_are_gated_above_temperature_0_too(runs: Path, tmp_path: Path, m
             made[-1].tokens[2] = (made[-1].tokens[2] + 1) % toys.VOCAB
         return made
 
-    monkeypatch.setattr(live, "speculate", broken_in_batches)
+    monkeypatch.setattr(interleaved, "speculate", broken_in_batches)
     made = evaluate(small(runs, tmp_path, hf=False, temperature=[0, 1.0], batch_size=[1, 2]))
     assert not made.passed
     (failure,) = made.failures()

@@ -9,11 +9,11 @@ import pytest
 
 from eval.config import EvalConfig, eval_config
 from eval.run import evaluate, tuned
-from heads.hub import kind_of, load_found
-from heads.store import save_head
+from heads.formats.hub import kind_of, load_found
+from heads.formats.store import save_head
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.sample import GREEDY
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.heads.published import eagle3_authors, publish
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from eval.law import LawTest
-from eval.lossless import Divergence, Gate, SampledGate
-from eval.metrics import quantiles
-from eval.reading import read_report, report_of
-from eval.report import Report, markdown
+from eval.measures.chi_square import LawTest
+from eval.measures.losslessness import Divergence, Gate, SampledGate
+from eval.measures.metrics import quantiles
+from eval.report.reading import read_report, report_of
+from eval.report.write import Report, markdown
 from tests.eval.stubs import ROW
 
 LAW = LawTest(1000, 2, 7, 6.0, 0.5, 0.2, 0.9, 1e-3, 0.0)
@@ -120,7 +120,7 @@ def test_what_is_no_report_is_refused_in_one_line(tmp_path: Path, told: Any, why
 
 
 def test_a_file_that_no_report_fills_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.reading.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("eval.report.reading.MOST_BYTES", 1 << 20)
     file = written(tmp_path, " " * (2 << 20))
     with pytest.raises(ValueError, match="it has more than 1 MiB"):
         read_report(file)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from data.store_files import write_whole
-from eval.lossless import UNCHECKED, Divergence, Gate
-from eval.page import build
-from eval.page.build import library
-from eval.report import Report, markdown, table
-from eval.row import TEACHER_FORCED, Row
+from data.features.store_files import write_whole
+from eval.measures.losslessness import UNCHECKED, Divergence, Gate
+from eval.measures.results import TEACHER_FORCED, Row
+from eval.report.page import build
+from eval.report.page.build import library
+from eval.report.write import Report, markdown, table
 from tests.eval.stubs import ROW
 
 GREEN = Gate(8, 7, 1, 0)

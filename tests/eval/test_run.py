@@ -10,12 +10,12 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from eval import live
 from eval.config import EvalConfig, eval_config
-from eval.hf import hf_generate
+from eval.live import interleaved
+from eval.live.hf import hf_generate
 from eval.run import evaluate, folder_for, main, speed_dtype
-from heads.resolvers import ROOT, register_resolvers
-from heads.typed import typed
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import typed
 from inference.decode import Generation, Settings
 from inference.drafters.registry import SOURCES
 from tests import toys
@@ -69,14 +69,14 @@ def test_the_toy_output_is_varied(runs: Path) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every speculative run end in a token that plain decoding did not choose."""
-    speculate = live.speculate
+    speculate = interleaved.speculate
 
     def wrong(*args: Any, **kwargs: Any) -> Generation:
         made = speculate(*args, **kwargs)
         made.tokens[-1] = (made.tokens[-1] + 1) % toys.VOCAB
         return made
 
-    monkeypatch.setattr(live, "speculate", wrong)
+    monkeypatch.setattr(interleaved, "speculate", wrong)
 
 
 def test_a_red_gate_prints_no_speedup_and_exits_with_one(
@@ -121,13 +121,13 @@ def test_the_gate_runs_with_the_rule_and_the_rows_name_it(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    speculate = live.speculate
+    speculate = interleaved.speculate
 
     def noted(*args: Any, settings: Settings) -> Generation:
         asked.append((settings.rule, settings.sampling))
         return speculate(*args, settings=settings)
 
-    monkeypatch.setattr(live, "speculate", noted)
+    monkeypatch.setattr(interleaved, "speculate", noted)
     values = {"rule": "coupled", "temperature": [0, 1.0], "repetition_penalty": 1.3, "min_p": 0.01, "prompts": 1}
     made = evaluate(small(runs, tmp_path, hf=False, **values))
     assert made.passed

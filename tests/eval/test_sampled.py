@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from data.prompts import Prompt
-from eval import live, sampled
-from eval.law import LawTest
-from eval.lossless import Divergence, Gate, SampledGate, verdict_of, worst
-from eval.sampled import coupled_gate, race_gap, sampled_gates
+from data.text.prompts import Prompt
+from eval.live import interleaved, sampled
+from eval.live.sampled import coupled_gate, race_gap, sampled_gates
+from eval.measures.chi_square import LawTest
+from eval.measures.losslessness import Divergence, Gate, SampledGate, verdict_of, worst
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
-from inference.sample import Sampling
-from inference.verify import COUPLED, Verdict, decide
+from inference.verification.sample import Sampling
+from inference.verification.verify import COUPLED, Verdict, decide
 from tests import toys
 
 PROMPTS = [Prompt(f"p{i}", toys.prompt(i, 12), "") for i in range(3)]
@@ -83,7 +83,7 @@ def test_coupled_tokens_are_the_same_in_every_batch(tree: str) -> None:
 
 
 def test_what_is_broken_only_in_batches_is_red_and_the_first_batch_size_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculate = live.speculate
+    speculate = interleaved.speculate
 
     def mixed_up(*args: Any, batch_size: int = 1, **how: Any) -> Any:
         made = speculate(*args, batch_size=batch_size, **how)
@@ -92,7 +92,7 @@ def test_what_is_broken_only_in_batches_is_red_and_the_first_batch_size_named(mo
                 run.tokens[batch_size] = (run.tokens[batch_size] + 1) % toys.VOCAB
         return made
 
-    monkeypatch.setattr(live, "speculate", mixed_up)
+    monkeypatch.setattr(interleaved, "speculate", mixed_up)
     target = toys.target()
     (found,) = sampled_gates(target, heads("dynamic"), PROMPTS, HOT, TV, 1, [1, 2, 3, 4])
     assert not found.passed

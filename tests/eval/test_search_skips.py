@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from eval.search_skips import JobConfig, find
-from inference.drafters.layer_skip import LayerSkip
-from inference.skips import SearchSettings
-from inference.target import Target
+from inference.drafters.contrib.layer_skip import LayerSkip
+from inference.drafters.contrib.skip_search import SearchSettings
+from inference.target.target import Target
 from tests import toys
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from eval.config import eval_config
-from eval.lossless import Gate, SampledGate
-from eval.page.tables import nodes
-from eval.report import Report, markdown
-from eval.side_by_side import folder_of, names, shared, side_by_side
+from eval.measures.losslessness import Gate, SampledGate
+from eval.report.page.tables import nodes
+from eval.report.side_by_side import folder_of, names, shared, side_by_side
+from eval.report.write import Report, markdown
 from tests.eval.small import run_main
 from tests.eval.stubs import ROW
 from tests.eval.test_page import Reader, lines

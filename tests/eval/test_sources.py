@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval.sources import OF_A_MODEL, find_heads, model_of, overlay
+from eval.inputs.runs import OF_A_MODEL, find_heads, model_of, overlay
 from tests.toys import HEAD_CONFIGS
 from train.config import ModelConfig
 

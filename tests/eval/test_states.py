@@ -2,14 +2,14 @@
 
 import torch
 
-from eval.states import in_states, state_of
+from eval.inputs.states import in_states, state_of
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.registry import make
 from inference.drafters.suffix import Suffix
 from inference.protocol import Context
-from inference.rng import Generator
-from inference.sample import GREEDY
+from inference.verification.rng import Generator
+from inference.verification.sample import GREEDY
 from tests import toys
 
 SUFFIX = {

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval import metrics
-from eval.row import TEACHER_FORCED
-from eval.tally import Heading, Tally, rows
-from eval.teacher_forced import Overlap, expected
-from eval.texts import Text
+from eval.inputs.texts import Text
+from eval.measures import metrics
+from eval.measures.results import TEACHER_FORCED
+from eval.measures.tally import Heading, Tally, rows
+from eval.offline.teacher_forced import Overlap, expected
 
 HEADING = Heading(TEACHER_FORCED, "tiny", 1.0, {}, [0, 1], 0)
 

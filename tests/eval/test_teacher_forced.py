@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from eval.teacher_forced import Record, ranks, reach, record, replay
-from eval.texts import Text, write
+from eval.inputs.texts import Text, write
+from eval.offline.teacher_forced import Record, ranks, reach, record, replay
+from eval.tuning.static_tree import acceptance
 from heads import HEADS
 from heads.base import Features
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.sample import GREEDY
-from inference.tree import DraftTree, best_n
-from inference.tuner import acceptance
+from inference.drafters.policy import TreeConfig
+from inference.verification.sample import GREEDY
+from inference.verification.tree import DraftTree, best_n
 from tests import toys
 
 SETTINGS = Settings(36, GREEDY)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from eval.config import eval_config
-from eval.row import REPLAY, TEACHER_FORCED
+from eval.inputs.texts import Text
+from eval.measures.results import REPLAY, TEACHER_FORCED
+from eval.offline.teacher_forced import overlap, unrolled
 from eval.run import evaluate
-from eval.teacher_forced import overlap, unrolled
-from eval.texts import Text
 from eval.tiers import within_context
-from inference.sample import Sampling
+from inference.verification.sample import Sampling
 from tests import toys
 from tests.eval.small import SIZE, small
 from tests.eval.test_tiers import ALL, SUFFIX, told

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from eval.config import eval_config
-from eval.page.tables import flattened
-from eval.row import LIVE, REPLAY, TEACHER_FORCED
+from eval.inputs.texts import write
+from eval.inputs.workloads import load_workload
+from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
+from eval.report.page.tables import flattened
 from eval.run import evaluate
-from eval.texts import write
 from eval.tiers import within
-from eval.workloads import load_workload
 from inference.decode import Settings
-from inference.policy import TreeConfig
-from inference.sample import GREEDY
+from inference.drafters.policy import TreeConfig
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.small import SIZE, TUNER, small
 
@@ -92,7 +92,7 @@ def test_a_log_of_the_targets_answers_is_replayed_without_the_target(
     def refuse(*_: Any) -> None:
         raise AssertionError("a target was loaded")
 
-    monkeypatch.setattr("inference.target.Target.load", refuse)
+    monkeypatch.setattr("inference.target.target.Target.load", refuse)
     given = {**ALL, "drafter": {"prompt_lookup": LOOKUP, "suffix": SUFFIX}, "tier": REPLAY}
     config = eval_config(
         **(SIZE | given | {"prompts": 3, "max_new_tokens": 40, "workload": str(log), "out": str(tmp_path / "out")}),

@@ -5,11 +5,11 @@ from itertools import combinations
 import pytest
 from omegaconf import OmegaConf
 
-from eval.page import tree_plot
-from eval.page.tree_plot import GAP, LABEL, Box
-from heads.resolvers import ROOT
-from heads.typed import typed
-from inference.policy import TreeConfig
+from eval.report.page import tree_plot
+from eval.report.page.tree_plot import GAP, LABEL, Box
+from heads.common.resolvers import ROOT
+from heads.common.typed import typed
+from inference.drafters.policy import TreeConfig
 
 Path = tuple[int, ...]
 

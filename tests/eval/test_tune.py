@@ -11,21 +11,23 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from eval import costs, grid, live, tune
+from eval import tune
 from eval.config import EvalConfig, eval_config
-from eval.grid import OWN, Tried, hopeful, proposed, sizes_for
-from eval.live import PLAIN
+from eval.live import interleaved
+from eval.live.interleaved import PLAIN
+from eval.measures.cost_model import Costs, Prediction, Replayed, Step, draft_key
 from eval.run import main, tuned
 from eval.tune import Bench, halves, keep, merged, ranked
-from eval.tuned import Candidate, Measured, conclude, fastest
-from heads.resolvers import ROOT, register_resolvers
-from heads.store import save_head, save_tree
-from heads.typed import typed
+from eval.tuning import costs, grid
+from eval.tuning.grid import OWN, Tried, hopeful, proposed, sizes_for
+from eval.tuning.results import Candidate, Measured, conclude, fastest
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import typed
+from heads.formats.store import save_head, save_tree
 from inference.decode import Generation
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.speed import Costs, Prediction, Replayed, Step, draft_key
-from inference.target import Target
+from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
 from tests import toys
 
 REPORTED = {"prompts": 2, "batch_sizes": [1]}
@@ -75,7 +77,7 @@ def faster(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> 
 
     monkeypatch.setattr(tune, "predict", predicted)
     for name in ("speculate", "autoregress"):
-        decode = getattr(live, name)
+        decode = getattr(interleaved, name)
 
         def run(target: Target, *args: Any, decode: Any = decode, **kwargs: Any) -> Any:
             made: Generation | list[Generation] = decode(target, *args, **kwargs)
@@ -84,7 +86,7 @@ def faster(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> 
                 each.decode_s = 1.0 if plain else seconds(kwargs.get("batch_size", 1))
             return made
 
-        monkeypatch.setattr(live, name, run)
+        monkeypatch.setattr(interleaved, name, run)
 
 
 def test_the_winner_is_written_and_the_rest_of_the_config_stays(
@@ -138,14 +140,14 @@ def test_where_speculation_loses_plain_decoding_is_recommended_and_nothing_writt
 def test_a_tree_that_changes_tokens_is_not_written_and_fails_the_command(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculate = live.speculate
+    speculate = interleaved.speculate
 
     def wrong(*args: Any, **kwargs: Any) -> Generation:
         made = speculate(*args, **kwargs)
         made.tokens[-1] = (made.tokens[-1] + 1) % toys.VOCAB
         return made
 
-    monkeypatch.setattr(live, "speculate", wrong)
+    monkeypatch.setattr(interleaved, "speculate", wrong)
     register_resolvers()
     before = config_of(run)
     given = {"run": run, "tune": "true", "max_new_tokens": 16, "repeats": 1, "prompts": 1}
@@ -212,7 +214,7 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_is_written
 
 
 def test_a_target_that_cannot_share_a_pass_says_so_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.probe.check", lambda _: False)
+    monkeypatch.setattr("inference.target.probe.check", lambda _: False)
     with pytest.raises(ValueError, match="give batch_size=1") as error:
         tuned(configured(run, batch_size=[1, 2]))
     assert "\n" not in str(error.value)

@@ -8,12 +8,12 @@ from typing import Any
 import datasets
 import pytest
 
-from data import benchmarks
-from data.prompts import Prompt, load_prompts, save_prompts
-from data.records import IDS
-from eval import workloads
-from eval.workloads import Selection, load_workload, read_workload, short_name
-from inference.target import Target
+from data.text import benchmarks
+from data.text.prompts import Prompt, load_prompts, save_prompts
+from data.text.records import IDS
+from eval.inputs import workloads
+from eval.inputs.workloads import Selection, load_workload, read_workload, short_name
+from inference.target.target import Target
 from tests import toys
 from tests.eval.small import run_main
 from tests.eval.stubs import StubTarget

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads import HEADS
 from heads.base import DraftHead
-from heads.export import Served, export
-from inference.target import Target
+from heads.formats.export import Served, export
+from inference.target.target import Target
 from tests import toys
 from tests.heads import foreign
 

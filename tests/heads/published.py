@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import DraftHead, Level
-from heads.published import load_published
+from heads.formats.published import load_published
 from tests import toys
 
 Tensors = dict[str, Tensor]

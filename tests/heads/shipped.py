@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads import plain
-from heads.plain import generate as entry
-from heads.plain.reading import Head
-from heads.plain.target import Ends, Seen
-from heads.store import save_head
-from inference.target import Target
+from heads.formats import custom_generate
+from heads.formats.custom_generate import generate as entry
+from heads.formats.custom_generate.reading import Head
+from heads.formats.custom_generate.target import Ends, Seen
+from heads.formats.store import save_head
+from inference.target.target import Target
 from tests import toys
 
 CHAIN = {"kind": "chain", "depth": 4}
@@ -25,8 +25,8 @@ def published(folder: Path, head: nn.Module, of: Target, tree: dict[str, Any] | 
 
 def shipped(folder: Path) -> Path:
     """Add the code to a head's folder."""
-    (folder / plain.FOLDER).mkdir(exist_ok=True)
-    for name, text in plain.files().items():
+    (folder / custom_generate.FOLDER).mkdir(exist_ok=True)
+    for name, text in custom_generate.files().items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
 

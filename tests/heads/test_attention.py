@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import attention, rows
-from heads.attention import KeyValue, Pattern, attend_rows, pattern
+from heads import rows
+from heads.modules import attention
+from heads.modules.attention import KeyValue, Pattern, attend_rows, pattern
 
 DOUBLE = torch.float64
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from heads.command import without_secrets
+from heads.common.command import without_secrets
 from train import convert
 
 SECRET = "cAnArY0123"

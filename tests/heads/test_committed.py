@@ -10,12 +10,12 @@ import torch
 
 from heads import rows
 from heads.base import Features
-from heads.store import CONFIG, load_head, save_head
-from heads.typed import typed
-from heads.vocab import spread
+from heads.common.typed import typed
+from heads.formats.store import CONFIG, load_head, save_head
+from heads.modules.vocab import spread
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.sample import GREEDY
+from inference.verification.sample import GREEDY
 from tests import toys
 
 DOUBLE = torch.float64

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from heads.errors import user_errors
+from heads.common.errors import user_errors
 
 
 @pytest.mark.parametrize("error", [ValueError("a\n  b"), FileNotFoundError("a b"), OSError("a b")])

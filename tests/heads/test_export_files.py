@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heads import HEADS
-from heads.export import Served, eagle3, export, files
-from heads.export.files import Foreign, check, put
-from heads.export.source import Source
-from heads.published import load_published
+from heads.formats.export import Served, eagle3, export, files
+from heads.formats.export.files import Foreign, check, put
+from heads.formats.export.source import Source
+from heads.formats.published import load_published
 from tests import toys
 from tests.heads.exporting import TOKENS, exported, made, served, target
 

@@ -9,9 +9,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
-from heads.layers import Block, masked_attention
-from heads.rope import Rope, Rotary, scaling_of
-from heads.vocab import spread
+from heads.modules.layers import Block, masked_attention
+from heads.modules.rope import Rope, Rotary, scaling_of
+from heads.modules.vocab import spread
 from tests import toys
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from heads.hub import cache_alone_without_connection, on_hub, resolve_head
+from heads.formats.hub import cache_alone_without_connection, on_hub, resolve_head
 from tests.train.hub_server import Hub, become
 from tests.train.hub_state import Fault, Repo
 

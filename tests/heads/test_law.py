@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from heads.law import likeliest, top_law, whole_law
+from heads.modules.top_k import likeliest, top_law, whole_law
 
 
 @pytest.mark.parametrize("k", [1, 5, 40])

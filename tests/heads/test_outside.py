@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from heads.outside import inside, names_code, parse_json, parse_yaml, plain_name
+from heads.common.untrusted import inside, names_code, parse_json, parse_yaml, plain_name
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b"[" * 101 + b"]" * 101, b"1" * 5000])

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from heads.plain.generate import generate
-from inference.target import Target
+from heads.formats.custom_generate.generate import generate
+from inference.target.target import Target
 from tests import toys
 from tests.heads.shipped import Known, drafting, published
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
 
-from heads.plain.generate import generate
-from heads.plain.reading import load
-from inference.target import Target
+from heads.formats.custom_generate.generate import generate
+from heads.formats.custom_generate.reading import load
+from inference.target.target import Target
 from tests import toys
 from tests.heads import exporting
 from tests.heads.shipped import published

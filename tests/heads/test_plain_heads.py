@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads import HEADS, plain
+from heads import HEADS
 from heads.base import DraftHead, Features
-from heads.plain import drafts, parts, recurrent
-from heads.plain.foreign import IDS
-from heads.plain.reading import load
-from heads.plain.target import Seen
-from heads.rope import Rope, Rotary
+from heads.formats import custom_generate
+from heads.formats.custom_generate import drafts, parts, recurrent
+from heads.formats.custom_generate.foreign import IDS
+from heads.formats.custom_generate.reading import load
+from heads.formats.custom_generate.target import Seen
+from heads.modules.rope import Rope, Rotary
 from tests import toys
 from tests.heads import exporting
 from tests.heads.shipped import CHAIN, published
@@ -171,16 +172,16 @@ def test_every_kind_of_head_is_known() -> None:
 
 
 def test_the_code_imports_nothing_else() -> None:
-    here = Path(plain.__file__).parent
-    assert {*plain.NAMES, "__init__.py"} == {path.name for path in here.glob("*.py")}
+    here = Path(custom_generate.__file__).parent
+    assert {*custom_generate.NAMES, "__init__.py"} == {path.name for path in here.glob("*.py")}
     known = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
-    for name, text in plain.files().items():
+    for name, text in custom_generate.files().items():
         if name.endswith(".py"):
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Import):
                     assert {each.name.split(".")[0] for each in node.names} <= known, name
                 elif isinstance(node, ast.ImportFrom):
-                    near = node.level == 1 and f"{node.module}.py" in plain.NAMES
+                    near = node.level == 1 and f"{node.module}.py" in custom_generate.NAMES
                     assert near or (node.level == 0 and str(node.module).split(".")[0] in known), name
 
 

@@ -16,10 +16,10 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from eval.law import ALPHA, p_value
-from heads.plain import decoding
-from heads.plain.decoding import Sequence, Settings, decode
-from heads.plain.target import Ends, Seen, Target
+from eval.measures.chi_square import ALPHA, p_value
+from heads.formats.custom_generate import decoding
+from heads.formats.custom_generate.decoding import Sequence, Settings, decode
+from heads.formats.custom_generate.target import Ends, Seen, Target
 
 VOCAB, LENGTH, DRAWS = 5, 3, 2000  # tokens, of a text, texts
 PROMPT = [0, 1]

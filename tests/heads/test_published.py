@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from heads.published import FORMATS, format_of, is_published, load_published
-from heads.store import load_head, save_head
+from heads.formats.published import FORMATS, format_of, is_published, load_published
+from heads.formats.store import load_head, save_head
 from tests import toys
 from tests.heads.published import (
     CASES,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from heads.published import eagle3, load_published
-from heads.published.plan import Source
+from heads.formats.published import eagle3, load_published
+from heads.formats.published.plan import Source
 from tests import toys
 from tests.heads.published import Tensors, eagle3_authors, publish, refused
 from tests.heads.stub import TinyEnds

@@ -12,8 +12,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from heads.published import is_published, load_published
-from heads.published.pickles import convert, find_pickle
+from heads.formats.pickles import convert, find_pickle
+from heads.formats.published import is_published, load_published
 from tests import toys
 from tests.heads.published import dflash, drafts, eagle3_authors, eagle_authors, medusa_second, publish, refusal
 

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads import HEADS, store
-from heads.store import TargetSpec, load_head, read_config, read_tensors, save_head
+from heads import HEADS
+from heads.formats import store
+from heads.formats.store import TargetSpec, load_head, read_config, read_tensors, save_head
 from tests import toys
 from tests.heads.stub import Stub, TinyEnds, head, same
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from heads.store import load_head, save_head, save_tree
-from heads.weights import header, read_weights
+from heads.formats.store import load_head, save_head, save_tree
+from heads.formats.weights import header, read_weights
 from tests import toys
 
 TREE = {"kind": "chain", "depth": 3}
@@ -79,7 +79,7 @@ def test_a_tensor_that_no_head_has(tmp_path: Path, tensor: torch.Tensor, told: s
 def test_a_header_of_more_tensors_than_any_head_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({f"{i}": torch.zeros(0) for i in range(20)}, tmp_path / "x.safetensors")
     assert len(header(tmp_path / "x.safetensors")) == 20
-    monkeypatch.setattr("heads.weights.LONGEST", 900)
+    monkeypatch.setattr("heads.formats.weights.LONGEST", 900)
     with pytest.raises(ValueError, match=r"a header of \d+ bytes, more than the tensors of any head need"):
         header(tmp_path / "x.safetensors")
 

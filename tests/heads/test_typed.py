@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from heads.typed import bracketed, typed
+from heads.common.typed import bracketed, typed
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from heads.base import DraftVocabulary
-from heads.fusion import chosen_layers
-from heads.vocab import Readout, draft_vocabulary, prune
+from heads.modules.fusion import chosen_layers
+from heads.modules.vocab import Readout, draft_vocabulary, prune
 from tests import toys
 
 

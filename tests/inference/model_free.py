@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.protocol import Commit, Context, Drafter, Proposal, registry
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 
 CONF = Path(__file__).parents[2] / "conf" / "drafter"
 NAMES = (

@@ -12,10 +12,10 @@ from torch import distributed
 
 from heads.base import Features
 from inference.decode import Settings, autoregress
-from inference.placed import whole
-from inference.placement import Placement
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target.placed import whole
+from inference.target.placement import Placement
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from tests import toys
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from inference.decode import Generation, Settings, autoregress
-from inference.drafters.streams import StreamsDrafter
-from inference.policy import TreeConfig
-from inference.sample import GREEDY
-from inference.streams import Streams, frozen
-from inference.target import Target
+from inference.drafters.contrib.stream_layers import Streams, frozen
+from inference.drafters.contrib.streams import StreamsDrafter
+from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from tests import toys
 
 TOKENS = 36

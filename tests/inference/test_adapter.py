@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from eval.sources import model_of
-from heads.resolvers import ROOT, register_resolvers
-from heads.store import load_head, read_config, save_head
-from inference import loading
+from eval.inputs.runs import model_of
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.formats.store import load_head, read_config, save_head
 from inference.run import GenerateConfig, load
-from inference.target import Target
+from inference.target import loading
+from inference.target.target import Target
 from tests import assistants, toys
 from tests.train import jobs
 

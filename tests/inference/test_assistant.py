@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from heads.base import Level
-from inference import tree as trees
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.assistant import Length
-from inference.model import Pass
-from inference.policy import grow
+from inference.drafters.policy import grow
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
-from inference.sample import GREEDY, Sampling, distribution
-from inference.target import Target
-from inference.tree import DraftTree
-from inference.verify import Generator
+from inference.target.model import Pass
+from inference.target.target import Target
+from inference.verification import tree as trees
+from inference.verification.sample import GREEDY, Sampling, distribution
+from inference.verification.tree import DraftTree
+from inference.verification.verify import Generator
 from tests import assistants, toys
 
 TOKENS = 24

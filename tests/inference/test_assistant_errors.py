@@ -7,8 +7,8 @@ import pytest
 
 from inference.decode import Settings, autoregress, speculate
 from inference.protocol import Drafter
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from tests import assistants, toys
 
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from heads.base import Level
 from inference.drafters.assistant import Assistant
-from inference.follower import Follower
-from inference.model import Pass
+from inference.drafters.follower import Follower
 from inference.protocol import Commit, Context, Proposal
-from inference.sample import GREEDY, Sampling, distribution
-from inference.target import Target
-from inference.tree import DraftTree
-from inference.verify import Rng, verify
+from inference.target.model import Pass
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling, distribution
+from inference.verification.tree import DraftTree
+from inference.verification.verify import Rng, verify
 from tests import assistants, toys
 from tests.enumeration import EXACT, Replay, distance, law
 

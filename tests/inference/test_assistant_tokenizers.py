@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.assistant_slem import AssistantSlem
-from inference.model import Pass
+from inference.drafters.contrib.assistant_slem import AssistantSlem
+from inference.drafters.text import decode, encode
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
-from inference.sample import GREEDY, Sampling
-from inference.text import decode, encode
-from inference.tree import DraftTree
-from inference.verify import Generator
+from inference.target.model import Pass
+from inference.verification.sample import GREEDY, Sampling
+from inference.verification.tree import DraftTree
+from inference.verification.verify import Generator
 from tests import assistants, toys
 from tests.tokenizers import TEXT, trained
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.bare import Bare
-from inference.ends import final_norm
-from inference.target import Target
+from inference.target.embeddings import final_norm
+from inference.target.embeddings_only import Bare
+from inference.target.target import Target
 from tests import assistants, toys
 
 

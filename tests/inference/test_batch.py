@@ -13,8 +13,8 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
-from inference.sample import GREEDY, Sampling
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, toys
 from tests.inference import model_free
 from tests.inference.test_mirror import mirror

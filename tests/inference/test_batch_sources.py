@@ -8,8 +8,8 @@ import pytest
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.mtp import MtpDrafter
 from inference.protocol import Drafter
-from inference.sample import GREEDY, Sampling
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, toys
 from tests.inference import streaming, test_mtp, test_self_law
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from heads.base import Level
-from inference import tree as trees
-from inference.policy import TreeConfig, candidates, grow
+from inference.drafters.policy import TreeConfig, candidates, grow
 from inference.protocol import Context
-from inference.rng import Generator
-from inference.sample import GREEDY, Sampling
+from inference.verification import tree as trees
+from inference.verification.rng import Generator
+from inference.verification.sample import GREEDY, Sampling
 
 VOCAB = 6
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import rules
-from inference.rng import Rng
-from inference.rules import Frame
-from inference.sample import Sampling, distribution
-from inference.tree import DraftTree
-from inference.verify import RULES, verify
+from inference.verification import rules
+from inference.verification.rng import Rng
+from inference.verification.rules import Frame
+from inference.verification.sample import Sampling, distribution
+from inference.verification.tree import DraftTree
+from inference.verification.verify import RULES, verify
 from tests.enumeration import (
     PROMPT,
     SAMPLINGS,

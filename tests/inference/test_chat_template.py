@@ -10,10 +10,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data.masks import samples_of
-from data.prompts import prompt_of
-from data.records import parse
-from eval.texts import _masking
+from data.text.masks import samples_of
+from data.text.prompts import prompt_of
+from data.text.records import parse
+from eval.inputs.texts import _masking
 from inference import chat_template
 from inference.chat_template import RenderError, compile_as_it_is, compile_timed, rendering
 from inference.run import chat_ids

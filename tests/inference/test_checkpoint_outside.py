@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.checkpoint import tensor_files
-from inference.target import Target
+from inference.target.checkpoint import tensor_files
+from inference.target.target import Target
 from tests import assistants, toys
 
 

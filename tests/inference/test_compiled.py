@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from eval.run import evaluate
-from inference import compiled
-from inference.cache import BatchLayer, BatchPass, Pool
-from inference.compiled import Compiled, padded
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.parts import LayerOutputs
 from inference.protocol import Drafter
-from inference.sample import GREEDY, Sampling
-from inference.target import Target
-from inference.tree import DraftTree
+from inference.target import compiled
+from inference.target.cache import BatchLayer, BatchPass, Pool
+from inference.target.compiled import Compiled, padded
+from inference.target.stack import LayerOutputs
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling
+from inference.verification.tree import DraftTree
 from tests import toys
 from tests.eval.small import runs, small
 from tests.inference import model_free

@@ -10,12 +10,12 @@ from torch import Tensor
 from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.policy import grow
+from inference.drafters.policy import grow
 from inference.protocol import Commit, Context, Proposal
-from inference.rng import Coupled, Generator
-from inference.sample import Sampling
-from inference.tree import DraftTree, children
-from inference.verify import decide, verify
+from inference.verification.rng import Coupled, Generator
+from inference.verification.sample import Sampling
+from inference.verification.tree import DraftTree, children
+from inference.verification.verify import decide, verify
 from tests import enumeration, toys
 
 CPU = torch.device("cpu")

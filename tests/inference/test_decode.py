@@ -8,8 +8,8 @@ import torch
 from inference.batch import Batch
 from inference.decode import Settings, autoregress, speculate
 from inference.protocol import Commit, Context, Proposal
-from inference.sample import GREEDY, Sampling
-from inference.tree import DraftTree
+from inference.verification.sample import GREEDY, Sampling
+from inference.verification.tree import DraftTree
 from tests import toys
 
 

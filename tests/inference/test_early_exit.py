@@ -7,18 +7,18 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from heads.resolvers import ROOT
-from heads.typed import typed
-from inference import probe
-from inference import tree as trees
+from heads.common.resolvers import ROOT
+from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.early_exit import EarlyExit
-from inference.policy import TreeConfig
+from inference.drafters.contrib.early_exit import EarlyExit
+from inference.drafters.policy import TreeConfig
 from inference.protocol import Context, Proposal
-from inference.sample import GREEDY, Sampling, distribution
-from inference.target import Target
-from inference.tree import DraftTree
-from inference.verify import Generator
+from inference.target import probe
+from inference.target.target import Target
+from inference.verification import tree as trees
+from inference.verification.sample import GREEDY, Sampling, distribution
+from inference.verification.tree import DraftTree
+from inference.verification.verify import Generator
 from tests import toys
 
 TOKENS = 24

@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from inference.tree import DraftTree
-from inference.verify import RULES, verify
+from inference.verification.tree import DraftTree
+from inference.verification.verify import RULES, verify
 from tests.enumeration import (
     EXACT,
     FAMILIES,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference.follower import Follower
+from inference.drafters.follower import Follower
 from tests import toys
 
 

@@ -8,11 +8,11 @@ import torch
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
-from inference.model import Pass
 from inference.protocol import Commit, Context, Proposal, Verified
-from inference.rng import Generator
-from inference.sample import GREEDY
-from inference.tree import DraftTree, agreed
+from inference.target.model import Pass
+from inference.verification.rng import Generator
+from inference.verification.sample import GREEDY
+from inference.verification.tree import DraftTree, agreed
 from tests import toys
 from tests.inference import model_free
 

@@ -10,16 +10,16 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from heads.resolvers import ROOT
-from heads.typed import typed
+from heads.common.resolvers import ROOT
+from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.layer_skip import LayerSkip
-from inference.parts import Skips
+from inference.drafters.contrib.layer_skip import LayerSkip
+from inference.drafters.contrib.skip_search import FORMAT, SkipFile, save_skips
 from inference.protocol import Context, Proposal
-from inference.sample import GREEDY, Sampling, distribution
-from inference.skips import FORMAT, SkipFile, save_skips
-from inference.target import Target
-from inference.verify import Generator
+from inference.target.stack import Skips
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling, distribution
+from inference.verification.verify import Generator
 from tests import toys
 
 TOKENS = 24

@@ -10,9 +10,9 @@ from eval.config import eval_config
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from inference.drafters.policy import TreeConfig, check_tree, most_nodes
 from inference.drafters.registry import make
-from inference.policy import TreeConfig, check_tree, most_nodes
-from inference.sample import GREEDY
+from inference.verification.sample import GREEDY
 from tests import toys
 
 FOUR = Settings(4, GREEDY)

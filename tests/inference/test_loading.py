@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from eval.sources import model_of
-from heads.store import QUANTISED, load_head, save_head
-from inference import loading
-from inference import tree as trees
+from eval.inputs.runs import model_of
+from heads.formats.store import QUANTISED, load_head, save_head
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.sample import GREEDY
-from inference.target import Target
-from inference.tree import DraftTree
+from inference.target import loading
+from inference.target.target import Target
+from inference.verification import tree as trees
+from inference.verification.sample import GREEDY
+from inference.verification.tree import DraftTree
 from tests import assistants, toys
 from tests.inference.test_decode import Oracle
 

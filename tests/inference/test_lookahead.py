@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from inference.drafters.lookahead import Lookahead, merge, window
-from inference.target import Target
-from inference.tree import Riders
+from inference.target.target import Target
+from inference.verification.tree import Riders
 from tests import toys
 from tests.inference.model_free import Recorder, accepted, decode, make, plain
 

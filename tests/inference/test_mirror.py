@@ -9,10 +9,10 @@ import torch
 from heads.base import Level
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.assistant import Assistant
-from inference.drafters.mirror import Mirror
+from inference.drafters.contrib.mirror import Mirror
 from inference.protocol import Context
-from inference.sample import GREEDY, Sampling
-from inference.target import Target
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, enumeration, toys
 
 TOKENS = 32

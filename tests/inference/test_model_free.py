@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from inference import tree as trees
 from inference.decode import Settings, speculate
 from inference.protocol import Context, Drafter
-from inference.sample import GREEDY, Sampling
-from inference.verify import Generator, Rng, decide
+from inference.verification import tree as trees
+from inference.verification.sample import GREEDY, Sampling
+from inference.verification.verify import Generator, Rng, decide
 from tests import toys
 from tests.enumeration import EXACT, HORIZON, VOCAB, Tables, distance, law
 from tests.inference.model_free import CONF, NAMES, Recorder, accepted, decode, make, plain

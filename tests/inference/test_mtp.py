@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.base import Features
-from heads.resolvers import ROOT
-from heads.typed import typed
+from heads.common.resolvers import ROOT
+from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.mtp import MtpDrafter
-from inference.mtp import load_mtp
-from inference.sample import GREEDY, Sampling
-from inference.target import Target
+from inference.drafters.mtp_module import load_mtp
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 
 TOKENS = 24

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from inference.mtp import load_mtp
-from inference.target import Target
+from inference.drafters.mtp_module import load_mtp
+from inference.target.target import Target
 from tests import toys
 from tests.inference.test_mtp import WIDTH, features, rms
 

@@ -8,9 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import rows
-from inference import packed, probe
-from inference.packed import Span, spans_of, within
-from inference.target import Target
+from inference.target import packed, probe
+from inference.target.packed import Span, spans_of, within
+from inference.target.target import Target
 from tests import toys
 
 PACKED = ["llama", "qwen3", "mistral", "gemma3", "gpt2"]

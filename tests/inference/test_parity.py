@@ -8,15 +8,15 @@ import torch
 
 from heads import HEADS
 from heads.base import Features
-from inference import tree as trees
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig, grow
+from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context
-from inference.rng import Generator
-from inference.sample import GREEDY, Sampling
-from inference.target import Target
-from inference.tree import DraftTree, Riders
+from inference.target.target import Target
+from inference.verification import tree as trees
+from inference.verification.rng import Generator
+from inference.verification.sample import GREEDY, Sampling
+from inference.verification.tree import DraftTree, Riders
 from tests import toys
 
 TOKENS = 36

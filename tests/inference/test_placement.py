@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.sources import model_of
-from inference import placed as placing_of
-from inference import placement
+from eval.inputs.runs import model_of
 from inference.decode import Settings, autoregress
-from inference.placed import whole
-from inference.placement import HERE, Placement, alone, check, check_shape, options, placement_of
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.target import placed as placing_of
+from inference.target import placement
+from inference.target.placed import whole
+from inference.target.placement import HERE, Placement, alone, check, check_shape, options, placement_of
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from tests import assistants, toys
 
 ROOT = Path(__file__).parents[2]

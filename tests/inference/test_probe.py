@@ -7,15 +7,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, PreTrainedConfig
 
-from data.answer_chats import AnswerSettings
-from data.answer_engine import Engine
+from data.answers.chats import AnswerSettings
+from data.answers.engine import Engine
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.policy import check_masks
-from inference.probe import LONGEST
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.drafters.policy import check_masks
+from inference.target.probe import LONGEST
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference import model_free
 from tests.inference.test_decode import Oracle

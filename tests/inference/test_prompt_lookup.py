@@ -10,8 +10,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.protocol import Context
-from inference.sample import GREEDY
-from inference.verify import Generator
+from inference.verification.sample import GREEDY
+from inference.verification.verify import Generator
 from tests import toys
 from tests.inference.model_free import Recorder, accepted, decode, make, plain
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference.reader import Reader, Reads
-from inference.target import Target
+from inference.target.target import Target
+from inference.target.tokenizer import Reader, Reads
 from tests import toys
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from inference.drafters.recycling import likeliest
-from inference.model import Pass
 from inference.protocol import Commit, Context, Verified
-from inference.sample import GREEDY
-from inference.target import Target
-from inference.tree import DraftTree
-from inference.verify import Generator
+from inference.target.model import Pass
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
+from inference.verification.tree import DraftTree
+from inference.verification.verify import Generator
 from tests import toys
 from tests.inference.model_free import Recorder, accepted, decode, make, plain
 

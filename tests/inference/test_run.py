@@ -11,14 +11,14 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from heads.resolvers import register_resolvers
-from heads.store import save_head
-from heads.typed import typed
+from heads.common.resolvers import register_resolvers
+from heads.common.typed import typed
+from heads.formats.store import save_head
 from inference import run
 from inference.decode import autoregress
-from inference.placement import HERE
 from inference.run import GenerateConfig, chat_ids, generate
-from inference.target import Target
+from inference.target.placement import HERE
+from inference.target.target import Target
 from tests import toys
 
 ROOT = Path(__file__).parents[2]

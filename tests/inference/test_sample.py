@@ -10,8 +10,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from inference.rng import Generator
-from inference.sample import GREEDY, Sampling, distribution, penalize
+from inference.verification.rng import Generator
+from inference.verification.sample import GREEDY, Sampling, distribution, penalize
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.drafters.early_exit import EarlyExit
-from inference.drafters.layer_skip import LayerSkip
-from inference.policy import TreeConfig
+from inference.drafters.contrib.early_exit import EarlyExit
+from inference.drafters.contrib.layer_skip import LayerSkip
+from inference.drafters.contrib.skip_search import FORMAT, SkipFile, save_skips
+from inference.drafters.policy import TreeConfig
 from inference.protocol import Context, Drafter
-from inference.sample import Sampling, distribution
-from inference.skips import FORMAT, SkipFile, save_skips
-from inference.target import Target
-from inference.verify import Rng, verify
+from inference.target.target import Target
+from inference.verification.sample import Sampling, distribution
+from inference.verification.verify import Rng, verify
 from tests import toys
 from tests.enumeration import EXACT, distance, law
 

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.layer_skip import LayerSkip
-from inference.parts import Skips
-from inference.protocol import Context
-from inference.sample import GREEDY
-from inference.skips import (
+from inference.drafters.contrib.layer_skip import LayerSkip
+from inference.drafters.contrib.skip_search import (
     FORMAT,
     Rating,
     SearchSettings,
@@ -28,8 +25,11 @@ from inference.skips import (
     save_skips,
     search,
 )
-from inference.target import Target
-from inference.verify import Generator
+from inference.protocol import Context
+from inference.target.stack import Skips
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
+from inference.verification.verify import Generator
 from tests import toys
 
 TOKENS = 24

@@ -2,12 +2,7 @@
 
 import pytest
 
-from inference.batch import Batch
-from inference.decode import Settings, speculate
-from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.sample import GREEDY
-from inference.speed import (
+from eval.measures.cost_model import (
     Costs,
     Replayed,
     Step,
@@ -22,6 +17,11 @@ from inference.speed import (
     rising,
     stops_paying,
 )
+from inference.batch import Batch
+from inference.decode import Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig
+from inference.verification.sample import GREEDY
 from tests import toys
 
 TREE = TreeConfig("dynamic", 3, 2, 4, [], [])

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inference.decode import Generation, Step
 from inference.painter import STYLES, Painter, summary
-from inference.stream import TextStream
+from inference.text_stream import TextStream
 
 GREEN, MAGENTA, DIM = "\x1b[32m", "\x1b[35m", "\x1b[2m"
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import tree as trees
 from inference.decode import Generation, Settings, speculate
-from inference.drafters.streams import Drafted, StreamsDrafter
-from inference.policy import TreeConfig, grow
+from inference.drafters.contrib.stream_layers import Streams
+from inference.drafters.contrib.streams import Drafted, StreamsDrafter
+from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
-from inference.rng import Generator
-from inference.sample import GREEDY, Sampling
-from inference.streams import Streams
-from inference.target import Target
-from inference.tree import DraftTree, Riders
+from inference.target.target import Target
+from inference.verification import tree as trees
+from inference.verification.rng import Generator
+from inference.verification.sample import GREEDY, Sampling
+from inference.verification.tree import DraftTree, Riders
 from tests import toys
 from tests.inference.streaming import DOUBLE, EXACT, LAYERS, TOKENS, accepted, made, source, text, toy
 

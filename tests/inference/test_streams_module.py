@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from heads.store import read_tensors
+from heads.formats.store import read_tensors
 from inference.decode import Settings, speculate
-from inference.drafters.streams import StreamsDrafter
-from inference.sample import GREEDY
-from inference.streams import RiderRows, Streams, frozen, load_streams, save_streams
+from inference.drafters.contrib.stream_layers import RiderRows, Streams, frozen, load_streams, save_streams
+from inference.drafters.contrib.streams import StreamsDrafter
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference.streaming import CONFIG, DOUBLE, TOKENS, accepted, made, source, toy
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from inference import tree as trees
 from inference.drafters.suffix import Suffix
+from inference.drafters.suffix_tree import Node, SuffixTree
 from inference.protocol import Context
-from inference.sample import GREEDY
-from inference.suffix_tree import Node, SuffixTree
-from inference.verify import Generator
+from inference.verification import tree as trees
+from inference.verification.sample import GREEDY
+from inference.verification.verify import Generator
 from tests import toys
 from tests.inference.model_free import Recorder, accepted, decode, make, plain
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from inference.text import GrowingText, continuation, decode, encode, opening
+from inference.drafters.text import GrowingText, continuation, decode, encode, opening
 from tests.tokenizers import KINDS, TEXT, trained
 
 LONG = " ".join(TEXT)
@@ -40,7 +40,7 @@ def test_only_the_end_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     growing = GrowingText(trained("bytes"), trained("metaspace"), lookbehind=6)
     token = encode(trained("bytes"), PLAIN * 4)[0]
     growing.start(token[:100])
-    monkeypatch.setattr("inference.text.encode", watched)
+    monkeypatch.setattr("inference.drafters.text.encode", watched)
     for t in token[100:]:
         growing.extend([t])
     assert growing.token == encode(trained("metaspace"), PLAIN * 4)[0]

@@ -8,14 +8,14 @@ import torch
 from omegaconf import OmegaConf
 
 from heads.base import Level
-from heads.resolvers import ROOT
-from heads.typed import typed
-from inference import tree as trees
-from inference.policy import TreeConfig, grow
+from heads.common.resolvers import ROOT
+from heads.common.typed import typed
+from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context
-from inference.rng import Generator
-from inference.sample import Sampling
-from inference.tree import DraftTree
+from inference.verification import tree as trees
+from inference.verification.rng import Generator
+from inference.verification.sample import Sampling
+from inference.verification.tree import DraftTree
 from tests import toys
 
 #     0

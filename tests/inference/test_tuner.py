@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from inference.policy import TreeConfig
-from inference.tuner import acceptance, best_static, levelled
+from eval.tuning.static_tree import acceptance, best_static, levelled
+from inference.drafters.policy import TreeConfig
 
 Path = tuple[int, ...]
 

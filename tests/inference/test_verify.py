@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from inference import rules, verify
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.rng import Generator
-from inference.sample import GREEDY, Sampling
-from inference.tree import DraftTree
-from inference.verify import RULES, decide, fitting
+from inference.drafters.policy import TreeConfig
+from inference.verification import rules, verify
+from inference.verification.rng import Generator
+from inference.verification.sample import GREEDY, Sampling
+from inference.verification.tree import DraftTree
+from inference.verification.verify import RULES, decide, fitting
 from tests import toys
 
 CHAIN = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 1]))

@@ -9,9 +9,9 @@ import torch
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from inference.sample import Sampling, distribution
-from inference.target import Target
-from inference.vocabulary import SameVocabulary, SharedVocabulary, token_bytes
+from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary, token_bytes
+from inference.target.target import Target
+from inference.verification.sample import Sampling, distribution
 from tests import assistants
 from tests.tokenizers import KINDS, TEXT, trained
 

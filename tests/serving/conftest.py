@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from heads.resolvers import ROOT
+from heads.common.resolvers import ROOT
 
 # What is said on the command line beside the kind of head.
 SAID = {"eagle": [], "eagle3": ["head.draft_vocab=1024"], "medusa": []}

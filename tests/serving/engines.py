@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from heads.resolvers import ROOT
+from heads.common.resolvers import ROOT
 
 ENVIRONMENT = ROOT / ".venv-serving"
 TARGET = ROOT / "examples" / "tiny"

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from heads import HEADS
-from heads.export import Served, export
-from heads.resolvers import ROOT
-from inference.bare import Bare
+from heads.common.resolvers import ROOT
+from heads.formats.export import Served, export
+from inference.target.embeddings_only import Bare
 from tests.serving.engines import TARGET
 
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads import HEADS
-from heads.export import Served, export
-from inference.target import Target
+from heads.formats.export import Served, export
+from inference.target.target import Target
 from tests import toys
 
 LAYERS, VOCAB, DEPTH = 8, 64, 3

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.workloads import load_workload
-from inference.target import Target
+from eval.inputs.workloads import load_workload
+from inference.target.target import Target
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET, asked
 from tests.train.hub_server import Hub

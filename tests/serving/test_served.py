@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from eval.workloads import load_workload
-from heads.hub import load_found, resolve_head
+from eval.inputs.workloads import load_workload
+from heads.formats.hub import load_found, resolve_head
 from inference.decode import Settings, Step, speculate
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from tests.serving import identity
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET, asked

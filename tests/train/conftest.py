@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from heads.store import TargetSpec
+from heads.formats.store import TargetSpec
 from tests.train.doctoring import Ward, unchecked
 from tests.train.hub_server import Hub, become
 from tests.train.publishing import write_run

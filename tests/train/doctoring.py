@@ -15,26 +15,26 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from data.files import content_hash
-from data.template import template_sha256
-from eval import metrics
-from eval.texts import Text, write
+from data.text.files import content_hash
+from data.text.template import template_sha256
+from eval.inputs.texts import Text, write
+from eval.measures import metrics
 from heads import HEADS
-from heads.export import Served, export
-from heads.layers import Attention
-from heads.store import save_head
-from heads.typed import typed
+from heads.common.typed import typed
+from heads.formats.export import Served, export
+from heads.formats.store import save_head
+from heads.modules.layers import Attention
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
-from inference.policy import TreeConfig
-from inference.sample import GREEDY
-from inference.target import Target
+from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import ROW
-from train.doctor import TEMPLATE, DoctorConfig, examine
-from train.doctor.config import CheckupConfig
-from train.doctor.finding import WRONG, Finding
-from train.doctor.trials import Moved
+from train.release.doctor import TEMPLATE, DoctorConfig, examine
+from train.release.doctor.config import CheckupConfig
+from train.release.doctor.finding import WRONG, Finding
+from train.release.doctor.trials import Moved
 
 LAYERS, TOKENS, PROMPTS, DEPTHS = 8, 40, 3, 3
 CONTEXT = 4096  # more than the 2048 that a silent config.json stands for

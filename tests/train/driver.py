@@ -17,8 +17,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from heads.errors import user_errors
-from train import acceptance, checkpoint
+from heads.common.errors import user_errors
+from train import acceptance
+from train.checkpoints import format
 from train.config import run_config
 from train.run import register_resolvers, train
 from train.step import Stepper
@@ -164,7 +165,7 @@ def measured(folder: Path, rank: int) -> None:
 
 def slow_disk(folder: Path, rank: int) -> None:
     """A checkpoint's shard is on the disk, and then for long nothing more."""
-    before = checkpoint.save_file
+    before = format.save_file
 
     def save_file(tensors: Any, path: Path) -> None:
         before(tensors, path)
@@ -172,7 +173,7 @@ def slow_disk(folder: Path, rank: int) -> None:
         if "-00000008-" in str(path):
             time.sleep(60)
 
-    checkpoint.save_file = save_file
+    format.save_file = save_file
 
 
 def full_disk(folder: Path, rank: int) -> None:

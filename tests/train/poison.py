@@ -8,7 +8,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from data.features import FeatureSource, Given, Live
+from data.features.source import FeatureSource, Given, Live
 from train import run
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from heads import HEADS, plain
-from heads.resolvers import ROOT
-from heads.store import TargetSpec, save_head
+from heads import HEADS
+from heads.common.resolvers import ROOT
+from heads.formats import custom_generate as plain
+from heads.formats.store import TargetSpec, save_head
 from tests.eval.stubs import ROW
 from tests.heads.stub import TinyEnds
-from train.publish_config import PublishConfig
+from train.release.config import PublishConfig
 
 REPO = "me/tiny-medusa"
 PLOTS = {"plots/tau.png", "plots/speedup.png", "plots/acceptance.png", "plots/training.png"}

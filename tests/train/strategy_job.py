@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from hydra import compose, initialize_config_dir
 
 from data.batches import Batches, Packed
-from data.features import Live
-from heads.resolvers import ROOT, register_resolvers
+from data.features.source import Live
+from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
 from train.adapt import adapt
 from train.config import RunConfig, run_config

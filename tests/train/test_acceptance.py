@@ -13,19 +13,19 @@ from hydra import compose, initialize_config_dir
 
 from heads import HEADS
 from heads.base import Features
-from heads.layers import Recomputing
-from heads.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.modules.layers import Recomputing
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.sample import GREEDY
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import ROW
-from train import sweep
 from train.acceptance import Judge
 from train.config import RunConfig, run_config
-from train.flops import Flops
 from train.optim import optimizer
 from train.step import Loss
+from train.tracking import sweep
+from train.tracking.flops import Flops
 from train.weights import weights
 
 PROMPTS = [toys.prompt(seed) for seed in range(5)]

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from heads import HEADS
 from heads.base import Features, LayerShape, frozen_count, parameter_count
-from heads.resolvers import ROOT, register_resolvers
-from heads.store import save_head
-from inference.placement import REPLICATE
-from inference.target import Target
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.formats.store import save_head
+from inference.target.placement import REPLICATE
+from inference.target.target import Target
 from tests import toys
 from tests.train import jobs
 from train.adapt import FactorsConfig, adapt, peft_config, plain
 from train.config import RunConfig, run_config
 from train.objective import objective
 from train.optim import Average, optimizer
-from train.plan import plan
+from train.planning.plan import plan
+from train.planning.trace import Ends
 from train.start import check_start
-from train.trace import Ends
 from train.weights import weights
 
 FACTORS = FactorsConfig("lora", 4, 8, 0.0, False, None)

@@ -14,16 +14,16 @@ from huggingface_hub import HfApi, ModelCard
 from hydra import compose, initialize_config_dir
 
 from heads import HEADS
-from heads.export import FORMATS
-from heads.hub import kind_of
-from heads.resolvers import ROOT, register_resolvers
-from heads.store import TargetSpec, read_config, save_head
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.formats.export import FORMATS
+from heads.formats.hub import kind_of
+from heads.formats.store import TargetSpec, read_config, save_head
 from tests.eval.stubs import ROW
 from tests.heads import exporting
 from tests.train.publishing import ORIGIN, REPO, config, medusa
-from train.card import TITLES, Facts, engines, metadata
-from train.card.text import bullets, code, escaped
 from train.publish import publish
+from train.release.card import TITLES, Facts, engines, metadata
+from train.release.card.text import bullets, code, escaped
 
 HUB_TARGET = TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d")
 

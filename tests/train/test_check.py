@@ -7,7 +7,7 @@ import pytest
 
 from tests.train import jobs
 from tests.train.test_features import configured
-from train.check import check_out, check_run
+from train.planning.check import check_out, check_run
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.store_files import read_checked, write_checked
-from train import checkpoint, resume
+from data.features.store_files import read_checked, write_checked
+from train.checkpoints import format, resume
+from train.checkpoints.saver import Saver, dealt
+from train.checkpoints.state import TrainState
+from train.distributed.peers import Peers
 from train.optim import Average
-from train.peers import Peers
-from train.saver import Saver, dealt
-from train.state import TrainState
 
 
 class Few(nn.Module):
@@ -59,7 +59,7 @@ def test_round_trip(tmp_path: Path) -> None:
     here.finish()
     path = here.newest()
     assert path is not None
-    assert checkpoint.state_of(path) == {"step": 4, "progress": {"best_tau": 1.5}}
+    assert format.state_of(path) == {"step": 4, "progress": {"best_tau": 1.5}}
     resume.restore(two, path)
     ours, theirs = values(two), values(one)
     assert list(ours) == list(theirs)
@@ -69,21 +69,21 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_a_checkpoint_has_what_it_had_when_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while the disk is slow."""
-    go, before, here, one = threading.Event(), checkpoint.save_file, saver(tmp_path), state()
+    go, before, here, one = threading.Event(), format.save_file, saver(tmp_path), state()
 
     def late(*words: Any) -> None:
         go.wait(60)
         before(*words)
 
-    monkeypatch.setattr(checkpoint, "save_file", late)
+    monkeypatch.setattr(format, "save_file", late)
     then = values(one)
     here.save(one, 4, {}, best=0)
     with torch.no_grad():
         one.head.a.weight.add_(1)
-    assert checkpoint.found(tmp_path / "checkpoints") == []
+    assert format.found(tmp_path / "checkpoints") == []
     go.set()
     here.finish()
-    found = dict(checkpoint.tensors(tmp_path / "checkpoints" / "step-00000004"))
+    found = dict(format.tensors(tmp_path / "checkpoints" / "step-00000004"))
     assert all(found[name].equal(then[name]) for name in then)
 
 
@@ -137,20 +137,20 @@ def test_none_and_none_good(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here, before = saver(tmp_path, keep=1), checkpoint.save_file
+    here, before = saver(tmp_path, keep=1), format.save_file
     here.save(state(), 4, {}, best=0)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     here.finish()
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(format, "save_file", full)
     here.save(state(), 8, {}, best=0)
     with pytest.raises(ValueError, match=r"step-00000012: .*No space left.*free space and resume=true"):
         here.save(state(), 12, {}, best=0)
     assert "step-00000008" in caplog.text
     assert names(tmp_path) == ["step-00000004"]
-    monkeypatch.setattr(checkpoint, "save_file", before)
+    monkeypatch.setattr(format, "save_file", before)
     here.save(state(), 12, {}, best=0)
     here.finish()
     assert names(tmp_path) == ["step-00000012"]
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_the_last_one(
 def test_space_that_was_freed_in_time_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = saver(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space")))
+        patch.setattr(format, "save_file", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space")))
         here.save(state(), 4, {}, best=0)
         here.close()
     here = saver(tmp_path)
@@ -176,7 +176,7 @@ def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
     for name in others:
         shutil.copytree(folder / "step-00000004", folder / name)
     assert saver(tmp_path).newest() == folder / "step-00000004"
-    checkpoint.set_aside(folder, 2)
+    format.set_aside(folder, 2)
     here.save(state(), 8, {}, best=0)
     here.save(state(), 10**8, {}, best=0)
     here.finish()
@@ -186,7 +186,7 @@ def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path) -> None:
 def test_leftovers_go(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".partial-00000004-x-1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000002").mkdir()
-    checkpoint.clear(tmp_path / "checkpoints")
+    format.clear(tmp_path / "checkpoints")
     assert names(tmp_path) == ["step-00000002"]
 
 
@@ -202,13 +202,13 @@ def test_tensors_are_dealt_evenly_and_each_once() -> None:
 def test_shards_of_several_processes_become_one_checkpoint(tmp_path: Path) -> None:
     one, partial, final = state(), tmp_path / ".partial-1", tmp_path / "step-00000001"
     for rank in range(3):
-        checkpoint.write_share(partial, rank, 3, dealt(one, rank, 3)[0])
-    checkpoint.commit(partial, final, 3, one.names(), {"step": 1})
+        format.write_share(partial, rank, 3, dealt(one, rank, 3)[0])
+    format.commit(partial, final, 3, one.names(), {"step": 1})
     assert not partial.exists()
     assert len(list(final.iterdir())) == 3 + 2
-    assert [checkpoint.complaint(final, rank, 2) for rank in range(2)] == ["", ""]
+    assert [format.complaint(final, rank, 2) for rank in range(2)] == ["", ""]
     (final / "rank-00001-of-00003.safetensors").write_bytes(b"x")
-    assert ["damaged" in checkpoint.complaint(final, rank, 3) for rank in range(3)] == [False, True, False]
+    assert ["damaged" in format.complaint(final, rank, 3) for rank in range(3)] == [False, True, False]
     back = state(1, steps=0)
     with pytest.raises(ValueError, match="rank-00001-of-00003"):
         resume.restore(back, final)
@@ -239,9 +239,9 @@ def test_an_index_that_leads_out_of_its_folder_is_damaged(tmp_path: Path, name: 
     (path / shard).rename(path.parent / "other.safetensors")
     (path / "link.safetensors").symlink_to("../other.safetensors")
     write_checked(path / "index.json", {**index, "shards": {name: index["shards"][shard]}})
-    assert "which is no file of that folder" in (said := checkpoint.complaint(path, 0, 1)) or "a link out of" in said
+    assert "which is no file of that folder" in (said := format.complaint(path, 0, 1)) or "a link out of" in said
     with pytest.raises(ValueError, match=r"no file of that folder|a link out of"):
-        list(checkpoint.tensors(path))
+        list(format.tensors(path))
 
 
 @pytest.mark.parametrize("change", [{"shards": 3}, {"tensors": {"a": {"shard": "none"}}}, {"shards": {"x": []}}])
@@ -252,7 +252,7 @@ def test_an_index_of_something_else_is_damaged(tmp_path: Path, change: dict[str,
     path = here.newest()
     assert path is not None
     write_checked(path / "index.json", read_checked(path / "index.json") | change)
-    assert "index.json" in checkpoint.complaint(path, 0, 1) or "cannot be read" in checkpoint.complaint(path, 0, 1)
+    assert "index.json" in format.complaint(path, 0, 1) or "cannot be read" in format.complaint(path, 0, 1)
 
 
 def test_a_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
@@ -265,4 +265,4 @@ def test_a_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
     (shard,) = index["shards"]
     write_checked(path / "index.json", index | {"tensors": {"a\nb": {"shard": shard}}})
     with pytest.raises(ValueError, match=r"holds no tensor 'a\\nb', though the index has it"):
-        list(checkpoint.tensors(path))
+        list(format.tensors(path))

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from data.template import template_sha256
-from heads.resolvers import ROOT
-from heads.store import save_head
+from data.text.template import template_sha256
+from heads.common.resolvers import ROOT
+from heads.formats.store import save_head
 from tests import toys
 from tests.train.doctoring import TREE, Ward, asked, change, examine, faults, rope, set_to, turned, without
 from tests.train.hub_server import Hub, Repo, become
 from tests.train.publishing import VALUES
 from train import publish
-from train.doctor import against, report
-from train.doctor.examined import read
-from train.doctor.finding import OK, UNKNOWN, WRONG, Finding, meant_for, written
 from train.publish import PublishConfig, write_folder
+from train.release.doctor import against, report
+from train.release.doctor.examined import read
+from train.release.doctor.finding import OK, UNKNOWN, WRONG, Finding, meant_for, written
 
 
 def untrained(ward: Ward, folder: Path, form: str | None = "vllm") -> Path:

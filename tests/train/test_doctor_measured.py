@@ -17,8 +17,8 @@ from tests.train.doctoring import (
     rope,
     turned,
 )
-from train.doctor.finding import OK, written
-from train.doctor.trials import MOVES
+from train.release.doctor.finding import OK, written
+from train.release.doctor.trials import MOVES
 
 FORMS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("eagle3", "vllm", {}), ("eagle3", "vllm", FULL), ("eagle3", "eagle", {}), ("eagle", "vllm", {}),

@@ -10,14 +10,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from data.extraction import Layers, extract_features
-from data.features import FeaturesConfig
-from data.store import SHARDS, FeatureStore
-from heads.hub import load_found
+from data.features.extraction import Layers, extract_features
+from data.features.source import FeaturesConfig
+from data.features.store import SHARDS, FeatureStore
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.formats.hub import load_found
 from heads.medusa import Medusa
-from heads.resolvers import ROOT, register_resolvers
-from inference.bare import Bare
-from inference.target import Target
+from inference.target.embeddings_only import Bare
+from inference.target.target import Target
 from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.run import train

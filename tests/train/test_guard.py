@@ -16,8 +16,8 @@ from data.batches import Batches, Packed
 from tests.train import jobs
 from tests.train.poison import poison
 from tests.train.test_features import configured
-from train import checkpoint
 from train import run as runs
+from train.checkpoints import format
 from train.guard import WINDOW, Guard, keep_batch
 from train.loop import Loop
 
@@ -107,7 +107,7 @@ def test_a_run_with_a_skipped_step_resumes_bit_for_bit(
 
 
 def test_the_head_is_the_average_of_the_weights_and_not_the_last_ones(job: Job) -> None:
-    found = dict(checkpoint.tensors(job.folder / "good" / "checkpoints" / f"step-{STEPS:08d}"))
+    found = dict(format.tensors(job.folder / "good" / "checkpoints" / f"step-{STEPS:08d}"))
     head = load_file(job.folder / "good" / "head" / "model.safetensors")
     averaged = [name for name in head if f"average/{name}" in found]
     assert len(averaged) > 5
@@ -166,7 +166,7 @@ def test_a_step_without_memory_ends_the_run_in_one_line_and_it_goes_on(
             ) as caught:
                 job.train("crowded", *words)
         assert "\n" not in str(caught.value)
-        assert checkpoint.found(out / "checkpoints")[-1].name == "step-00000004"
+        assert format.found(out / "checkpoints")[-1].name == "step-00000004"
     job.train("crowded", *words, "trainer.micro_tokens=32")
     assert sorted(records(out)) == [1, 2, 3, 4, 5, 6]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from train import heartbeat
-from train.heartbeat import Heartbeat
+from train.distributed import heartbeat
+from train.distributed.heartbeat import Heartbeat
 
 
 @pytest.fixture

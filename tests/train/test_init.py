@@ -13,16 +13,16 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import OPTConfig, OPTForCausalLM
 
-from heads.resolvers import ROOT, register_resolvers
-from heads.store import save_head
-from inference.mtp import load_mtp
-from inference.target import Target
+from heads.common.resolvers import ROOT, register_resolvers
+from heads.formats.store import save_head
+from inference.drafters.mtp_module import load_mtp
+from inference.target.target import Target
 from tests import toys
 from tests.heads.published import eagle3_authors, eagle_authors, medusa_first, publish
 from tests.inference.test_mtp import save
 from tests.train import jobs
 from train.config import RunConfig, run_config
-from train.plan import plan
+from train.planning.plan import plan
 from train.start import first_head, settled
 
 

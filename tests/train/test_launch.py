@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from heads.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import jobs
-from train import launch, processes, strategy
 from train import run as runs
 from train.config import RunConfig, run_config
+from train.distributed import launch, processes, strategy
 
 BATCH = """#!/bin/sh
 for last; do :; done
@@ -178,7 +178,7 @@ def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="num_processes is 8 and this machine has 2 accelerators"):
         processes.check_machine(found.launcher, found.model)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("train.processes.find_spec", lambda _: None)
+    monkeypatch.setattr("train.distributed.processes.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"headstart\[cluster\]"):
         processes.check_machine(found.launcher, found.model)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heads.base import Features
-from heads.layers import Recomputing
+from heads.modules.layers import Recomputing
 from tests import toys
 from tests.train.test_acceptance import run
 from train.step import Loss

@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from heads.typed import typed
+from heads.common.typed import typed
 from tests.train.test_objective import CONFIG
 from train.losses import LOSSES, Law, ObjectiveConfig, Rows
 

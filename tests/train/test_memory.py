@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from heads.attention import BLOCK, Pattern
 from heads.base import LayerShape
-from heads.layers import Recomputing
-from inference.placement import HERE
-from inference.target import Target
+from heads.modules.attention import BLOCK, Pattern
+from heads.modules.layers import Recomputing
+from inference.target.placement import HERE
+from inference.target.target import Target
 from tests import toys
 from train.adapt import WholeConfig
-from train.device import known
-from train.flops import Flops
+from train.distributed.processes import LARGE
 from train.losses import ObjectiveConfig
-from train.memory import Held, Layout, head_state, pass_stage, target_state
-from train.processes import LARGE
-from train.shapes import TargetShape
+from train.planning.device import known
+from train.planning.memory import Held, Layout, head_state, pass_stage, target_state
+from train.planning.shapes import TargetShape
+from train.planning.trace import NONE, Job, Shadow, Size, Trace, trace
 from train.step import Loss
-from train.trace import NONE, Job, Shadow, Size, Trace, trace
+from train.tracking.flops import Flops
 from train.weights import weights
 
 MIB = 2**20

@@ -9,9 +9,9 @@ import torch
 from heads import HEADS, rows
 from heads.base import Draft, Features
 from tests import toys
-from train.flops import Flops
 from train.losses import LOSSES, ObjectiveConfig
 from train.objective import objective
+from train.tracking.flops import Flops
 from train.weights import draw_anchors, noisy, trainable, weights
 
 CONFIG = ObjectiveConfig(

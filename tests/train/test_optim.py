@@ -6,7 +6,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from heads.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import ROOT, register_resolvers
 from train.config import TrainerConfig, run_config
 from train.optim import Average, adamw, learning_rate
 

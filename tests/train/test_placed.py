@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from heads.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import ROOT, register_resolvers
 from tests.train import driver, jobs
 from train.config import run_config
 

@@ -10,12 +10,12 @@ from rich.console import Console
 from transformers import LlamaConfig, Qwen3Config
 
 from benchmarks import planner
-from heads.resolvers import ROOT, register_resolvers
-from train import shapes
-from train.advice import advice
+from heads.common.resolvers import ROOT, register_resolvers
 from train.config import RunConfig, run_config
-from train.plan import plan
-from train.plan_table import table
+from train.planning import shapes
+from train.planning.advice import advice
+from train.planning.plan import plan
+from train.planning.table import table
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
 TARGETS = {

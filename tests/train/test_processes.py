@@ -6,14 +6,14 @@ import sys
 import pytest
 from hydra import compose, initialize_config_dir
 
-from heads.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import ROOT, register_resolvers
 from train.config import run_config
-from train.processes import accelerator_for
+from train.distributed.processes import accelerator_for
 
 # Of its own process: an allocator's settings and its state are the process's.
 FRESH = """
 import resource, torch
-from train.processes import keep_freed
+from train.distributed.processes import keep_freed
 
 def fill():
     several = [torch.ones(2**21) for _ in range(8)]

@@ -14,16 +14,16 @@ import huggingface_hub
 import pytest
 from huggingface_hub import HfApi
 
-from heads.hub import resolve_head
-from heads.resolvers import ROOT
-from heads.store import TargetSpec, load_head, save_head
+from heads.common.resolvers import ROOT
+from heads.formats.hub import resolve_head
+from heads.formats.store import TargetSpec, load_head, save_head
 from tests.heads.stub import TinyEnds, same
 from tests.train.hub_server import Hub
 from tests.train.hub_state import TOKEN
 from tests.train.publishing import EVERYTHING, PLOTS, REPO, config, medusa
 from train.publish import misleading, publish
-from train.publish_folder import portable
-from train.publish_hub import files_of
+from train.release.folder import portable
+from train.release.hub import files_of
 
 
 def command(run: Path, hub: Hub, token: str, *overrides: str) -> subprocess.CompletedProcess[str]:

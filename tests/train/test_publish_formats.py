@@ -10,15 +10,15 @@ from huggingface_hub import HfApi
 from torch import nn
 
 from heads import HEADS
-from heads.hub import kind_of, load_found, resolve_head
-from heads.resolvers import ROOT
-from heads.store import TargetSpec, save_head
-from inference.bare import Bare
-from inference.ends import TargetEnds
+from heads.common.resolvers import ROOT
+from heads.formats.hub import kind_of, load_found, resolve_head
+from heads.formats.store import TargetSpec, save_head
+from inference.target.embeddings import TargetEnds
+from inference.target.embeddings_only import Bare
 from tests import toys
 from tests.train.publishing import VALUES
-from train.exporting import _assert_plain
 from train.publish import PublishConfig, publish
+from train.release.exporting import _assert_plain
 
 TARGET = ROOT / "examples" / "tiny"
 LAYER = {**toys.LAYER, "length": None}

@@ -9,9 +9,9 @@ from huggingface_hub import HfApi
 from tests.train.hub_server import Hub
 from tests.train.hub_state import FINE, READER, START, TOKEN, Fault, Repo
 from tests.train.publishing import EVERYTHING, REPO, config
-from train.card import plots
 from train.publish import publish
-from train.publish_hub import WAITS
+from train.release.card import plots
+from train.release.hub import WAITS
 
 WHOLE = {*EVERYTHING, *START}
 COMMIT = f"^POST /api/models/{REPO}/commit"

@@ -8,16 +8,16 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 
-from data.prompts import Prompt, save_prompts
+from data.text.prompts import Prompt, save_prompts
 from heads import HEADS
-from heads.resolvers import ROOT
-from heads.store import TargetSpec, save_head
-from inference.bare import Bare
+from heads.common.resolvers import ROOT
+from heads.formats.store import TargetSpec, save_head
 from inference.decode import Generation, Step
+from inference.target.embeddings_only import Bare
 from tests.train.hub_server import Hub
 from tests.train.publishing import REPO, config
-from train import publish_trial
 from train.publish import publish
+from train.release import trial
 
 TARGET = ROOT / "examples" / "tiny"
 OPTIONS = {"heads": 2, "layers": 1, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None}
@@ -49,7 +49,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *accepted: list[int], tokens: tupl
         steps = [Step(3, count, count + 1, 0.0, 0.0, 0.0, "greedy") for count in drafted]
         return [Generation(tokens=[token] * (1 + sum(each.committed for each in steps)), steps=steps)]
 
-    monkeypatch.setattr(publish_trial, "speculate", speculate)
+    monkeypatch.setattr(trial, "speculate", speculate)
 
 
 def said(run: Path, **changes: Any) -> str:

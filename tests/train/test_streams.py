@@ -14,12 +14,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from data.batches import Batch, Batches, pack
-from data.masks import Sample
-from heads.resolvers import ROOT, register_resolvers
+from data.text.masks import Sample
+from heads.common.resolvers import ROOT, register_resolvers
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.streams import StreamsDrafter
-from inference.sample import GREEDY
-from inference.streams import Streams, load_streams
+from inference.drafters.contrib.stream_layers import Streams, load_streams
+from inference.drafters.contrib.streams import StreamsDrafter
+from inference.verification.sample import GREEDY
 from tests import toys
 from train.streams import StreamLoop, StreamsRunConfig, anchors, stream_sums, streams_config, train
 

@@ -13,13 +13,14 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from eval.report import Report
-from eval.row import LIVE, TEACHER_FORCED
-from heads.resolvers import ROOT, register_resolvers
+from eval.measures.results import LIVE, TEACHER_FORCED
+from eval.report.write import Report
+from heads.common.resolvers import ROOT, register_resolvers
 from tests.eval.stubs import ROW
 from tests.train import jobs
-from train import launch, sweep
 from train.config import run_config
+from train.distributed import launch
+from train.tracking import sweep
 
 MODES = {"one": RunMode.RUN, "many": RunMode.MULTIRUN}
 

@@ -12,15 +12,15 @@ import torch
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from heads.command import without_secrets
+from heads.common.command import without_secrets
 from tests.train import jobs
 from tests.train.test_features import configured
-from train import track
-from train.clock import PARTS, Clock
-from train.flops import peak_flops
 from train.run import train
-from train.track import Tracker
-from train.trackers import numbers
+from train.tracking import track
+from train.tracking.clock import PARTS, Clock
+from train.tracking.flops import peak_flops
+from train.tracking.track import Tracker
+from train.tracking.trackers import numbers
 
 
 def record(step: int, loss: float = 1.0) -> dict[str, Any]:

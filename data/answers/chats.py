@@ -1,0 +1,285 @@
+"""A chat while it is being answered: one user turn after the other, the target's own answers in between.
+
+Both who can answer, our engine and an endpoint, hand their replies to the same conversation, so that the same text is
+kept, refused and counted whoever wrote it.
+"""
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from transformers import PreTrainedTokenizerBase
+
+from data.answers.text import CLOSE, is_text, round_trips, split_reasoning, turns_of
+from data.text.masks import is_plain
+from data.text.prompts import prompt_of
+from data.text.reasoning import OPENED
+from data.text.records import Message, Record
+from data.text.template import encode, render
+from inference.chat_template import RenderError
+from inference.text_stream import UNFINISHED
+from inference.verification.rng import hashed
+
+FIXED = ("messages", "tools", "add_generation_prompt")  # what the template gets from the chat itself
+
+# Why a chat ends before its last turn. Where no answer stands yet, it is left out.
+CAUSES = {
+    "context": "the next prompt leaves no room for max_new_tokens in the context",
+    "unfinished": "max_new_tokens cut the answer off",
+    "refused": "the chat template or the tokenizer refuses the messages",
+    "empty": "the answer is empty",
+    "round_trip": "the tokenizer does not give the answer's text back, or reads a special token in it",
+    "called": "the answer calls a tool, and nobody is there to reply",
+    "no_question": "no user says anything in it, and it is no text",
+}
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How the target answers.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: 1 is off (Holtzman et al., 2020).
+        max_new_tokens: tokens of an answer at most, its reasoning included.
+        keep_unfinished: keep answers that reach that without an end token.
+        seed: of the sampling; an answer's draws depend on it, the chat's id and the turn alone.
+        thinking: what the chat template gets as enable_thinking; None leaves it out.
+        template_args: further values for the chat template.
+    """
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    keep_unfinished: bool
+    seed: int
+    thinking: bool | None
+    template_args: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        """Refuse settings that no sampler takes."""
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1:
+            raise ValueError(
+                f"temperature={self.temperature}, top_p={self.top_p}, max_new_tokens={self.max_new_tokens}: "
+                "they must be at least 0, in (0, 1], and at least 1"
+            )
+
+    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return what the chat template gets besides the chat.
+
+        Raises:
+            ValueError: a value that it does not read, which would silently change nothing.
+        """
+        told = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        options = {**told, **self.template_args}
+        template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""
+        for key in options:
+            if key in FIXED or not re.search(rf"\b{re.escape(key)}\b", template):
+                raise ValueError(
+                    f"{'thinking' if key in told else f'template_args.{key}'}: the chat template of "
+                    f"{tokenizer.name_or_path} reads no {key}; leave it out, or name the switch that it has: "
+                    "template_args={NAME: VALUE}"
+                )
+        return options
+
+
+class Reply(NamedTuple):
+    """What the target said, as far as the answerer can tell its parts; `finished` if it ended by itself."""
+
+    text: str
+    finished: bool
+    reasoning: str = ""
+    tool_calls: tuple[Any, ...] = ()
+    token: tuple[int, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """What became of a chat.
+
+    Attributes:
+        id: the record's.
+        chat: the record to train on; None where it is left out.
+        answers: how many it holds.
+        cause: why it ends early, a key of CAUSES, or the failure of whoever should have answered; empty if it does not.
+        failed: whether that was a failure, which another call may not meet: then nothing of the chat is kept.
+        detail: what a failure said.
+    """
+
+    id: str
+    chat: dict[str, Any] | None
+    answers: int = 0
+    cause: str = ""
+    failed: bool = False
+    detail: str = ""
+
+
+@runtime_checkable
+class Talk(Protocol):
+    """A record being answered: `ask`, `take`, and again, until `ask` returns None; then `outcome`."""
+
+    id: str
+
+    def ask(self) -> list[int] | None:
+        """Return the tokens that the next answer follows; None where there is no next one."""
+        ...
+
+    def take(self, reply: Reply) -> None:
+        """Take in the answer."""
+        ...
+
+    def outcome(self) -> Outcome:
+        """Return what became of the record."""
+        ...
+
+    def seed(self) -> int:
+        """Return the seed of the next answer."""
+        ...
+
+
+@runtime_checkable
+class Answerer(Protocol):
+    """Who answers: the tokenizer and the context that chats are made for, and the answering."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+
+    def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
+        """Answer all, several at a time, and yield each as it is ready."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return what of this shapes the answers, for their provenance."""
+        ...
+
+
+class Conversation:
+    """A chat. Its own answers and tool results are dropped; system prompts and tool definitions stay."""
+
+    def __init__(
+        self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
+    ) -> None:
+        self.id, self.tools = record.id, list(record.tools)
+        self.tokenizer, self.settings = tokenizer, settings
+        self.room = context - settings.max_new_tokens
+        self.options: Mapping[str, Any] = settings.options(tokenizer)
+        self.turns = deque(turns_of(record.messages))
+        self.cause = "" if self.turns else "no_question"
+        self.messages: list[Message] = []  # up to the last answer
+        self.asked: list[Message] = []  # those and the turn at hand
+        self.answers, self.opened = 0, False
+
+    def ask(self) -> list[int] | None:
+        """Render the chat with the next turn."""
+        if self.cause or not self.turns:
+            return None
+        self.asked = [*self.messages, *self.turns.popleft()]
+        try:
+            rendered = render(self.asked, self.tokenizer, True, self.tools, self.options)
+            rendered.encode()  # half a surrogate pair is no text
+        except (RenderError, UnicodeEncodeError):  # a template is a program, of whatever is in the chat
+            self.cause = "refused"
+            return None
+        self.opened = OPENED.search(rendered) is not None
+        (token,) = encode([rendered], self.tokenizer)
+        if len(token) > self.room:
+            self.cause = "context"
+            return None
+        return token
+
+    def take(self, reply: Reply) -> None:
+        """Keep the answer, or find why the chat ends before it."""
+        reasoning, text = (reply.reasoning, reply.text) if reply.reasoning else split_reasoning(reply.text)
+        if self.opened and not (reasoning or reply.finished or CLOSE in reply.text):
+            reasoning, text = text, ""  # cut off within the block that the template opened
+        if not reply.finished:
+            self.cause = "unfinished"
+            if not self.settings.keep_unfinished:
+                return
+        if not text.strip() and not reply.tool_calls:
+            self.cause = self.cause or "empty"
+            return
+        calls = [json.dumps(call, ensure_ascii=False) for call in reply.tool_calls]
+        whole = all(round_trips(part, self.tokenizer) for part in (text, reasoning))
+        if not whole or not all(is_text(call, self.tokenizer) for call in calls):
+            self.cause = "round_trip"
+            return
+        message: Message = {"role": "assistant", "content": text}
+        if reasoning.strip():
+            message["reasoning_content"] = reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = list(reply.tool_calls)
+            self.cause = self.cause or ("called" if self.turns else "")
+        self.messages = [*self.asked, message]
+        self.answers += 1
+
+    def outcome(self) -> Outcome:
+        """Return the chat up to its last answer."""
+        if not self.answers:
+            return Outcome(self.id, None, 0, self.cause)
+        chat = {"id": self.id, "messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+        return Outcome(self.id, chat, self.answers, self.cause)
+
+    def seed(self) -> int:
+        """Return the seed of the next answer."""
+        return hashed(f"{self.settings.seed} {self.id} {self.answers}")
+
+
+class Document:
+    """A plain text, whose first half the target continues; of a chat without a chat template, the first question."""
+
+    def __init__(
+        self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
+    ) -> None:
+        self.id, self.tokenizer, self.settings = record.id, tokenizer, settings
+        self.room = context - settings.max_new_tokens
+        self.answer, self.text, self.asked = "", "", False
+        self.cause = "" if record.text.strip() or turns_of(record.messages) else "no_question"
+        try:
+            self.prompt = prompt_of(record, tokenizer)
+        except ValueError:
+            self.cause = self.cause or "refused"
+
+    def ask(self) -> list[int] | None:
+        """Return the prompt, once."""
+        if self.asked or self.cause:
+            return None
+        self.asked = True
+        if len(self.prompt.token) > self.room:
+            self.cause = "context"
+            return None
+        return self.prompt.token
+
+    def take(self, reply: Reply) -> None:
+        """Keep the continuation."""
+        if not reply.finished:
+            self.cause = "unfinished"
+            if not self.settings.keep_unfinished:
+                return
+        # Decoded as one: many a tokenizer drops the blank before a text's first word.
+        text = str(self.tokenizer.decode([*self.prompt.token, *reply.token], skip_special_tokens=True))
+        if not reply.text.strip():
+            self.cause = self.cause or "empty"
+        elif not round_trips(reply.text, self.tokenizer):
+            self.cause = "round_trip"
+        else:
+            self.answer, self.text = reply.text, text if reply.finished else text.rstrip(UNFINISHED)
+
+    def outcome(self) -> Outcome:
+        """Return prompt, answer and both as one text; behind a chat template the first two would make it a chat."""
+        if not self.answer:
+            return Outcome(self.id, None, 0, self.cause)
+        parts = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": self.answer}
+        return Outcome(self.id, {"id": self.id, **parts, "text": self.text}, 1, self.cause)
+
+    def seed(self) -> int:
+        """Return the seed of the answer."""
+        return hashed(f"{self.settings.seed} {self.id} 0")
+
+
+def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int) -> Talk:
+    """Return a record as the target is to answer it."""
+    plain = is_plain(record, tokenizer) or not tokenizer.chat_template
+    return (Document if plain else Conversation)(record, tokenizer, settings, context)

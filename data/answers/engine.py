@@ -1,0 +1,141 @@
+"""Our own engine as the one who answers: a continuous batch over chats, with a draft source or without.
+
+The rule is the coupled one at every temperature: a token is then a function of the text before it and the request's
+seed, whatever was drafted and whoever is in the batch, and its law is the target's (arXiv 2408.07978). What is left of
+the batch is rounding: a pass over other shapes may turn a near tie.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
+from heads.common.typed import typed
+from heads.formats.hub import load_found, resolve_head, tree_of
+from inference.batch import Batch, twin
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.drafters.policy import TreeConfig, check_masks, check_tree
+from inference.drafters.registry import configured, make
+from inference.protocol import Drafter
+from inference.session import Generation, Settings
+from inference.target.target import Target
+from inference.text_stream import UNFINISHED
+from inference.verification.sample import Sampling
+from inference.verification.verify import COUPLED
+
+
+class Engine:
+    """The target in our engine, answering `batch_size` chats at a time."""
+
+    def __init__(self, target: Target, drafter: Drafter, settings: AnswerSettings, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: give 1 or more")
+        if not target.eos and not settings.keep_unfinished:
+            raise ValueError("the target has no end token, so no answer ever ends; set keep_unfinished=true")
+        self.target, self.drafter, self.settings = target, drafter, settings
+        self.tokenizer: PreTrainedTokenizerBase = target.tokenizer
+        self.context = target.context
+        self.sampling = Sampling(settings.temperature, 0, settings.top_p)
+        target.feature_layers = drafter.feature_layers
+        self.batch = Batch(target, [drafter, *(twin(drafter) for _ in range(batch_size - 1))])
+        self.tokens = self.passes = 0
+
+    def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
+        """Answer all chats; one whose answer ended asks its next turn before a new one is let in."""
+        source, waiting = iter(talks), deque[Talk]()
+        answering: list[tuple[Talk, Generation]] = []
+        while True:
+            while self.batch.free:
+                talk = waiting.popleft() if waiting else next(source, None)
+                if talk is None:
+                    break
+                token = talk.ask()
+                if token is None:
+                    yield talk.outcome()
+                    continue
+                answering.append((talk, self._admit(token, talk.seed())))
+                self._settle(answering, waiting)
+            if not answering:
+                return
+            self._step()
+            self._settle(answering, waiting)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the target as heads know it, and the type of its numbers; what it is called changes nothing."""
+        spec = {key: value for key, value in asdict(self.target.spec).items() if key != "name"}
+        return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
+
+    @torch.inference_mode()
+    def _admit(self, token: list[int], seed: int) -> Generation:
+        return self.batch.admit(
+            0, token, Settings(self.settings.max_new_tokens, self.sampling, seed=seed, rule=COUPLED)
+        )
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        self.batch.step()
+
+    @torch.inference_mode()
+    def _settle(self, answering: list[tuple[Talk, Generation]], waiting: deque[Talk]) -> None:
+        """Hand finished answers to their chats, which wait for their next turn; free their places."""
+        for talk, made in [pair for pair in answering if pair[1].finish]:
+            talk.take(self._reply(made))
+            waiting.append(talk)
+            self.tokens, self.passes = self.tokens + len(made.tokens), self.passes + 1 + len(made.steps)
+        answering[:] = [pair for pair in answering if not pair[1].finish]
+        self.batch.release()
+
+    def _reply(self, made: Generation) -> Reply:
+        """Return the text of an answer; special tokens within it stay to be seen."""
+        finished = made.finish == "eos"
+        token = made.tokens[:-1] if finished else made.tokens
+        text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
+        return Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token))
+
+
+def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the name of the draft source that the command names, and its options, checked without the target.
+
+    Raises:
+        ValueError: none or several sources, an unknown one, or a run that has no head or stands beside another source.
+    """
+    if len(options) != 1:
+        raise ValueError(f"drafter={list(options)}: one source drafts the answers; name one, or plain for none")
+    ((name, values),) = options.items()
+    if name == "head" and run is None:
+        raise ValueError("run is missing: drafter=head needs run=outputs/NAME")
+    if run is not None:
+        if name not in ("plain", "head"):
+            raise ValueError(f"run={run} has its head draft, and drafter={name} another source: give one of the two")
+        typed(TreeConfig, tree_of(resolve_head(run), tree))
+    elif name != "plain":
+        configured(name, values)
+    return name, values
+
+
+def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any], target: Target) -> Drafter:
+    """Return the draft source that the command names.
+
+    Args:
+        options: of the configuration's `drafter`: one source's name, and its options.
+        run: the folder or Hub id of a head, which then drafts.
+        tree: the head's tree; a None is what it was saved with.
+        target: the target that it drafts for.
+
+    Raises:
+        ValueError: none or several sources, an unknown one, a run beside another source, or a head of another target.
+    """
+    name, values = check_drafter(options, run, tree)
+    if run is None:
+        return Plain(target.device) if name == "plain" else make(name, values, target)
+    folder = resolve_head(run)
+    head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+    grown = typed(TreeConfig, tree_of(folder, tree))
+    check_tree(target, grown, "head")
+    check_masks(target, grown)
+    return HeadDrafter(head, grown, "head")

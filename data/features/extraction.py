@@ -1,0 +1,144 @@
+"""The extraction of a data set's features, from its configuration: by the target's own passes, or from vLLM's files."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+
+from data.batches import Packed, check_known, pack
+from data.config import DataConfig
+from data.features.coding import compute, join, to_row
+from data.features.extract import GB, Make, estimate, extract, shard_rows, spec_there, timed
+from data.features.source import FeaturesConfig
+from data.features.store import FeatureStore, Row, StoreSpec, packed_fingerprint
+from data.features.vllm_features import VllmFiles, write_prompts
+from data.text.prompts import load_training
+from heads import HEADS
+from heads.common.context import check_rows, context_of
+from heads.common.typed import typed
+from inference.target.embeddings import final_norm
+from inference.target.embeddings_only import Bare
+from inference.target.loading import configuration
+from inference.target.placement import alone
+from inference.target.target import Target
+
+log = logging.getLogger(__name__)
+
+
+class Layers(NamedTuple):
+    """Which feature layers to extract: `named`, or if it is None those that the head of a configuration reads."""
+
+    head: Any
+    named: list[int] | None
+
+    def of(self, target: Target | Bare) -> tuple[int, ...]:
+        """Return the layers for a target.
+
+        Raises:
+            ValueError: the target has no such layer, or the head's configuration is wrong.
+        """
+        if self.named is None:
+            kind: Any = HEADS[self.head["name"]]
+            with torch.device("meta"):
+                layers: tuple[int, ...] = kind(typed(kind.Config, self.head), target.ends).feature_layers
+            return layers
+        count = target.spec.num_layers
+        if any(not 0 <= layer < count for layer in self.named) or len(set(self.named)) < len(self.named):
+            raise ValueError(f"layers is {self.named}: give different layers from 0 to {count - 1}")
+        return tuple(self.named)
+
+
+def spec_of(target: Target | Bare, packed: Packed, layers: tuple[int, ...], config: FeaturesConfig) -> StoreSpec:
+    """Return what a store of these rows is, were it made now.
+
+    Raises:
+        ValueError: there are more of the likeliest tokens wanted than tokens.
+    """
+    spec, k = target.spec, config.k if config.teacher == "top_k" else 0
+    if k > spec.vocab_size:
+        raise ValueError(f"features.k is {k}, but {target.name} has {spec.vocab_size} tokens: lower it")
+    rows, length = packed.token.shape
+    made = StoreSpec(
+        spec.fingerprint, str(spec), target.quantized, layers, spec.hidden_size, spec.vocab_size,
+        packed_fingerprint(packed), rows, length, config.dtype, config.teacher, k, 1,
+    )  # fmt: skip
+    return made.sharded(shard_rows(config, made.row_bytes))
+
+
+def extract_features(
+    model: dict[str, Any],
+    data: DataConfig,
+    config: FeaturesConfig,
+    layers: Layers,
+    prompts: str | None,
+    workload: str | None,
+    say: Callable[[str], None],
+) -> None:
+    """Extract the features of all packed rows into the store, or what of them it lacks; every process alike.
+
+    Args:
+        model: the target's configuration.
+        data: the documents.
+        config: the store's.
+        layers: which.
+        prompts: the file that the documents' tokens are written to for vLLM; nothing is then extracted.
+        workload: evaluation prompts that no sample may hold, beside those of `data`; None: none.
+        say: prints a line.
+
+    Raises:
+        ValueError: it does not fit, the folder holds something else, or the disk refused.
+    """
+    own = configuration(model["path"], model["trust_remote_code"])
+    check_rows(data.length, context_of(own), model["path"])
+    state = PartialState(cpu=model["device"] == "cpu")
+    target = _target(model, str(state.device), bare=config.vllm is not None or prompts is not None)
+    packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
+    check_known(packed, target.tokenizer, target.ends.vocab_size)
+    if prompts is not None:
+        if state.is_main_process:
+            say(f"{prompts}: the tokens of {write_prompts(packed, Path(prompts))} documents, for vLLM")
+        return
+    folder = Path(str(config.path))
+    spec = spec_there(folder, spec_of(target, packed, layers.of(target), config))
+    there = estimate(folder, spec, config.budget_gb)
+    make = _maker(target, packed, spec, config)
+    if there.rows and state.is_main_process:
+        seconds = timed(make, spec, config.micro_rows)
+        say(there.said(seconds, state.num_processes))
+    state.wait_for_everyone()
+    store = FeatureStore.create(folder, spec)
+    written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
+    state.wait_for_everyone()
+    store.refresh()
+    missing = len(store.missing())
+    beside = f"; {missing} rows are still being written by another command" if missing else ""
+    say(f"{folder}: {written} shards written by process {state.process_index}, {store.bytes() / GB:.3f} GB{beside}")
+
+
+def _target(model: dict[str, Any], place: str, *, bare: bool) -> Target | Bare:
+    path, trust = model["path"], model["trust_remote_code"]
+    if bare and model.get("quantize") is None and model.get("adapter") is None:
+        try:
+            return Bare.load(path, model["dtype"], place, trust)
+        except ValueError as error:
+            log.warning("%s; the whole target is loaded", error)
+    where = alone(model, "an extraction")
+    return Target.load(path, model["dtype"], place, trust, model.get("quantize"), model.get("adapter"), where)
+
+
+def _maker(target: Target | Bare, packed: Packed, spec: StoreSpec, config: FeaturesConfig) -> Make:
+    """Return what gives the tensors of some rows."""
+    if isinstance(target, Target) and config.vllm is None:
+        whole = target
+        return lambda rows: compute(whole, packed.token[rows].long(), packed.document[rows].long(), spec)
+    count, ends = target.spec.num_layers, target.ends
+    norm = target.norm if isinstance(target, Bare) else final_norm(target.base, count)
+    files = VllmFiles(Path(str(config.vllm)), config.vllm_layers, spec.layers, count)
+
+    def read(rows: list[int]) -> Row:
+        return join(to_row(files.row(packed, row, norm, spec.width), ends, spec) for row in rows)
+
+    return read

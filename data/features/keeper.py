@@ -1,0 +1,89 @@
+"""What a hybrid run computes goes into the store: gathered to shards, written beside training, within a budget."""
+
+import logging
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+
+from data.features.coding import join
+from data.features.store import FeatureStore, Row
+from data.features.store_files import claim
+
+log = logging.getLogger(__name__)
+LOCK = "keep"
+WAITING = 2  # shards that wait to be written at most: a disk slower than the target must not fill the memory
+
+
+class Keeper:
+    """Gathers rows to shards and writes those one at a time, whichever process has them.
+
+    Attributes:
+        pending: the rows that wait to be written, or are being written.
+    """
+
+    def __init__(self, store: FeatureStore, budget: float | None) -> None:
+        """Take a store of its own object, since it is read in another thread, and the store's bytes at most."""
+        self.store, self.budget = store, budget
+        self.pending: dict[int, Row] = {}
+        self.kept, self.full = 0, False
+        self._gathered: list[int] = []
+        self._writer, self._written = ThreadPoolExecutor(1), []
+
+    _written: list[Future[None]]
+
+    def keep(self, rows: dict[int, Row]) -> None:
+        """Take in rows, and write a shard once there are enough; wait while too many shards are still to be written."""
+        for done in [each for each in self._written if each.done()]:
+            self._written.remove(done)
+            done.result()
+        if self.full:
+            return
+        fresh = {row: each for row, each in rows.items() if row not in self.pending}
+        self.pending.update(fresh)
+        self._gathered += list(fresh)
+        while len(self._gathered) >= self.store.spec.shard_rows:
+            if len(self._written) >= WAITING:
+                self._written.pop(0).result()
+            self._submit(self.store.spec.shard_rows)
+
+    def close(self) -> str:
+        """Write what waits, and return how many rows were kept."""
+        if self._gathered and not self.full:
+            self._submit(len(self._gathered))
+        self._writer.shutdown()
+        for each in self._written:
+            each.result()
+        return f", {self.kept} kept in {self.store.folder}"
+
+    def _submit(self, many: int) -> None:
+        rows, self._gathered = self._gathered[:many], self._gathered[many:]
+        self._written.append(self._writer.submit(self._write, rows))
+
+    def _write(self, rows: list[int]) -> None:
+        try:
+            with claim(self.store.lock(LOCK), wait=True):
+                self.store.refresh()
+                fresh = [row for row in rows if not self.store.has(row)]
+                if fresh and self._fits(len(fresh)):
+                    self.store.write(self._name(), fresh, join(self.pending[row] for row in fresh))
+                    self.kept += len(fresh)
+        except (ValueError, OSError) as error:
+            self.full = True
+            log.warning("%s; training goes on, and keeps no more", error)
+        for row in rows:
+            self.pending.pop(row, None)
+
+    def _name(self) -> str:
+        """Return the first name that is free: entries may have been removed, so their number would name another."""
+        taken = self.store.entries.keys() | self.store.damaged.keys()
+        return next(name for name in (f"{LOCK}-{number:06d}" for number in count()) if name not in taken)
+
+    def _fits(self, rows: int) -> bool:
+        size = rows * self.store.spec.row_bytes
+        left = shutil.disk_usage(self.store.folder).free
+        if self.budget is not None:
+            left = min(left, int(self.budget) - self.store.bytes())
+        if size > left and not self.full:
+            self.full = True
+            log.warning("%s: the disk budget is used up; training goes on, and keeps no more", self.store.folder)
+        return not self.full

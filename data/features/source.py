@@ -1,0 +1,127 @@
+"""From batches to the target's features: where they may come from, and live, right before the head reads them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from data.batches import Batch, Batches
+from data.features.quantize import DTYPES
+from heads.base import Features
+from heads.common.ranges import Amount, Count
+from heads.modules.top_k import TopLaw
+
+MODES = ("live", "stored", "hybrid")
+TEACHERS = ("state", "top_k")
+ON_MISSING = ("compute", "fail")
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """Where features come from, as conf/features/ has it.
+
+    Attributes:
+        mode: "live", by a pass of the target; "stored", from a store; "hybrid", from it where present, else computed
+            and kept there while the budget lasts.
+        path: the store's folder.
+        dtype: a new store's hidden states, a key of `data.features.quantize.DTYPES`; an existing store keeps
+            its own, as for `teacher`, `k` and `shard_mb`.
+        teacher: "state" keeps the last hidden state, "top_k" the target's `k` likeliest tokens in its place.
+        k: how many.
+        budget_gb: the store's size at most, in 10^9 bytes; None for what the disk has free.
+        on_missing: "compute" a row that a store lacks or that is damaged, or "fail".
+        shard_mb: size of a shard, in 10^6 bytes.
+        prefetch: micro-batches read ahead of training.
+        micro_rows: packed rows in one forward pass of an extraction.
+        vllm: a folder of hidden-state files that vLLM wrote, to extract from in place of the target's pass; None: none.
+        vllm_layers: the layer ids that vLLM was started with.
+    """
+
+    mode: str
+    path: str | None
+    dtype: str
+    teacher: str
+    k: Count
+    budget_gb: Amount | None
+    on_missing: str
+    shard_mb: Count
+    prefetch: Count
+    micro_rows: Count
+    vllm: str | None
+    vllm_layers: list[int]
+
+    def __post_init__(self) -> None:
+        """Refuse what nothing is known of."""
+        choices = {"mode": MODES, "dtype": tuple(DTYPES), "teacher": TEACHERS, "on_missing": ON_MISSING}
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"features.{key} is {getattr(self, key)!r}: choose {', '.join(allowed)}")
+        if self.mode != "live" and not self.path:
+            raise ValueError(f"features.path is missing: features={self.mode} needs the store's folder")
+
+
+class Given(NamedTuple):
+    """What a head trains on: features, and the teacher's law where `last` was not kept (then it is of width 0)."""
+
+    features: Features
+    top: TopLaw | None
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """What gives features for tokens by a pass: a `Target`."""
+
+    device: torch.device
+
+    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
+        """Return the features of packed rows."""
+        ...
+
+
+@runtime_checkable
+class FeatureSource(Protocol):
+    """What a training loop takes features from.
+
+    Attributes:
+        stall: seconds that the caller has waited for features to be read.
+    """
+
+    stall: float
+
+    def __call__(self, step: int) -> Iterator[Given]:
+        """Yield what the micro-batches of a step train on, in their order."""
+        ...
+
+    def close(self) -> str:
+        """End what runs beside, and return a line on what there was, or nothing."""
+        ...
+
+
+class Live:
+    """Features by a pass of the target, a micro-batch at a time."""
+
+    def __init__(self, target: Forward, batches: Batches) -> None:
+        self.target, self.batches, self.stall = target, batches, 0.0
+
+    def __call__(self, step: int) -> Iterator[Given]:
+        """Yield each micro-batch's features."""
+        for batch in self.batches(step):
+            yield Given(batch_features(self.target, batch), None)
+
+    def close(self) -> str:
+        """There is nothing to end."""
+        return ""
+
+
+def batch_features(target: Forward, batch: Batch) -> Features:
+    """Return the target's features of a batch, on the target's device. The loss mask stays behind in `batch`."""
+    return forward(target, batch.token, batch.document)
+
+
+def forward(target: Forward, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
+    """Return the target's features of packed rows, on the target's device."""
+    with torch.no_grad():
+        return target.features(token.to(target.device), document.to(target.device))

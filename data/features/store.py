@@ -1,0 +1,283 @@
+"""A store of features on disk: shards of whole packed rows, each with an index entry, under one meta file.
+
+    FOLDER/meta.json                   what it is of: `StoreSpec`, with a checksum of itself
+    FOLDER/shards/NAME.safetensors     the tensors of some rows, row by row
+    FOLDER/index/NAME.json             which rows those are and the SHA-256 of each, with a checksum of itself
+    FOLDER/locks/NAME                  empty; held by the process that writes the shard
+
+An entry is written after its shard, and both whole or not at all, so a reader sees finished shards only, also while
+others write. Every row is checked whenever it is read.
+"""
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from data.batches import Packed
+from data.features.quantize import DTYPES, size
+from data.features.store_files import Entry, claim, read_checked, write_checked, write_whole
+from heads.common.typed import typed
+from heads.common.untrusted import inside, shown
+
+FORMAT = 1
+META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
+OPEN = 16  # shards kept open for reading at most
+TOP_BYTES = 8  # of a token and its log probability
+MUST_AGREE = {
+    "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
+    "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed rows",
+    "rows": "number of packed rows", "layers": "feature layers", "dtype": "features.dtype",
+    "teacher": "features.teacher", "k": "features.k",
+}  # fmt: skip
+
+Row = dict[str, Tensor]
+
+
+class DamagedError(ValueError):
+    """A part of a store that is not there or not what was written; the message names it."""
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """What a store holds.
+
+    Attributes:
+        target, name: the target's fingerprint, and its name for people; quantize: how its weights were quantised.
+        layers: the feature layers, as `heads.base` counts them.
+        width, vocab: of the target.
+        data, rows, length: the fingerprint of the packed rows, how many they are, and their tokens.
+        dtype: of the hidden states, a key of `data.features.quantize.DTYPES`.
+        teacher: "state", the last hidden state, or "top_k", the `k` likeliest tokens.
+        shard_rows: rows of a shard at most.
+    """
+
+    target: str
+    name: str
+    quantize: str | None
+    layers: tuple[int, ...]
+    width: int
+    vocab: int
+    data: str
+    rows: int
+    length: int
+    dtype: str
+    teacher: str
+    k: int
+    shard_rows: int
+
+    def __post_init__(self) -> None:
+        """Check what a damaged or foreign file may have instead."""
+        if self.dtype not in DTYPES or self.teacher not in ("state", "top_k"):
+            raise ValueError(f"dtype is {shown(self.dtype)} and teacher {shown(self.teacher)}: not of a feature store")
+        for key, least in {"width": 1, "vocab": 1, "length": 1, "rows": 0, "k": 0, "shard_rows": 1}.items():
+            if getattr(self, key) < least:
+                raise ValueError(f"{key} is {getattr(self, key)}: not of a feature store, which has {least} or more")
+
+    def sharded(self, rows: int) -> "StoreSpec":
+        """Return the same with so many rows a shard."""
+        return replace(self, shard_rows=rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on disk, but for some hundred of its shard's and entry's own."""
+        hidden = len(self.layers) * size(self.width, self.dtype)
+        teacher = size(self.width, self.dtype) if self.teacher == "state" else self.k * TOP_BYTES
+        return self.length * (hidden + teacher)
+
+    def shard(self, number: int) -> list[int]:
+        """Return the rows of an extraction's shard."""
+        return list(range(number * self.shard_rows, min(self.rows, (number + 1) * self.shard_rows)))
+
+    @property
+    def shards(self) -> int:
+        """How many shards an extraction writes."""
+        return -(-self.rows // self.shard_rows)
+
+
+def packed_fingerprint(packed: Packed) -> str:
+    """Return the SHA-256 of what features follow from: the rows' tokens and documents, not their loss masks."""
+    digest = hashlib.sha256()
+    for part in (packed.token, packed.document):
+        digest.update(np.ascontiguousarray(part.numpy(), dtype="<i4").tobytes())
+    return digest.hexdigest()
+
+
+class FeatureStore:
+    """The store in a folder, open for reading and writing.
+
+    Attributes:
+        spec: what it holds.
+        damaged: by name the shards that count for nothing, since they or their entries are damaged, and why.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open a store.
+
+        Raises:
+            ValueError: there is none, its meta file is damaged, or it is of another format.
+        """
+        self.folder = folder
+        try:
+            meta = read_checked(folder / META)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{folder}: holds no feature store; extract one: python data/run.py features=stored "
+                f"features.path={folder} with the overrides of the training"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{error}; put a copy in its place, or remove the folder and extract again") from error
+        if meta.pop("format", None) != FORMAT:
+            raise ValueError(f"{folder}: a feature store of another format than {FORMAT}; extract again elsewhere")
+        try:
+            self.spec = typed(StoreSpec, meta)
+        except ValueError as error:
+            raise ValueError(f"{folder / META}: {error}; put a copy in its place, or extract again elsewhere") from None
+        self.damaged: dict[str, str] = {}
+        self.entries: dict[str, Entry] = {}
+        self._places: dict[int, tuple[str, int]] = {}
+        self._open: OrderedDict[str, Any] = OrderedDict()
+        self.refresh()
+
+    @classmethod
+    def create(cls, folder: Path, spec: StoreSpec) -> "FeatureStore":
+        """Open the store in a folder, or make it where there is none.
+
+        Raises:
+            ValueError: there is one of something else, or the disk refused.
+        """
+        with claim(folder / LOCKS / META, wait=True):
+            if not (folder / META).exists():
+                try:
+                    write_checked(folder / META, {"format": FORMAT, **asdict(spec)})
+                except OSError as error:
+                    raise ValueError(f"{folder / META}: could not be written ({error.strerror}); free space") from error
+        store = cls(folder)
+        store.check(spec, tuple(MUST_AGREE))
+        return store
+
+    def check(self, spec: StoreSpec, keys: tuple[str, ...]) -> None:
+        """Check that the store is of the same in some keys of MUST_AGREE; of the layers it may hold more.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        for key in keys:
+            held, wanted = getattr(self.spec, key), getattr(spec, key)
+            if held != wanted and not (key == "layers" and set(wanted) <= set(held)):
+                shown = f"{held} there and {wanted} here" if key != "target" else f"it is of {self.spec.name}"
+                raise ValueError(
+                    f"{self.folder}: holds other features than these, by the {MUST_AGREE[key]} ({shown}); give "
+                    "another features.path, or the overrides that it was extracted with"
+                )
+
+    def refresh(self) -> None:
+        """Take in the shards that were finished since."""
+        for file in sorted((self.folder / INDEX).glob("[!.]*.json")):  # none that is being written
+            if file.stem not in self.entries:
+                self.damaged.pop(file.stem, None)
+                try:
+                    entry = self._entry(file)
+                except ValueError as error:
+                    self.damaged[file.stem] = str(error)
+                else:
+                    self.entries[file.stem] = entry
+                    self._places.update({row: (file.stem, place) for place, row in enumerate(entry.rows)})
+
+    def _entry(self, file: Path) -> Entry:
+        inside(file.parent, file.name)
+        shard = inside(self.folder / SHARDS, self._shard(file.stem).name)
+        entry = Entry.of(read_checked(file), self.spec.rows, file)
+        if not shard.is_file():
+            raise ValueError(f"{shard}: is not there, though the index has it")
+        if shard.stat().st_size != entry.bytes:
+            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes in place of {entry.bytes}")
+        return entry
+
+    def has(self, row: int) -> bool:
+        """Whether a row is in a finished shard."""
+        return row in self._places
+
+    def missing(self) -> list[int]:
+        """Return the rows that no finished shard holds."""
+        return [row for row in range(self.spec.rows) if row not in self._places]
+
+    def bytes(self) -> int:
+        """Bytes of the finished shards."""
+        return sum(entry.bytes for entry in self.entries.values())
+
+    def read(self, row: int) -> Row:
+        """Return a row's tensors, each with one row.
+
+        Raises:
+            DamagedError: its shard is gone, or the row is not what was written.
+        """
+        name, place = self._places[row]
+        try:
+            opened = self._opened(name)
+            names: list[str] = list(opened.keys())
+            found = {key: opened.get_slice(key)[place : place + 1] for key in names}
+        except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
+            raise self._damage(name, row, f"cannot be read ({' '.join(str(error).split())})") from error
+        if digest(found) != self.entries[name].digests[place]:
+            raise self._damage(name, row, "is not what was written, its checksum differs")
+        return found
+
+    def write(self, name: str, rows: list[int], tensors: Row) -> None:
+        """Write a shard and then its entry. The caller holds its claim.
+
+        Raises:
+            ValueError: the disk refused; no other shard is touched.
+        """
+        digests = [digest({key: part[i : i + 1] for key, part in tensors.items()}) for i in range(len(rows))]
+        content = save({key: part.contiguous() for key, part in tensors.items()})
+        try:
+            write_whole(self._shard(name), content)
+            write_checked(self._index(name), {"rows": rows, "digests": digests, "bytes": len(content)})
+        except OSError as error:
+            raise ValueError(
+                f"{self.folder}: shard {name} could not be written ({error.strerror or error}); every other shard is "
+                "whole: free space, and the same command goes on"
+            ) from error
+        self.refresh()
+
+    def lock(self, name: str) -> Path:
+        """Return the file to claim for a shard, or for another name that is none."""
+        return self.folder / LOCKS / name
+
+    def _index(self, name: str) -> Path:
+        return self.folder / INDEX / f"{name}.json"
+
+    def _shard(self, name: str) -> Path:
+        return self.folder / SHARDS / f"{name}.safetensors"
+
+    def _opened(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self._shard(name), "pt")  # closed when nobody holds it any more
+            if len(self._open) > OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(name)
+        return self._open[name]
+
+    def _damage(self, name: str, row: int, what: str) -> DamagedError:
+        return DamagedError(
+            f"{self._shard(name)}: row {row} {what}; remove {self._index(name)} and extract again, or "
+            "give features.on_missing=compute"
+        )
+
+
+def digest(tensors: dict[str, Shaped[Tensor, "..."]]) -> str:
+    """Return the SHA-256 of tensors' names and bytes."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode())
+        found.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,108 @@
+"""How a store's files are written: whole or not at all, with checksums, and each by one process at a time."""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from heads.common.untrusted import parse_json, regular
+from heads.formats.store import flush
+
+CHECKSUM = "sha256"
+
+
+class Entry(NamedTuple):
+    """A shard's rows, in its order, the SHA-256 of each, and the size of its file."""
+
+    rows: list[int]
+    digests: list[str]
+    bytes: int
+
+    @classmethod
+    def of(cls, content: dict[str, Any], rows: int, file: Path) -> "Entry":
+        """Return what an entry's file says, in a store of so many rows; an error names the file.
+
+        Raises:
+            ValueError: it is no entry of such a store.
+        """
+        known: dict[str, Any] = dict.fromkeys(cls._fields) | content
+        held, digests, size = known["rows"], known["digests"], known["bytes"]
+        right = isinstance(held, list) and isinstance(digests, list) and type(size) is int
+        if not right or len(held) != len(digests) or not all(isinstance(each, str) for each in digests):
+            raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")
+        if not all(type(row) is int and 0 <= row < rows for row in held) or len(set(held)) != len(held):
+            raise ValueError(f"{file}: damaged, its rows are not different ones of {rows}")
+        return cls(held, digests, size)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name beside it, flush it to the disk, and rename it.
+
+    Raises:
+        OSError: the disk refused; what stood there before is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        partial.unlink(missing_ok=True)  # one that was left, or a link that someone else's folder holds
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        flush(path.parent)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_checked(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object with a checksum of itself, whole or not at all."""
+    write_whole(path, (json.dumps({**content, CHECKSUM: checksum(content)}, indent=1) + "\n").encode())
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """Return what `write_checked` wrote.
+
+    Raises:
+        ValueError: it is not what was written.
+        OSError: it cannot be read.
+    """
+    regular(path)
+    try:
+        content = parse_json(path.read_bytes())
+        told = content.pop(CHECKSUM)
+        right = told == checksum(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged, it is no JSON object with a checksum") from error
+    if not right:
+        raise ValueError(f"{path}: damaged, its checksum is not that of its content")
+    return {str(key): value for key, value in content.items()}
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a JSON object, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def claim(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a name for a block, and say whether it was to be had; with `wait` it always is.
+
+    The kernel frees it when a process ends, however it ends. The empty file stays: removing it would let two hold it.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True

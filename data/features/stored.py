@@ -1,0 +1,145 @@
+"""Features from a store, read ahead of training in a thread; what the store lacks is computed, and kept if asked."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from data.batches import Batch, Batches
+from data.features.coding import Wanted, join, split, to_given
+from data.features.keeper import Keeper
+from data.features.source import Given
+from data.features.store import DamagedError, FeatureStore, Row
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], Row]
+
+
+class Fallback(NamedTuple):
+    """What is done for rows that are missing or damaged: how they are computed, and who keeps them, if anybody."""
+
+    compute: Compute
+    keeper: Keeper | None
+
+
+class Job(NamedTuple):
+    """A micro-batch to be read, of which step, and what will have been read of it: a row's tensors, or None."""
+
+    step: int
+    batch: Batch
+    rows: Future[list[Row | None]]
+
+
+class Stored:
+    """Features of a store's rows.
+
+    A row that is computed is coded and decoded as the store would do it, so that training is the same whatever the
+    store holds already.
+
+    Attributes:
+        stall: seconds that the caller has waited for rows.
+        read, computed: how many rows came from the store, and from the target.
+    """
+
+    def __init__(
+        self, store: FeatureStore, batches: Batches, wanted: Wanted, device: torch.device, ahead: int,
+        fallback: Fallback | None,
+    ) -> None:  # fmt: skip
+        """Read nothing yet, and later `ahead` micro-batches ahead. Without `fallback` a missing row is an error."""
+        self.store, self.batches, self.wanted, self.device = store, batches, wanted, device
+        self.ahead, self.fallback = ahead, fallback
+        self.stall, self.computed, self.read = 0.0, 0, 0
+        self._reader = ThreadPoolExecutor(1)
+        self._jobs: deque[Job] = deque()
+        self._coming: Iterator[tuple[int, Batch]] = iter(())
+        self._told: set[str] = set()
+
+    def __call__(self, step: int) -> Iterator[Given]:
+        """Yield what each micro-batch trains on.
+
+        Raises:
+            ValueError: a row is missing or damaged, and is not to be computed; it is named.
+        """
+        if not self._jobs or self._jobs[0].step != step:
+            self._coming = self._from(step)
+            self._jobs.clear()
+            self._fill()
+        while self._jobs[0].step == step:
+            job = self._jobs.popleft()
+            begin = time.perf_counter()
+            rows = job.rows.result()
+            self.stall += time.perf_counter() - begin
+            self._fill()
+            yield self._given(job.batch, rows)
+
+    def close(self) -> str:
+        """Stop reading, write what is kept, and return how many rows were read and computed."""
+        self._reader.shutdown(cancel_futures=True)
+        keeper = self.fallback.keeper if self.fallback is not None else None
+        kept = keeper.close() if keeper is not None else ""
+        return f"features: {self.read} rows read, {self.computed} computed{kept}"
+
+    def _from(self, step: int) -> Iterator[tuple[int, Batch]]:
+        while True:
+            for batch in self.batches(step):
+                yield step, batch
+            step += 1
+
+    def _fill(self) -> None:
+        while len(self._jobs) < self.ahead:
+            step, batch = next(self._coming)
+            self._jobs.append(Job(step, batch, self._reader.submit(self._read, batch.index)))
+
+    def _read(self, index: Int[Tensor, "B"]) -> list[Row | None]:
+        numbers = index.clamp_min(0).tolist()  # a row that only fills up has the first one's tokens
+        if self.fallback is not None and not all(self.store.has(row) for row in numbers):
+            self.store.refresh()
+        rows = [self._row(row) for row in numbers]
+        if self.device.type != "cuda":
+            return rows
+        return [row and {name: part.pin_memory() for name, part in row.items()} for row in rows]
+
+    def _row(self, row: int) -> Row | None:
+        """Return a row's tensors, None where they are to be computed."""
+        keeper = self.fallback.keeper if self.fallback is not None else None
+        pending = keeper.pending.get(row) if keeper is not None else None
+        if pending is not None:
+            return pending
+        if not self.store.has(row):
+            if self.fallback is None:
+                raise DamagedError(
+                    f"{self.store.folder}: row {row} is in no shard; extract it, or give features.on_missing=compute"
+                )
+            return None
+        try:
+            return self.store.read(row)
+        except DamagedError as error:
+            if self.fallback is None:
+                raise
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                log.warning("%s; it is computed", error)
+            return None
+
+    def _given(self, batch: Batch, rows: list[Row | None]) -> Given:
+        lacking = [i for i, row in enumerate(rows) if row is None]
+        if lacking:
+            assert self.fallback is not None
+            made = split(self.fallback.compute(batch.token[lacking], batch.document[lacking]))
+            numbers = batch.index[lacking].tolist()
+            if self.fallback.keeper is not None:
+                self.fallback.keeper.keep({row: each for row, each in zip(numbers, made, strict=True) if row >= 0})
+            for i, each in zip(lacking, made, strict=True):
+                rows[i] = each
+        self.computed += len(lacking)
+        self.read += len(rows) - len(lacking)
+        moved = [{name: part.to(self.device, non_blocking=True) for name, part in (row or {}).items()} for row in rows]
+        token, document = batch.token.to(self.device), batch.document.to(self.device)
+        return to_given(join(moved), token, document, self.wanted, self.store.spec)

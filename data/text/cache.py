@@ -1,0 +1,218 @@
+"""Tokenised, masked samples on disk: one process makes them, all map them, and whatever shapes them is their name.
+
+`FOLDER/<key>/` holds `samples.arrow`, the held-out `prompts.jsonl`, and `meta.json` with what was counted and with
+checksums. It appears whole or not at all: it is written beside its place under a lock, then renamed. The kernel frees
+the lock of a process that dies, so the next one writes anew.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, overload
+
+import datasets
+import numpy as np
+import tokenizers
+import transformers
+from datasets.arrow_writer import ArrowWriter
+from filelock import FileLock, Timeout
+from transformers import PreTrainedTokenizerBase
+
+from data.config import DataConfig
+from data.text.files import content_hash
+from data.text.masks import Sample
+from heads.common.untrusted import inside, parse_json
+from heads.formats.store import flush
+
+log = logging.getLogger(__name__)
+
+SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
+# The code that shapes a sample: a change in it is a change of the key, so nobody has to count versions.
+CODE = (
+    "cache", "config", "files", "filters", "masks", "prompts", "reasoning", "records", "sources", "template", "turns"
+)  # fmt: skip
+SHAPELESS = ("length", "cache")  # options that leave the samples as they are
+BATCH = 1000  # samples in memory at once
+COLUMNS = {
+    "id": datasets.Value("string"),
+    "token": datasets.List(datasets.Value("int32")),
+    "mask": datasets.List(datasets.Value("int8")),
+}
+
+
+class CachedSamples(Sequence[Sample]):
+    """Samples of an Arrow file, mapped from disk: a list is made of the one that is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file."""
+        self._table: Any = datasets.Dataset.from_file(str(path))
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        """Return one sample, or a list of some."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return Sample(**self._table[index])
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Go through the samples, BATCH of them in memory at a time."""
+        for rows in self._table.iter(batch_size=BATCH):
+            yield from map(Sample, rows["id"], rows["token"], rows["mask"])
+
+    def arrays(self) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Yield each sample's tokens and mask as arrays in the mapped file: nothing is copied."""
+        token, mask = (self._table.data.column(name).chunks for name in ("token", "mask"))
+        for tokens, masks in zip(token, mask, strict=True):
+            offsets = tokens.offsets.to_numpy()
+            flat, on = tokens.values.to_numpy(), masks.values.to_numpy()
+            for start, end in pairwise(offsets):
+                yield flat[start:end], on[start:end]
+
+
+class DamagedError(Exception):
+    """A cache folder does not hold what was written into it."""
+
+
+def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> str:
+    """Return a name that changes with all that shapes the samples.
+
+    That is the tokenizer and its chat template, every option but SHAPELESS, `sources`, the identities of the data and
+    of the evaluation prompts, this package's code, and the libraries that tokenise.
+    """
+    code = [content_hash(Path(__file__).parent / f"{name}.py") for name in CODE]
+    parts = {
+        "tokenizer": tokenizer_identity(tokenizer),
+        "data": {key: value for key, value in asdict(config).items() if key not in SHAPELESS},
+        "sources": list(sources),
+        "code": code,
+        "libraries": [transformers.__version__, tokenizers.__version__],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the SHA-256 of a tokenizer: what it makes of text, its special tokens and its chat template."""
+    if tokenizer.is_fast:
+        core = tokenizer.backend_tokenizer.to_str()
+    else:
+        with TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            core = repr([(file.name, content_hash(file)) for file in sorted(Path(folder).iterdir())])
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    parts = [type(tokenizer).__name__, core, special, tokenizer.all_special_ids, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class Writer:
+    """A cache folder while it is made: what it is given stands in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write into `folder`, which exists."""
+        self.folder = folder
+
+    def write(self, samples: Iterable[Sample]) -> None:
+        """Write all samples."""
+        writer = ArrowWriter(
+            features=datasets.Features(COLUMNS), path=str(self.folder / SAMPLES), writer_batch_size=BATCH
+        )
+        try:
+            for sample in samples:
+                writer.write({"id": sample.id, "token": sample.token, "mask": sample.mask})
+        finally:
+            writer.finalize()
+
+    def close(self, report: dict[str, Any]) -> None:
+        """Write the report and the checksums, and wait until the disk has all."""
+        sums = {name: content_hash(self.folder / name) for name in (SAMPLES, PROMPTS)}
+        meta = {"sha256": sums, "report": report}
+        (self.folder / META).write_text(json.dumps({**meta, "self": _checksum(meta)}), encoding="utf-8")
+        for path in (*self.folder.iterdir(), self.folder):
+            flush(path)
+
+
+def read_cache(place: Path) -> dict[str, Any] | None:
+    """Return the report of a cache folder, None where there is none.
+
+    Raises:
+        DamagedError: it is there, but not as it was written.
+    """
+    if not place.is_dir():
+        return None
+    try:
+        meta = parse_json((place / META).read_bytes())
+        if meta.pop("self") != _checksum(meta):
+            raise DamagedError(f"{META} is not what was written")
+        for name in (SAMPLES, PROMPTS):
+            if content_hash(inside(place, name)) != meta["sha256"][name]:
+                raise DamagedError(f"{name} is not what was written")
+        report: dict[str, Any] = meta["report"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{META} or another file cannot be read ({error})") from error
+    return report
+
+
+@contextmanager
+def making(place: Path) -> Iterator[Writer | None]:
+    """Give the one process that may make a cache folder its writer, the others None once it is made.
+
+    The folder appears when the block ends, and not if it raises.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    rough = place.with_suffix(".making")
+    lock = FileLock(str(place.with_suffix(".lock")))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log.info("another process tokenises the data; waiting for %s", place)
+            lock.acquire()
+        try:
+            if _is_whole(place):
+                yield None
+                return
+            for left in (rough, place):  # by one that died, or damaged
+                shutil.rmtree(left, ignore_errors=True)
+            rough.mkdir()
+            yield Writer(rough)
+            rough.rename(place)
+            flush(place.parent)
+        finally:
+            shutil.rmtree(rough, ignore_errors=True)
+            lock.release()
+    except (OSError, NotImplementedError) as error:  # the latter from a file system without locks
+        raise ValueError(
+            f"data.cache={place.parent}: cannot be written ({error}); make room, name another folder, or null for none"
+        ) from error
+
+
+def _is_whole(place: Path) -> bool:
+    try:
+        return read_cache(place) is not None
+    except DamagedError as damage:
+        log.warning("%s: %s; tokenising anew", place, damage)
+        return False
+
+
+def _checksum(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,165 @@
+"""Files to raw records, one after another: JSON Lines, JSON, Parquet and text, as they are or packed.
+
+Only a .json array is read as a whole; of the others a record is in memory at a time, so a reader may stop early.
+"""
+
+import gzip
+import hashlib
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from io import TextIOBase
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from heads.common.untrusted import TOO_DEEP, shallow
+
+Raw = dict[str, Any]
+
+SEPARATOR = "<|endoftext|>"
+FORMATS = (".json", ".jsonl", ".parquet", ".txt")
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
+HEAD = 1 << 24  # characters of a text in which its separator is looked for, and of a document at most
+LONGEST = 1 << 26  # characters of a record's line
+WHOLE = 1 << 30  # characters of an array
+META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # what stands beside answers, and is no data
+CHUNK = 1 << 20  # characters or bytes read at once
+
+
+def kind_of(path: Path) -> str:
+    """Return the file's format, one of FORMATS; empty where it has none of them."""
+    packed = path.suffix in OPENERS
+    kind = Path(path.stem).suffix if packed else path.suffix
+    return "" if kind not in FORMATS or (packed and kind == ".parquet") else kind
+
+
+def read_file(path: Path) -> Iterator[Raw]:
+    """Yield the records of a file in their order.
+
+    A text's documents end at `<|endoftext|>`, where its first HEAD characters hold one, else at each newline; a longer
+    one than HEAD, as a book on one line, comes in several.
+
+    Raises:
+        ValueError: the format is unknown, the file cannot be read, or a record is no JSON object, too long or nested
+            too deeply; file and line are named. It comes when the reader gets there.
+    """
+    kind = check_file(path)
+    if kind == ".parquet":
+        yield from _parquet(path)
+        return
+    try:
+        with OPENERS.get(path.suffix, open)(path, mode="rt", encoding="utf-8-sig") as file:
+            yield from _documents(file) if kind == ".txt" else _json(file, path)
+    except UNREADABLE as error:
+        raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error
+
+
+def check_file(path: Path) -> str:
+    """Return a file's format, once it is known and the file can be opened.
+
+    Raises:
+        ValueError: it is none of FORMATS, or the file cannot be read.
+    """
+    kind = kind_of(path)
+    if not kind:
+        raise ValueError(f"{path}: the formats read are {', '.join(FORMATS)}, all but .parquet also as .gz or .xz")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error
+    return kind
+
+
+def content_hash(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(CHUNK):
+                digest.update(block)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error
+    return digest.hexdigest()
+
+
+def _parquet(path: Path) -> Iterator[Raw]:
+    read = 0
+    try:
+        for record in datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True):
+            yield record
+            read += 1
+    except (*UNREADABLE, ValueError, datasets.exceptions.DatasetsError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"{path}: record {read} cannot be read ({why}); fetch or write the file anew") from error
+
+
+def _documents(file: TextIOBase) -> Iterator[Raw]:
+    end, text = "", ""
+    while more := file.read(HEAD):
+        end = end or (SEPARATOR if SEPARATOR in more else "\n")
+        *whole, text = (text + more).split(end)
+        *cut, text = _parts(text)
+        yield from _texts([part for piece in whole for part in _parts(piece)] + cut)
+    yield from _texts([text])
+
+
+def _texts(pieces: list[str]) -> Iterator[Raw]:
+    return ({"text": piece.strip()} for piece in pieces if piece.strip())
+
+
+def _parts(text: str) -> list[str]:
+    """Return a document in parts of at most HEAD characters, cut at white space where it has some."""
+    parts = []
+    while len(text) > HEAD:
+        words = text[: HEAD - len(SEPARATOR)].rsplit(maxsplit=1)  # what may begin a separator is left to the rest
+        size = len(words[0]) if len(words) == 2 else HEAD - len(SEPARATOR)
+        parts.append(text[:size])
+        text = text[size:]
+    return [*parts, text]
+
+
+def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
+    """Read an array of records, or a record a line. Lines end at newlines only: JSON strings hold other separators."""
+    number = 0
+    while line := file.readline(LONGEST + 1):
+        number += 1
+        # An array may reach over lines, so it is read to the file's end.
+        array = line.lstrip().startswith("[")
+        text = line + file.read(WHOLE) if array else line
+        what, most = ("begins an array", WHOLE) if array else ("is a record", LONGEST)
+        if len(text) > most:
+            raise ValueError(
+                f"{path}: line {number} {what} of more than {most} characters, which is not read; write a record a "
+                "line, and a text of that length as .txt"
+            )
+        if not text.strip():
+            continue
+        value = _parsed(text, number, path)
+        for record in value if isinstance(value, list) else [value]:
+            _check_depth(record, number, path)
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}: line {number}: every record must be a JSON object, not {str(record)[:40]!r}")
+            yield record
+
+
+def _parsed(text: str, number: int, path: Path) -> Any:
+    try:
+        return json.loads(text.rstrip())  # an object that breaks off is missing its end there, not on the next line
+    except json.JSONDecodeError as error:
+        where = number + error.lineno - 1
+        raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); mend or remove it") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: line {number} is {TOO_DEEP} to be read; mend or remove it") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{path}: line {number} cannot be read ({error}); mend or remove it") from error
+
+
+def _check_depth(record: Any, number: int, path: Path) -> None:
+    try:
+        shallow(record)
+    except ValueError as error:
+        raise ValueError(f"{path}: line {number} is {error} to be read; mend or remove it") from error

@@ -1,0 +1,138 @@
+"""What is dropped before training, and how much of it: copies, text of the evaluation, samples that are too short."""
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from data.config import DataConfig
+from data.text.masks import told
+from data.text.records import Record, content_text
+
+# A word is a run of letters, digits and _ with the marks on them (\w has no vowel signs), but of scripts written
+# without spaces (Thai, Lao, Burmese, Khmer, kana and Chinese) every character.
+SPACELESS = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f"
+    r"\U00020000-\U0003ffff"
+)
+MARKS = re.sub(f"[{SPACELESS}]", "", "".join(chr(i) for i in range(1 << 16) if unicodedata.category(chr(i))[0] == "M"))
+WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}]*)*")
+
+COUNTERS = "records", "kept", "chats"
+
+Gram = tuple[str, ...]  # words in a row
+
+
+@dataclass
+class Counts:
+    """What became of the records of a run; `records` and `kept` by the source's name.
+
+    `checked` counts the evaluation prompts that contamination was looked for of, and `unchecked` those with too few
+    words for that; `chats` what masking dropped or cut, by cause, and `unknown` the tokens that stand for any word.
+    """
+
+    records: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
+    held_out: int = 0
+    duplicates: int = 0
+    contaminated: int = 0
+    checked: int = 0
+    unchecked: int = 0
+    chats: Counter[str] = field(default_factory=Counter)
+    short: int = 0
+    samples: int = 0
+    tokens: int = 0
+    trained: int = 0
+    unknown: int = 0
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> "Counts":
+        """Return the counts that `asdict` made a dict of."""
+        counters = {name: Counter(values[name]) for name in COUNTERS}
+        return cls(**{**values, **counters})
+
+    def line(self, config: DataConfig) -> str:
+        """Return one line for the terminal."""
+        read = ", ".join(f"{name} {self.kept[name]:,} of {n:,} records" for name, n in self.records.items())
+        words, beside = config.contamination, f" ({self.unchecked} of them too short)" if self.unchecked else ""
+        dropped = [f"{self.duplicates:,} duplicates"] if config.dedup else []
+        if words is not None:
+            prompts = self.checked + self.unchecked
+            dropped += [f"{self.contaminated:,} with {words} words of one of {prompts:,} evaluation prompts{beside}"]
+        dropped += [f"{self.short:,} under {config.min_tokens} tokens"] if config.min_tokens > 1 else []
+        chats = f"; of the chats, {told(self.chats)}" if +self.chats else ""
+        return (
+            f"data: {read}; held out: {self.held_out:,}; dropped: {', '.join(dropped) or 'nothing'}; "
+            f"kept: {self.samples:,} samples, {self.tokens:,} tokens, "
+            f"{self.trained / max(1, self.tokens):.0%} trained on{chats}"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Return the counts as JSON has them."""
+        return {**asdict(self), **{name: dict(+getattr(self, name)) for name in COUNTERS}}
+
+
+class Filters:
+    """Drop records that were seen or are in the evaluation, and count them."""
+
+    def __init__(self, config: DataConfig, held_out: Iterable[Record], evaluation: Sequence[str]) -> None:
+        """Remember what may not come.
+
+        Args:
+            config: which filters are on.
+            held_out: records whose copies count as duplicates.
+            evaluation: the texts of the evaluation prompts.
+        """
+        self.counts = Counts()
+        self._dedup, self._words = config.dedup, config.contamination
+        self._seen = {_key(record) for record in held_out} if config.dedup else set()
+        self._forbidden: set[Gram] = set()
+        if self._words is not None:
+            grams = [set(_grams(text, self._words)) for text in evaluation]
+            self._forbidden = set().union(*grams)
+            self.counts.unchecked = sum(not found for found in grams)
+            self.counts.checked = len(grams) - self.counts.unchecked
+
+    def __call__(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
+        """Yield those records that stay, each with its source's name as it came."""
+        for source, record in records:
+            self.counts.records[source] += 1
+            if self._dedup:
+                key = _key(record)
+                if key in self._seen:
+                    self.counts.duplicates += 1
+                    continue
+                self._seen.add(key)
+            if self._forbidden and self._contaminated(record):
+                self.counts.contaminated += 1
+                continue
+            self.counts.kept[source] += 1
+            yield source, record
+
+    def _contaminated(self, record: Record) -> bool:
+        """Whether a message, system prompts aside, or the text holds a forbidden run of words."""
+        assert self._words is not None
+        texts = [content_text(message) for message in record.messages if message["role"] != "system"]
+        return any(gram in self._forbidden for text in [*texts, record.text] for gram in _grams(text, self._words))
+
+
+def _grams(text: str, count: int) -> Iterator[Gram]:
+    """Yield every run of `count` words of a text, in lower case and without punctuation."""
+    words = WORD.findall(text.casefold())
+    return (tuple(words[i : i + count]) for i in range(len(words) - count + 1))
+
+
+def _key(record: Record) -> bytes:
+    """Return a hash that is equal for records that differ in case and white space alone."""
+    said = [_plain(content_text(message)) for message in record.messages]
+    beside = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
+    whole = [_plain(record.text), record.tools, said, beside]
+    return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()

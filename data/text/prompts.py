@@ -1,0 +1,279 @@
+"""Records to tokens: samples to train on, and prompts to generate from."""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from glob import has_magic
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from data.config import DataConfig
+from data.text.cache import PROMPTS, SAMPLES, CachedSamples, DamagedError, cache_key, making, read_cache
+from data.text.files import Raw
+from data.text.filters import Counts, Filters
+from data.text.masks import Sample, is_plain, samples_of, told
+from data.text.records import Record, content_text, label
+from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
+from data.text.template import encode, encode_plain, render
+from heads.common.resolvers import ROOT
+from inference.chat_template import RenderError
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_SHARE = 0.02  # of the tokens, above which the data does not fit the tokenizer
+WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
+OPENING = 128  # tokens of a plain text, at most, that serve as a prompt: enough words for contamination, even of bytes
+
+
+class Prompt(NamedTuple):
+    """Where generation starts: the tokens, and the user's (and the system's) words that they were made from."""
+
+    id: str
+    token: list[int]
+    category: str
+    text: str = ""
+    system: str = ""
+
+    @classmethod
+    def read(cls, raw: Raw, place: int, path: str) -> "Prompt":
+        """Return the prompt that `save_prompts` wrote at a place of a file.
+
+        Raises:
+            ValueError: a key is another, or a value of another type.
+        """
+        kinds = {key: list if key == "token" else str for key in cls._fields}
+        right = raw.keys() == kinds.keys() and all(isinstance(raw[key], kind) for key, kind in kinds.items())
+        if not right or any(type(token) is not int for token in raw["token"]):
+            raise ValueError(f"{path}: record {place} is no prompt as they are saved: mend or remove the record")
+        return cls(**raw | {key: label(raw[key]) for key in ("id", "category")})
+
+
+class TrainingData(NamedTuple):
+    """What a run trains on and is measured with, and what became of the records."""
+
+    samples: Sequence[Sample]
+    held_out: list[Prompt]
+    counts: Counts
+
+
+def load_training(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, prompts: int, workload: str | None = None
+) -> TrainingData:
+    """Return the samples of `config.path` and at most `prompts` prompts that they do not hold.
+
+    With `config.cache` one process makes the samples and the others map them; a later run with equal data maps them
+    too.
+
+    Args:
+        config: which data, and what of it.
+        tokenizer: the target's.
+        prompts: of the held-out prompts, how many to return; contamination is looked for in all of them.
+        workload: further evaluation prompts that no sample may hold, as `locate` takes them; None: none.
+
+    Raises:
+        ValueError: unreadable or empty data, an unknown shape, a chat for a tokenizer without a chat template, a
+            template that cannot be masked, or, unless data.on_bad=drop, a chat that no answer can be trained of.
+    """
+    sources, evaluation = open_sources(config), locate(workload) if workload else ""
+    if config.cache is None:
+        held_out, counts, samples = _prepare(config, tokenizer, sources, evaluation)
+        data = TrainingData(list(samples), _some(config, tokenizer, held_out, prompts), counts)
+    else:
+        place = Path(config.cache).expanduser() / cache_key(config, tokenizer, _identities(config, sources, evaluation))
+        report = _cached(place, config, tokenizer, sources, evaluation)
+        counts = Counts.read(report)
+        held_out = load_prompts(str(place / PROMPTS), tokenizer, prompts) if counts.held_out else []
+        data = TrainingData(CachedSamples(place / SAMPLES), _some(config, tokenizer, held_out, prompts), counts)
+    _warn(data.counts, tokenizer, config)
+    return data
+
+
+def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> Sequence[Sample]:
+    """Return the training samples alone, at most the smaller limit; with a limit of the call's own, uncached."""
+    if limit is not None:
+        config = replace(config, limit=min(limit, config.limit or limit), cache=None)
+    return load_training(config, tokenizer, 0).samples
+
+
+def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
+    """Return the prompts of a file or Hub dataset: the questions of chats, else pieces of plain texts.
+
+    What `save_prompts` wrote comes back as it was, token for token.
+    """
+    source = open_source(path, split="")
+    if set(next(iter(source))) == set(Prompt._fields):
+        return [Prompt.read(record, place, path) for place, record in enumerate(islice(source, limit))]
+    return [prompt_of(record, tokenizer) for _, record in islice(read_all(source), limit)]
+
+
+def locate(name: str) -> str:
+    """Return the path or Hub name behind a workload's name.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if name in WORKLOADS:
+        return str(WORKLOADS[name])
+    if Path(name).expanduser().exists() or "/" in name or has_magic(name):
+        return name
+    raise ValueError(
+        f"workload {name} is neither a file or folder here nor one of {', '.join(sorted(WORKLOADS))}: give either, or "
+        "a Hub data set as OWNER/NAME"
+    )
+
+
+def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
+    """Write prompts with their tokens as JSON Lines, for `load_prompts` to read with the same target."""
+    lines = [json.dumps(prompt._asdict(), ensure_ascii=False) + "\n" for prompt in prompts]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
+    """Return prompts that training never sees: those of `config.prompts`, else from the held-out end of the data."""
+    if config.prompts:
+        return load_prompts(config.prompts, tokenizer, limit)
+    return [prompt_of(record, tokenizer) for record in islice(_records(config, held_out=True), limit)]
+
+
+def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
+    """Return the records that are trained on, whole, for the target to answer; at most the smaller limit."""
+    limits = [each for each in (limit, config.limit) if each is not None]
+    return list(islice(_records(config, held_out=False), min(limits, default=None)))
+
+
+def _records(config: DataConfig, held_out: bool) -> Iterator[Record]:
+    parts = divide(open_sources(config), config)
+    named = held_out_records(parts) if held_out else training_records(parts, config)
+    return (record for _, record in named)
+
+
+def _some(config: DataConfig, tokenizer: PreTrainedTokenizerBase, held_out: list[Prompt], limit: int) -> list[Prompt]:
+    return load_prompts(config.prompts, tokenizer, limit) if config.prompts and limit else held_out[:limit]
+
+
+def _identities(config: DataConfig, sources: Sequence[Source], workload: str) -> list[str]:
+    """Return what tells the data from other data, and the evaluation prompts from others."""
+    evaluation = [name for name in (config.prompts, workload) if name and config.contamination is not None]
+    return [source.identity() for source in sources] + [open_source(name, "").identity() for name in evaluation]
+
+
+def _cached(
+    place: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], workload: str
+) -> dict[str, Any]:
+    """Return the report of the cache folder, after making the folder where it is missing or damaged."""
+    try:
+        found = read_cache(place)
+    except DamagedError:
+        found = None
+    if found is not None:
+        return found
+    with making(place) as writer:
+        if writer is not None:
+            held_out, counts, samples = _prepare(config, tokenizer, sources, workload)
+            save_prompts(held_out, writer.folder / PROMPTS)
+            writer.write(samples)
+            writer.close(counts.report())
+    made = read_cache(place)
+    assert made is not None
+    return made
+
+
+def _prepare(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], workload: str
+) -> tuple[list[Prompt], Counts, Iterator[Sample]]:
+    """Return the held-out prompts, the counts, which grow with the samples, and the samples as they are made."""
+    parts = divide(sources, config)
+    kept = [record for _, record in held_out_records(parts)]
+    held_out = [prompt_of(record, tokenizer) for record in kept]
+    evaluation = [prompt.text for prompt in held_out]
+    if config.contamination is not None:
+        others = [name for name in (config.prompts, workload) if name]
+        evaluation += [prompt.text for name in others for prompt in load_prompts(name, tokenizer, None)]
+    filters = Filters(config, kept, evaluation)
+    filters.counts.held_out = len(kept)
+    records = filters(training_records(parts, config))
+    return held_out, filters.counts, islice(_samples(records, config, tokenizer, filters.counts), config.limit)
+
+
+def _samples(
+    records: Iterator[tuple[str, Record]], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
+) -> Iterator[Sample]:
+    """Tokenise and mask records one after another, and count what comes of them."""
+    unknown = tokenizer.unk_token_id
+    for source, record in records:
+        for sample in samples_of(record, tokenizer, source, config, counts.chats):
+            if len(sample.token) < config.min_tokens:
+                counts.short += 1
+            else:
+                counts.samples += 1
+                counts.tokens += len(sample.token)
+                counts.trained += sum(sample.mask)
+                counts.unknown += sample.token.count(unknown)
+                yield sample
+    if not counts.samples:
+        raise ValueError(
+            f"{config.named}: nothing is left to train on ({counts.line(config)}); raise data.max_tokens, "
+            "lower data.min_tokens, or give other data"
+        )
+
+
+def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    """Say what was cut away, and where a tokenizer without byte fallback loses much of the text."""
+    if +counts.chats:
+        log.warning("%s: of its chats, %s", config.named, told(counts.chats))
+    share = counts.unknown / max(1, counts.tokens)
+    if tokenizer.unk_token_id != tokenizer.eos_token_id and share > UNKNOWN_SHARE:
+        log.warning(
+            "%s: %.0f%% of the tokens are unknown to the tokenizer; is this the target's text?",
+            config.named,
+            100 * share,
+        )
+
+
+def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Return the first question of a chat after the chat template, or without one, or a piece of a plain text.
+
+    Raises:
+        ValueError: there is none, it is no text, or the chat template does not render it; the record is named.
+    """
+    try:
+        return _prompt_of(record, tokenizer)
+    except RenderError as error:
+        raise ValueError(f"prompt {record.id}: {error}; mend or remove the record") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt {record.id}: holds half a surrogate pair, which is no text; remove it") from error
+
+
+def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens of a plain text that serve as a prompt, which end in its middle, and all that follow them.
+
+    Texts of one kind often begin alike, so a long one's first half is cut to its last words.
+    """
+    token = encode_plain(text, tokenizer)
+    half = max(1, len(token) // 2)
+    if half <= OPENING:
+        return token[:half], token[half:]
+    piece = str(tokenizer.decode(token[half - OPENING : half], skip_special_tokens=True))
+    return encode_plain(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # from a word's start on
+
+
+def _prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    if is_plain(record, tokenizer):
+        if not record.text.strip():
+            raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
+        token, _ = split_text(record.text, tokenizer)
+        text = str(tokenizer.decode(token, skip_special_tokens=True))
+        return Prompt(record.id, token, record.category, text)
+    first = next((i for i, message in enumerate(record.messages) if message["role"] == "user"), None)
+    if first is None:
+        raise ValueError(f"prompt {record.id}: the chat has no user message; remove it")
+    asked = record.messages[: first + 1]
+    text, system = content_text(asked[first]), "\n\n".join(content_text(message) for message in asked[:first])
+    if tokenizer.chat_template:
+        (token,) = encode([render(asked, tokenizer, True, record.tools)], tokenizer)
+        return Prompt(record.id, token, record.category, text, system)
+    return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)

@@ -1,0 +1,167 @@
+"""Raw records of the shapes that users have, and what they all become: a chat, or a plain text."""
+
+import json
+from typing import Any, NamedTuple
+
+from heads.common.untrusted import parse_json
+
+Message = dict[str, Any]
+
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "tool"), "tool"),
+}
+QUESTIONS = ("prompt", "question", "instruction")
+ANSWERS = ("answer", "output", "response", "completion")
+IDS = (
+    *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
+    *("uid", "unique_id", "instance_id", "_id", "ID", "key"),
+)
+SHAPES = (
+    '{"messages": [{role, content}]}, {"conversations": [{role, content} or {from, value}]}, {"prompt", "answer"}, '
+    '{"question", "answer"}, {"instruction", "input", "output"}, {"turns" or "prompt": [...]}, '
+    'an OpenAI batch line {"custom_id", "body": {"messages"}} or {"text"}'
+)
+SHOWN = 300  # characters of a record in an error
+
+
+class Record(NamedTuple):
+    """One document.
+
+    Attributes:
+        id: its own, or its place in its source.
+        category: its own, or empty.
+        messages: a chat's, with OpenAI's keys and role names; empty for a plain text.
+        text: a plain text's; of a chat, the same as one text where the record has it.
+        tools: the definitions of the functions that the assistant may call, as OpenAI has them.
+    """
+
+    id: str
+    category: str
+    messages: list[Message]
+    text: str
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+def parse(raw: dict[str, Any], index: int, path: str) -> Record:
+    """Return the record of one raw record, whose shape is known by its keys.
+
+    A chat starts at its first user message (system messages before it stay): what an assistant says before that
+    answers nothing. Records without an answer are chats of one user message: prompts.
+
+    Raises:
+        ValueError: the shape is unknown; the record is shown, cut to a readable length.
+    """
+    name = next((label(raw[key]) for key in IDS if raw.get(key) is not None), str(index))
+    body = raw["body"] if isinstance(raw.get("body"), dict) else raw
+    messages, text, tools = _messages(body), body.get("text") or "", _tools(body.get("tools"))
+    if (messages is None and not isinstance(body.get("text"), str)) or tools is None or not isinstance(text, str):
+        shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
+        shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
+        raise ValueError(f"{path}: record {name} is of no known shape: {shown} The shapes read are {SHAPES}")
+    return Record(name, label(raw.get("category") or ""), messages or [], text, tools)
+
+
+def label(value: Any) -> str:
+    """Return an id or a category as text that can be written: half a surrogate pair cannot."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def content_text(message: Message) -> str:
+    """Return a message's text; of content in parts, the text parts joined."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
+
+
+def parsed(value: Any) -> Any:
+    """Return what a string of JSON says, and anything else, nested too deeply too, as it is."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _messages(raw: dict[str, Any]) -> list[Message] | None:
+    """Return a chat's messages, None where the record is no chat in a known shape."""
+    told = raw.get("system") if isinstance(raw.get("system"), str) else ""
+    system = [{"role": "system", "content": told}] if told else []
+    for key in ("messages", "conversations"):
+        if raw.get(key):
+            chat = raw[key]
+            if not (isinstance(chat, list) and all(_is_message(message) for message in chat)):
+                return None
+            given = [_message(message) for message in chat]
+            return _from_first_question(given if given[0]["role"] == "system" else system + given)
+    turns = raw.get("turns") or raw.get("prompt")
+    if turns and isinstance(turns, list) and isinstance(turns[0], str):
+        return [{"role": "user", "content": turns[0]}]
+    question = next((key for key in QUESTIONS if isinstance(raw.get(key), str)), None)
+    answer = next((raw[key] for key in ANSWERS if raw.get(key) is not None), None)
+    if question is None or not isinstance(answer, str | None):
+        return None
+    asked = raw[question]
+    if question == "instruction" and (raw.get("input") or raw.get("context")):
+        asked = f"{asked}\n\n{raw.get('input') or raw['context']}"
+    answers = [] if answer is None else [{"role": "assistant", "content": answer}]
+    return [*system, {"role": "user", "content": asked}, *answers]
+
+
+def _is_message(message: Any) -> bool:
+    """Whether this is a message, with its role, content and tool calls of the types that are read."""
+    if not isinstance(message, dict) or not isinstance(message.get("role") or message.get("from"), str):
+        return False
+    content = message.get("value") if message.get("content") is None else message["content"]
+    if isinstance(content, list):
+        right = all(isinstance(part, dict) and isinstance(part.get("text"), str | None) for part in content)
+    else:
+        right = isinstance(content, str | None)
+    calls = parsed(message.get("tool_calls")) or []
+    named = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    return right and named and all(isinstance(call.get("function") or {}, dict) for call in calls)
+
+
+def _message(message: Message) -> Message:
+    """Give a message OpenAI's keys and roles. Empty fields go: Arrow fills them in, and templates look for them."""
+    role = message.get("role") or message.get("from") or ""
+    kept = _filled({key: value for key, value in message.items() if key not in ("from", "value")})
+    made = {**kept, "role": ROLES.get(role, role), "content": kept.get("content", message.get("value") or "")}
+    said = parsed(made["content"]) if role == "function_call" else []
+    called = said if isinstance(said, list) else [said]
+    if called and all(isinstance(call, dict) and "name" in call for call in called):
+        made |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in called]}
+    elif "tool_calls" in made:
+        made["tool_calls"] = _filled(parsed(made["tool_calls"]))
+    for call in made.get("tool_calls") or []:
+        function = call.get("function") or {}
+        if "arguments" in function:  # OpenAI has them as a string of JSON, chat templates as what it says
+            function["arguments"] = parsed(function["arguments"])
+    return made
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+    found = parsed(value or [])
+    if not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
+        return None
+    return tuple(_tool(_filled(tool)) for tool in found)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a definition as OpenAI has it, which endpoints and many templates ask for; ShareGPT has the function."""
+    if "function" in tool or "name" not in tool:
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _filled(value: Any) -> Any:
+    """Return a copy without fields that are None, at any depth."""
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
+    return [_filled(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _from_first_question(messages: list[Message]) -> list[Message]:
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    return [m for m in messages[:first] if m["role"] != "assistant"] + messages[first:]

@@ -1,0 +1,310 @@
+"""Sources of records, by name: a file, a folder, a glob or a Hub data set; what is held out of each; their mixture."""
+
+import glob
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import datasets
+import numpy as np
+from huggingface_hub import HfApi, constants
+
+from data.config import DataConfig
+from data.text.benchmarks import readable
+from data.text.files import FORMATS, META, PARTS, SETTINGS, Raw, check_file, content_hash, kind_of, read_file
+from data.text.records import Record, parse
+from heads.common.untrusted import regular
+from heads.formats.hub import cache_alone_without_connection
+
+T = TypeVar("T")
+
+EVALUATION_SPLITS = ("test", "validation", "train")
+SPLIT_WORDS = {  # as `datasets` knows them
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?")
+DRAWS = 1000  # numbers drawn at once, as `datasets.interleave_datasets` draws them
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A sequence of raw records that can be gone through more than once."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    def __iter__(self) -> Iterator[Raw]:
+        """Go through the records."""
+        ...
+
+    def identity(self) -> str:
+        """Return what changes when the records do."""
+        ...
+
+    def ends(self, count: int) -> tuple[int, list[Raw]]:
+        """Return the number of records, and the last `count` of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Files:
+    """Local files, one after another."""
+
+    name: str
+    files: tuple[Path, ...]
+    streaming: bool
+
+    def __iter__(self) -> Iterator[Raw]:
+        """Yield the records of all files; at least one."""
+        empty = True
+        for record in chain.from_iterable(read_file(file) for file in self.files):
+            empty = False
+            yield record
+        if empty:
+            raise ValueError(f"{self.name}: holds no records; give a file or dataset with at least one")
+
+    def identity(self) -> str:
+        """Return the files' formats and hashes; when streaming, not to read them, their names, sizes and times."""
+        if self.streaming:
+            found = [(file, file.stat()) for file in self.files]
+            return repr([(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in found])
+        return repr([(kind_of(file), content_hash(file)) for file in self.files])
+
+    def ends(self, count: int) -> tuple[int, list[Raw]]:
+        """Read all to the end."""
+        last = deque(enumerate(self), maxlen=max(1, count))
+        return last[-1][0] + 1, [record for _, record in last][:count]
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A data set of the Hub: mapped from disk after a download, or streamed."""
+
+    name: str
+    table: Any
+    revision: str
+
+    def __iter__(self) -> Iterator[Raw]:
+        """Yield the records. Whatever stops them is told with the record's number."""
+        read = 0
+        try:
+            for record in self.table:
+                yield record
+                read += 1
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"{self.name}: record {read} cannot be read ({why}); fetch the data set anew") from error
+        if not read:
+            raise ValueError(f"{self.name}: holds no records; give a file or dataset with at least one")
+
+    def identity(self) -> str:
+        """Return the name and the revision or fingerprint."""
+        return repr((self.name, self.revision))
+
+    def ends(self, count: int) -> tuple[int, list[Raw]]:
+        """Look at the last records alone."""
+        size = len(self.table)
+        return size, [self.table[i] for i in range(max(0, size - count), size)]
+
+
+def open_source(name: str, split: str, streaming: bool = False) -> Source:
+    """Return the source of a name: a file, a folder, a glob, or a Hub data set as `name` or `name:config`.
+
+    Args:
+        name: a file in one of FORMATS, packed or not; a folder, of which the files in these formats are read in the
+            order of their names, but for what stands beside a file of answers; a glob, likewise.
+        split: the Hub data set's split, and of a folder the files whose names hold it, beside those that name none;
+            empty takes the first of test, validation, train.
+        streaming: read a Hub data set as it comes, without a download of the whole.
+
+    Raises:
+        ValueError: nothing is there, or it cannot be read.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return Files(name, (path,), streaming)
+    if path.is_dir():
+        inside = (file for file in path.rglob("*") if file.is_file() and kind_of(file) and not _is_beside(file))
+        found = sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts))
+        return Files(name, _of_split(path, found, split), streaming)
+    if glob.has_magic(name):
+        found = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
+        matched = tuple(sorted(file for file in found if not _is_beside(file)))
+        if not matched:
+            raise ValueError(f"{name}: no file matches; give a pattern that does")
+        return Files(name, matched, streaming)
+    regular(path)  # a pipe is no name on the Hub
+    return _hub(name, split, streaming)
+
+
+def check_sources(config: DataConfig) -> None:
+    """Check that the data and its prompts are there.
+
+    Raises:
+        ValueError: as `check_source`.
+    """
+    for name in config.paths:
+        check_source(name, config.split)
+    if config.prompts:
+        check_source(config.prompts)
+
+
+def check_source(name: str, split: str = "") -> None:
+    """Check what can be known of a source without reading it: its files are there, readable and of a known format.
+
+    Raises:
+        ValueError: naming what is not. What a Hub data set holds is not asked.
+    """
+    if not Path(name).expanduser().exists() and not glob.has_magic(name):
+        _check_hub_name(name)
+        return
+    source = open_source(name, split)
+    assert isinstance(source, Files)
+    for file in source.files:
+        check_file(file)
+
+
+def _check_hub_name(name: str) -> None:
+    if kind_of(Path(name)) or not HUB_NAME.fullmatch(name):
+        raise ValueError(f"{name}: neither a file here nor a Hub dataset, name or name:config; give one of these")
+
+
+def _is_beside(file: Path) -> bool:
+    """Whether a file is the provenance of answers, or a part of answers that are being written."""
+    if file.name.endswith(META):
+        return file.with_name(file.name.removesuffix(META)).is_file()
+    return any(folder.suffix == PARTS and (folder / SETTINGS).is_file() for folder in file.parents)
+
+
+def _of_split(folder: Path, files: list[Path], split: str) -> tuple[Path, ...]:
+    """Return the files of a split: those whose names in the folder hold it, and those that name no split."""
+
+    def names(file: Path, wanted: str) -> bool:
+        words = "|".join(SPLIT_WORDS.get(wanted, (re.escape(wanted),)))
+        return re.search(rf"(?<![a-z0-9])({words})(?![a-z0-9])", str(file.relative_to(folder)).lower()) is not None
+
+    if not files:
+        raise ValueError(f"{folder}: holds no file in the formats read, {', '.join(FORMATS)}")
+    wanted = split or next((s for s in EVALUATION_SPLITS if any(names(file, s) for file in files)), "")
+    chosen = [file for file in files if names(file, wanted) or not any(names(file, s) for s in SPLIT_WORDS)]
+    if not chosen:
+        raise ValueError(f"{folder}: no file's name holds the split {split}; set data.split")
+    return tuple(chosen)
+
+
+def _hub(name: str, split: str, streaming: bool) -> Hub:
+    _check_hub_name(name)
+    cache_alone_without_connection()
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
+    repository, _, config = name.partition(":")
+    try:
+        table: Any = datasets.load_dataset(repository, config or None, split=split or None, streaming=streaming)
+        if not split:
+            table = table[next((key for key in EVALUATION_SPLITS if key in table), next(iter(table)))]
+        revision = HfApi().dataset_info(repository).sha if streaming else table._fingerprint
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{name}: neither a file here nor a Hub dataset, name or name:config, that loads: {why}"
+        ) from error
+    return Hub(name, table, f"{revision}/{split}")
+
+
+def read_all(source: Source) -> Iterator[tuple[str, Record]]:
+    """Yield every record of a source of prompts with the source's name."""
+    named = ((source.name, readable(raw, index, source.name), index) for index, raw in enumerate(source))
+    return _unique((name, parse(raw, index, name)) for name, raw, index in named)
+
+
+class Part(NamedTuple):
+    """A source, the range of its records that is trained on, and those that are held out, with their places."""
+
+    source: Source
+    start: int
+    stop: int | None
+    held_out: list[tuple[int, Raw]]
+
+    def trained(self) -> Iterator[tuple[str, Record]]:
+        """Yield the records to train on with the source's name."""
+        for index, raw in enumerate(islice(self.source, self.start, self.stop), self.start):
+            yield self.source.name, parse(raw, index, self.source.name)
+
+
+def open_sources(config: DataConfig) -> list[Source]:
+    """Return the sources of `data.path`, in its order; no file is read yet."""
+    return [open_source(name, config.split, config.streaming) for name in config.paths]
+
+
+def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
+    """Hold `data.held_out` records of the sources back.
+
+    The sources share them evenly, the first ones the remainder. They are a source's last records, but of a streamed
+    source, whose end nobody has seen, the first. `data.prompts` leaves all to training.
+    """
+    held_out = 0 if config.prompts else config.held_out
+    shares = [held_out // len(sources) + (i < held_out % len(sources)) for i in range(len(sources))]
+    return [_divided(source, share, config) for source, share in zip(sources, shares, strict=True)]
+
+
+def _divided(source: Source, count: int, config: DataConfig) -> Part:
+    if count == 0:
+        return Part(source, 0, None, [])
+    if config.streaming:
+        return Part(source, count, None, list(enumerate(islice(source, count))))
+    size, last = source.ends(count)
+    if size <= count:
+        raise ValueError(f"{source.name}: {size} records, data.held_out={config.held_out} leaves none; lower it")
+    return Part(source, 0, size - count, list(enumerate(last, size - count)))
+
+
+def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[tuple[str, Record]]:
+    """Yield every record to train on with its source's name: one source after another, or mixed by `data.weights`."""
+    named = [part.trained() for part in parts]
+    mixed = chain.from_iterable(named) if config.weights is None else interleave(named, config.weights, config.seed)
+    return _unique(mixed)
+
+
+def held_out_records(parts: Sequence[Part]) -> Iterator[tuple[str, Record]]:
+    """Yield the records that are held out, one of each source in turn."""
+    named = [[(p.source.name, parse(raw, index, p.source.name)) for index, raw in p.held_out] for p in parts]
+    longest = max(len(each) for each in named)
+    return _unique(each[i] for i in range(longest) for each in named if i < len(each))
+
+
+def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: int) -> Iterator[T]:
+    """Mix sources: each item comes from source i with probability weights[i] / sum(weights), drawn by the seed.
+
+    It ends with the last item of the source that runs out first, so that nothing repeats and the shares hold: the
+    order of `datasets.interleave_datasets` with these probabilities and `stopping_strategy="first_exhausted"`.
+    """
+    rng = np.random.default_rng(seed)
+    shares = np.asarray(weights, dtype=np.float64) / sum(weights)
+    end: Any = object()
+    ahead = [next(source, end) for source in sources]
+    while True:
+        for i in rng.choice(len(sources), size=DRAWS, p=shares):
+            if ahead[i] is end:
+                return
+            yield ahead[i]
+            ahead[i] = next(sources[i], end)
+            if ahead[i] is end:
+                return
+
+
+def _unique(records: Iterator[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
+    """Add its place among all to an id that came before, again where that came before too."""
+    seen: set[str] = set()
+    for place, (source, record) in enumerate(records):
+        name = record.id
+        while name in seen:
+            name = f"{name}@{place}"
+        seen.add(name)
+        yield source, record._replace(id=name)

@@ -1,0 +1,205 @@
+"""The tokenizer's side of a text: its chat template, its encoding, and the tokens that end a turn."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from data.text.records import Message, content_text, parsed
+from inference.chat_template import rendering
+
+T = TypeVar("T")
+Span = tuple[int, int]
+
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TEMPLATE_DAY = datetime(2024, 7, 26)  # Llama 3's own default; without it a resumed run would see the new day's tokens
+DATE: dict[str, Any] = {"date_string": TEMPLATE_DAY.strftime("%d %b %Y")}
+NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the hash of the chat template, None without one, so that a change of it can be noticed later."""
+    found: Any = tokenizer.chat_template
+    if not found:
+        return None
+    text = found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def is_tagged(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> bool:
+    """Return whether the chat template marks its answers by {% generation %}."""
+    return _has_blocks(_template(tokenizer, tools))
+
+
+@lru_cache(maxsize=8)
+def _has_blocks(template: str) -> bool:
+    return GENERATION.search(COMMENT.sub("", template)) is not None
+
+
+def render(
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    generation_prompt: bool,
+    tools: Sequence[Message] = (),
+    options: Mapping[str, Any] = NOTHING,
+) -> str:
+    """Return the chat in the template's words, ready for the target's answer if `generation_prompt`.
+
+    `options` are further values for the template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: as `rendering`; a RenderError where that is this chat's fault.
+    """
+    return _as_it_takes_them(
+        messages,
+        tokenizer,
+        lambda told: str(
+            tokenizer.apply_chat_template(
+                told,
+                tools=_some(tools),
+                chat_template=_template(tokenizer, tools),
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **{**DATE, **options},
+            )
+        ),
+    )
+
+
+def render_tagged(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
+) -> tuple[str, list[Span]]:
+    """Return the chat in the template's words, and where in it each {% generation %} block starts and ends.
+
+    Raises:
+        ValueError: as `render`.
+    """
+
+    def call(told: list[Message]) -> tuple[str, list[Span]]:
+        made: Any = render_jinja_template(
+            conversations=[told],
+            tools=_some(tools),
+            chat_template=_template(tokenizer, tools),
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **DATE},
+        )
+        (rendered,), (blocks,) = made
+        return rendered, [(start, end) for start, end in blocks]
+
+    return _as_it_takes_them(messages, tokenizer, call)
+
+
+def _as_it_takes_them(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, call: Callable[[list[Message]], T]
+) -> T:
+    """Call a template with the arguments of tool calls as objects, as its documentation asks, else as JSON text.
+
+    Some templates (DeepSeek-V3) join them to strings. Content in parts goes in as their text: a template for text alone
+    would print the list.
+    """
+    with rendering(tokenizer):
+        try:
+            return call([_told(message, parsed) for message in messages])
+        except TypeError:
+            return call([_told(message, lambda text: text) for message in messages])
+
+
+def _told(message: Message, read: Callable[[str], Any]) -> Message:
+    told = {**message, "content": content_text(message)}
+    if message.get("tool_calls"):
+        told["tool_calls"] = [_call(call, read) for call in message["tool_calls"]]
+    return told
+
+
+def _call(call: Message, read: Callable[[str], Any]) -> Message:
+    function = call.get("function") or call
+    given = function.get("arguments") or {}
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    function = {**function, "arguments": read(text)}
+    return {**call, "function": function} if call.get("function") else function
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
+    return _of_one_day(tokenizer.get_chat_template(tools=_some(tools)))
+
+
+@lru_cache(maxsize=8)
+def _of_one_day(template: str) -> str:
+    """Return the template with the day that it asks the clock for written in: it takes no clock of ours."""
+    return NOW.sub(lambda call: repr(TEMPLATE_DAY.strftime(call[2])), template)
+
+
+def _some(tools: Sequence[Message]) -> list[Any] | None:
+    return list(tools) or None
+
+
+def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of rendered chats, which hold their special tokens already.
+
+    Raises:
+        UnicodeEncodeError: one holds half a surrogate pair, which is no text; tokenizers call it a TypeError.
+    """
+    for text in rendered:
+        text.encode()
+    encoded: Any = tokenizer(rendered, add_special_tokens=False, verbose=False)
+    return list(encoded["input_ids"])
+
+
+def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Span]]:
+    """Return a rendered chat's tokens, and the characters of each; those between two tokens are the later one's.
+
+    Byte-level tokenizers leave the space before a word out of its token's characters.
+    """
+    encoded: Any = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    spans, reached = [], 0
+    for start, end in encoded["offset_mapping"]:
+        spans.append((min(start, reached), end))
+        reached = max(reached, end)
+    return list(encoded["input_ids"]), spans
+
+
+def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of running text, with the special tokens that the tokenizer begins it with.
+
+    Raises:
+        UnicodeEncodeError: it holds half a surrogate pair.
+    """
+    text.encode()
+    encoded: Any = tokenizer(text, verbose=False)
+    return list(encoded["input_ids"])
+
+
+@lru_cache(maxsize=8)
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special tokens, any of which may end a turn; the unknown one stands for words, and ends none."""
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+    return frozenset((added | set(tokenizer.all_special_ids)) - unknown)
+
+
+@lru_cache(maxsize=8)
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return what a turn's end reads like: a special token, perhaps behind blanks."""
+    return re.compile(rf"\s*{_any_special(tokenizer)}")
+
+
+@lru_cache(maxsize=8)
+def text_end(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return what a text's end reads like where its last turn has ended before: the end token, once more."""
+    end = re.escape(str(tokenizer.eos_token)) if tokenizer.eos_token else "(?!)"
+    return re.compile(rf"{_any_special(tokenizer)}\s+{end}\Z")
+
+
+def _any_special(tokenizer: PreTrainedTokenizerBase) -> str:
+    special = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(turn_ends(tokenizer)))]
+    longest_first = sorted(special, key=len, reverse=True)
+    return rf"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"

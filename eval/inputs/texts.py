@@ -1,0 +1,163 @@
+"""Texts to measure along: what the target writes after the prompts, or what a log has recorded there."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from data.config import DataConfig
+from data.text.files import Raw
+from data.text.masks import samples_of
+from data.text.prompts import prompt_of, split_text
+from data.text.records import Message, Record, content_text, label
+from data.text.template import encode_plain
+from inference.decode import Settings, autoregress
+from inference.target.target import Target
+from inference.target.tokenizer import Reads
+
+TOKENS = ("prompt_token_ids", "token_ids")  # keys of a log's record that has tokens: before the answer, and of it
+NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own, for which the target writes them"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt with what was written after it, where the prompt ends, and how many tokens were allowed."""
+
+    token: list[int]
+    start: int
+    limit: int
+
+    @property
+    def made(self) -> int:
+        """How many tokens were written."""
+        return len(self.token) - self.start
+
+
+class TokenLog(NamedTuple):
+    """A record of a log that has the tokens of a prompt and of its answer."""
+
+    id: str
+    category: str
+    prompt: list[int]
+    answer: list[int]
+
+    @classmethod
+    def read(cls, raw: Raw, place: int, path: str) -> "TokenLog":
+        """Return the record with TOKENS at a place of its file.
+
+        Raises:
+            ValueError: one of these is no list of tokens.
+        """
+        name = label(raw.get("id", raw.get("request_id", place)))
+        for key in TOKENS:
+            if not isinstance(raw[key], list) or not all(type(token) is int for token in raw[key]):
+                raise ValueError(f"{path}: record {name}: {key} is no list of token numbers: mend or remove the record")
+        return cls(name, label(raw.get("category") or ""), *(list(raw[key]) for key in TOKENS))
+
+
+class Told(NamedTuple):
+    """A text of a log: its record's id and category."""
+
+    id: str
+    category: str
+    text: Text
+
+
+def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:
+    """Let the target answer by itself; answers of one token, which no step adds to, are left out."""
+    made = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
+    return [text for text in made if text.made > 1]
+
+
+def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Settings) -> Text:
+    """Return the text of a prompt and its answer."""
+    return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
+
+
+def recorded(record: Record | TokenLog, name: str, reads: Reads, turns: str, most: int) -> Iterator[Told]:
+    """Yield the answers of a log's record, each after all that was said before it, cut to `most` tokens.
+
+    A chat's tokens are those of the whole chat as the template renders it, and an answer is what training would mask
+    as one, the token that ends it included. Without a template the texts stand one after another.
+
+    Args:
+        record: a chat, a text or tokens.
+        name: the workload's, for errors.
+        reads: the tokenizer, and the tokens that end an answer.
+        turns: "first" or "all" answers.
+        most: tokens of an answer.
+
+    Raises:
+        ValueError: it has no answer, or none that can be told from its prompt.
+    """
+    found = list(_answers(record, name, reads))
+    for number, (token, start) in enumerate(found if turns == "all" else found[:1], 1):
+        if len(token) == start:
+            raise ValueError(f"workload {name}, record {record.id}: {NO_ANSWER}")
+        if not start:
+            raise ValueError(f"workload {name}, record {record.id}: its answer follows nothing: give its prompt too")
+        here = f"{record.id}.{number}" if turns == "all" and len(found) > 1 else record.id
+        yield Told(here, record.category, Text(token[: start + most], start, most))
+
+
+def _answers(record: Record | TokenLog, name: str, reads: Reads) -> Iterator[tuple[list[int], int]]:
+    """Yield tokens up to the end of an answer, and where the answer begins."""
+    if isinstance(record, TokenLog):
+        yield record.prompt + record.answer, len(record.prompt)
+        return
+    tokenizer: Any = reads.tokenizer
+    if not record.messages:
+        prompt = prompt_of(record, tokenizer).token
+        _, rest = split_text(record.text, tokenizer)
+        if not rest:
+            raise ValueError(f"workload {name}, record {record.id}: a text of {len(prompt)} token has no answer")
+        yield prompt + rest, len(prompt)
+        return
+    if all(message["role"] != "assistant" for message in record.messages):
+        raise ValueError(f"workload {name}, record {record.id}: {NO_ANSWER}")
+    if tokenizer.chat_template:
+        yield from _rendered(record, name, tokenizer)
+    else:
+        yield from _joined(record.messages, reads)
+
+
+def _rendered(record: Record, name: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
+    """Yield the answers of a chat, where its loss mask has them."""
+    dropped: Counter[str] = Counter()
+    samples = samples_of(record, tokenizer, name, _masking(), dropped)
+    if not samples:
+        cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
+        raise ValueError(
+            f"workload {name}, record {record.id}: no answer can be told from its prompt ({cause}): mend it"
+        )
+    for sample in samples:
+        place = 0
+        for answer, run in groupby(sample.mask):
+            end = place + len(list(run))
+            if answer:
+                yield sample.token[:end], place
+            place = end
+
+
+def _joined(messages: Sequence[Message], reads: Reads) -> Iterator[tuple[list[int], int]]:
+    """Yield the answers of a chat for a tokenizer without a template, its texts one after another."""
+    tokenizer: Any = reads.tokenizer
+    said: list[str] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            prompt = encode_plain("\n\n".join(said), tokenizer)
+            answer = tokenizer(content_text(message), add_special_tokens=False, verbose=False)["input_ids"]
+            yield prompt + answer + sorted(reads.eos)[:1], len(prompt)
+        said.append(content_text(message))
+
+
+def _masking() -> DataConfig:
+    """Return how masks are drawn here: of all answers, whole, a record that has none left out."""
+    return DataConfig(
+        path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
+        max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",
+        on_bad="drop",
+    )  # fmt: skip

@@ -1,0 +1,196 @@
+"""Under load: requests that come at a rate, whether or not the engine has time for them, and what each of them waits.
+
+An open loop: arrivals follow a clock of their own (Poisson), as users do, and not the ends of answers. Who finds no
+free place in the batch waits in a queue. Plain decoding and every drafter meet the same arrivals, so that their
+latencies can be compared request by request; their tokens per second cannot, for it is the arrivals that bound them.
+"""
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import torch
+
+from data.text.prompts import Prompt
+from eval.live.interleaved import PLAIN, Runs, Session
+from eval.measures import metrics
+from eval.measures.results import Row
+from inference.batch import Batch, batch_of
+from inference.decode import Generation, Settings, speculate
+from inference.drafters.plain import Plain
+from inference.protocol import Drafter
+from inference.target.target import Target
+
+
+class Served(NamedTuple):
+    """A request that was answered; seconds, of which `arrived` counts from the round's first arrival, 0."""
+
+    made: Generation  # its latency counts from the arrival
+    arrived: float
+    queue_s: float  # from the arrival to the prefill
+    ttft_s: float  # from the arrival to the first token
+
+    @property
+    def ended(self) -> float:
+        """When the answer was complete."""
+        return self.arrived + self.made.latency_s
+
+
+Rounds = dict[str, list[list[Served]]]  # by name, by prompt, the rounds
+
+
+def arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
+    """Return the seconds at which requests come, the first at 0, with exponential gaps of 1 / rate on average."""
+    return list(accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0))
+
+
+def serve(
+    batch: Batch,
+    prompts: Sequence[list[int]],
+    when: Sequence[float],
+    settings: Settings,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Served]:
+    """Answer requests in the order of their arrivals, in a continuous batch.
+
+    Who has arrived enters as soon as a place is free, before the next pass. Without anybody to answer the engine
+    sleeps until the next arrival.
+
+    Args:
+        batch: an empty batch; its size is the capacity.
+        prompts: token ids of each request.
+        when: the arrivals, seconds from now.
+        settings: of all requests.
+        clock, sleep: seconds, and how to let them pass.
+
+    Returns:
+        The requests in their order.
+    """
+    begin, waiting = clock(), deque(range(len(prompts)))
+    running: dict[int, Served] = {}
+    done: dict[int, Served] = {}
+    while waiting or batch.rows:
+        now = clock() - begin
+        if waiting and batch.free and when[waiting[0]] <= now:
+            number = waiting.popleft()
+            made = batch.admit(number, prompts[number], settings)
+            arrived = when[number]
+            running[number] = Served(made, arrived, now - arrived, clock() - begin - arrived)
+        elif batch.rows:
+            batch.step()
+        else:
+            sleep(when[waiting[0]] - now)
+        batch.release()
+        for number in [number for number, each in running.items() if each.made.finish]:
+            done[number] = running.pop(number)
+            done[number].made.latency_s = clock() - begin - done[number].arrived
+    return [done[number] for number in range(len(prompts))]
+
+
+@torch.inference_mode()
+def measure(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    repeats: int,
+    warmup: Sequence[Prompt],
+    batch_size: int,
+    request_rate: float,
+) -> Rounds:
+    """Let plain decoding and every drafter answer all prompts as they come, in turns, in a new random order each round.
+
+    A round has arrivals of its own, the same for all; another rate has the same ones, stretched. A drafter that
+    remembers begins every round with nothing. The `warmup` prompts run before, without waiting.
+
+    Returns:
+        For "plain" and each drafter's name: the rounds of each prompt, in the prompts' order.
+    """
+    together: dict[str, Drafter] = {PLAIN: Plain(target.device), **drafters}
+    tokens, before = [prompt.token for prompt in prompts], [prompt.token for prompt in warmup]
+    for drafter in together.values() if before else ():
+        some = (before * batch_size)[: max(batch_size, len(before))]
+        speculate(target, drafter, some, settings, batch_size=batch_size)
+    gaps, shuffle = random.Random(settings.seed), random.Random(settings.seed)
+    rounds: Rounds = {name: [[] for _ in prompts] for name in together}
+    for _ in range(repeats):
+        when = arrivals(len(prompts), request_rate, gaps)
+        for name in shuffle.sample(list(together), len(together)):
+            drafter = together[name]
+            drafter.forget()
+            target.feature_layers = drafter.feature_layers
+            batch = batch_of(target, drafter, tokens[0], min(batch_size, len(tokens)))
+            for each, served in zip(rounds[name], serve(batch, tokens, when, settings), strict=True):
+                each.append(served)
+    return rounds
+
+
+def generations(rounds: Rounds) -> Runs:
+    """Return the answers alone."""
+    return {name: [[served.made for served in repeats] for repeats in each] for name, each in rounds.items()}
+
+
+def waited(rows: Sequence[Row], rounds: Rounds, session: Session) -> list[Row]:
+    """Return the rows that `live.rows` made of a session under load, with what its requests waited.
+
+    Latencies are those of all rounds: each had other arrivals, so none is more typical than another.
+    """
+    everywhere = range(len(rounds[PLAIN]))
+    return [_waited(row, rounds, session.categories.get(row.category, everywhere), session) for row in rows]
+
+
+def _waited(row: Row, rounds: Rounds, places: Sequence[int], session: Session) -> Row:
+    """Return a row with what its requests waited, and a speedup of latencies if it had one."""
+    groups = [session.conversations[place] for place in places] if session.conversations else None
+    mine, plain = ([rounds[name][place] for place in places] for name in (row.drafter, PLAIN))
+    served = list(chain.from_iterable(mine))
+    spreads = {
+        "tau": metrics.quantiles([metrics.ratio(metrics.decoded(each.made), len(each.made.steps)) for each in served]),
+        "latency_s": metrics.quantiles([each.made.latency_s for each in served]),
+        "ttft_s": metrics.quantiles([each.ttft_s for each in served]),
+        "queue_s": metrics.quantiles([each.queue_s for each in served]),
+    }
+    trusted = row.whole_speedup is not None
+    return replace(
+        row,
+        tokens_per_second=throughput(mine),
+        latency_s=statistics.median(each.made.latency_s for each in served),
+        speedup=latency_ratio(mine, plain) if trusted else None,
+        speedup_ci=latency_interval(mine, plain, session.seed, groups) if trusted else None,
+        speedup_hf=None,
+        whole_tokens_per_second=None,
+        whole_speedup=None,
+        whole_speedup_ci=None,
+        by_request={name: spread for name, spread in spreads.items() if spread},
+    )
+
+
+def throughput(rounds: Sequence[Sequence[Served]]) -> float | None:
+    """Return the tokens after the prefill's over the seconds from each round's first arrival to its last end."""
+    each = list(zip(*rounds, strict=True))
+    seconds = sum(max(one.ended for one in turn) - min(one.arrived for one in turn) for turn in each)
+    return metrics.ratio(sum(metrics.decoded(one.made) for turn in each for one in turn), seconds)
+
+
+def latency_ratio(rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[Served]]) -> float | None:
+    """Return plain decoding's mean latency over that of `rounds`, which hold the same requests: above 1 is faster."""
+    return metrics.ratio(sum(map(_latency, plain)), sum(map(_latency, rounds)))
+
+
+def latency_interval(
+    rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[Served]], seed: int, groups: metrics.Groups = None
+) -> metrics.Interval | None:
+    """Return its interval: prompts are drawn again, those of a group together, each with its rounds on both sides."""
+    both = [[_latency(slow), _latency(fast)] for slow, fast in zip(plain, rounds, strict=True)]
+    columns = metrics.within(torch.tensor(both, dtype=torch.float64), groups)
+    return metrics.bootstrap(columns, lambda total: total[:, 0] / total[:, 1], seed)
+
+
+def _latency(rounds: Sequence[Served]) -> float:
+    return sum(each.made.latency_s for each in rounds)

@@ -1,0 +1,202 @@
+"""The losslessness gate: speculative greedy decoding must emit plain greedy decoding's tokens, prompt by prompt."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from eval.measures.chi_square import LawTest
+from inference.decode import Generation
+
+# A pass over a tree adds up the same numbers in another order than a pass over one token, so its logits differ by
+# rounding. If no logit is off by more than e, two tokens can only change places where both passes see a gap of at most
+# 2 e between them. float64 and float32 carry few units of rounding through the layers; the 16-bit numbers are coarse by
+# themselves: between 16 and 32, where lm_heads put their best logits, they stand 1/64 (float16) and 1/8 (bfloat16)
+# apart, and two steps of that grid are allowed. A wrong token of a defect shows gaps of whole units.
+EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torch.bfloat16: 2 / 8}
+
+
+def labelled(drafter: str, batch_size: int, report: str = "", request_rate: float | None = None) -> str:
+    """Return what a drafter is called: at a batch size, under a rate of requests, in one of several reports.
+
+    Gates know no rate.
+    """
+    name = drafter if batch_size == 1 else f"{drafter} x{batch_size}"
+    name = name if request_rate is None else f"{name} at {request_rate:g} req/s"
+    return f"{name} of {report}" if report else name
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a run first left plain decoding; a token is None where that side had already stopped.
+
+    Of texts whose tokens are not to be seen, the position is a character's, and `shown` says what stands there.
+    """
+
+    prompt: str
+    position: int
+    plain: int | None
+    drafted: int | None
+    gap: float | None  # plain decoding's top-2 logit gap there
+    shown: str = ""
+
+    def __str__(self) -> str:
+        """Describe it for a message."""
+        if self.shown:
+            return f"prompt {self.prompt}, character {self.position}: {self.shown}"
+        gap = "unknown" if self.gap is None else f"{self.gap:.3g}"
+        plain, drafted = ("the end" if token is None else f"token {token}" for token in (self.plain, self.drafted))
+        return f"prompt {self.prompt}, position {self.position}: {drafted} instead of {plain} (top-2 logit gap {gap})"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The verdict over all prompts; every checked prompt is identical, a near tie, or failed.
+
+    A `lossy` rule is red whatever it emitted: that a few prompts came out alike proves nothing about it.
+    """
+
+    checked: int
+    identical: int
+    near_tie: int
+    failed: int
+    first: Divergence | None = None  # the first failure
+    lossy: bool = False
+    ties: tuple[Divergence, ...] = field(default=(), compare=False)  # the near ties, with their gaps
+    verdicts: tuple[str, ...] = field(default=(), compare=False)  # on each prompt: a key of `counts`
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was checked, nothing failed, and the rule is meant to keep the target's law."""
+        return self.failed == 0 and self.checked > 0 and not self.lossy
+
+    def counts(self) -> dict[str, int]:
+        """Return the four counts, as the report writes them."""
+        return {
+            "checked": self.checked,
+            "identical": self.identical,
+            "near_tie": self.near_tie,
+            "failed": self.failed,
+        }
+
+    def among(self, places: Sequence[int]) -> "Gate":
+        """Return the verdict on some of the prompts, by their places; one without details is returned as it is."""
+        if not self.verdicts:
+            return self
+        kept = tuple(self.verdicts[place] for place in places)
+        return replace(verdict_of(kept, [], []), lossy=self.lossy)
+
+
+@dataclass(frozen=True)
+class SampledGate:
+    """The verdict on a drafter at a temperature above 0.
+
+    Attributes:
+        coupled: prompts with the same tokens as plain decoding under coupled noise, at all batch sizes.
+        law: the chi-square test, at batch size 1; None where nothing could be drawn, for the reason `why`.
+        batch_sizes: at which the tokens under coupled noise were compared.
+        failed_at: the first of them at which tokens differ, where `coupled.first` was seen; None: at none.
+    """
+
+    drafter: str
+    temperature: float
+    coupled: Gate
+    law: LawTest | None
+    why: str
+    batch_sizes: tuple[int, ...] = (1,)
+    failed_at: int | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the tokens are equal, and the law was not rejected."""
+        return self.coupled.passed and (self.law is None or self.law.passed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what the report's JSON says of it."""
+        counts = self.coupled.counts() | {"first": self.coupled.first, "ties": self.coupled.ties}
+        drawn = None if self.law is None else asdict(self.law) | {"control_caught": self.law.caught}
+        named = {"drafter": self.drafter, "temperature": self.temperature, "passed": self.passed}
+        sizes = {"batch_sizes": self.batch_sizes, "failed_at": self.failed_at}
+        return {**named, "coupled": counts | sizes, "law": drawn, "why_no_law": self.why}
+
+    def __str__(self) -> str:
+        """Describe it for a message."""
+        several = f" at batch sizes {', '.join(map(str, self.batch_sizes))}" if self.batch_sizes != (1,) else ""
+        same = f"{self.coupled.identical} of {self.coupled.checked} prompts equal under coupled noise{several}"
+        told = f"{self.drafter} at T={self.temperature:g}: {same}; {self.law or self.why}"
+        at = f"batch size {self.failed_at}, " if several else ""
+        return told + (f"; {at}{self.coupled.first}" if self.coupled.first else "")
+
+
+VERDICTS = ("identical", "near_tie", "failed")
+UNCHECKED = Gate(0, 0, 0, 0)
+
+
+def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergence | None:
+    """Return where two runs first differ, the end of the shorter one included; None where they are the same."""
+    ours, theirs = plain.tokens, drafted.tokens
+    shorter = min(len(ours), len(theirs))
+    position = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    if position == len(ours) == len(theirs):
+        return None
+    return Divergence(
+        prompt=prompt,
+        position=position,
+        plain=ours[position] if position < len(ours) else None,
+        drafted=theirs[position] if position < len(theirs) else None,
+        gap=plain.gaps[position] if position < len(plain.gaps) else None,
+    )
+
+
+def near_tie(found: Divergence, drafted: Generation, epsilon: float) -> bool:
+    """Whether rounding explains the divergence: both runs chose, and neither saw a clear winner.
+
+    A run that stopped where the other went on is never excused: where to stop follows from the tokens alone.
+    """
+    if found.plain is None or found.drafted is None or found.gap is None:
+        return False
+    return found.gap < epsilon and all(gap < epsilon for gap in drafted.gaps[found.position : found.position + 1])
+
+
+def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
+    """Compare runs at temperature 0 prompt by prompt.
+
+    Args:
+        plain: plain decoding's runs with their logit gaps, one a prompt.
+        drafted: the drafter's runs of the same prompts; where they carry gaps, those must be small as well.
+        ids: the prompts' names, for the message.
+        dtype: the target's, which decides how small a gap rounding can flip.
+
+    Returns:
+        The counts and the first failure.
+
+    Raises:
+        ValueError: for a dtype in which nothing is known of the rounding.
+    """
+    if dtype not in EPSILON:
+        raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")
+    verdicts: list[str] = []
+    failures: list[Divergence] = []
+    ties: list[Divergence] = []
+    for ours, theirs, prompt in zip(plain, drafted, ids, strict=True):
+        found = divergence(ours, theirs, prompt)
+        tied = found is not None and near_tie(found, theirs, EPSILON[dtype])
+        verdicts.append("identical" if found is None else "near_tie" if tied else "failed")
+        if found is not None:
+            (ties if tied else failures).append(found)
+    return verdict_of(verdicts, ties, failures)
+
+
+def worst(gates: Sequence[Gate]) -> Gate:
+    """Return one gate for several of the same prompts: of each prompt the worst verdict, and the first failure."""
+    verdicts = [max(each, key=VERDICTS.index) for each in zip(*(gate.verdicts for gate in gates), strict=True)]
+    failures = [gate.first for gate in gates if gate.first is not None]
+    return verdict_of(verdicts, [tie for gate in gates for tie in gate.ties], failures)
+
+
+def verdict_of(verdicts: Sequence[str], ties: Sequence[Divergence], failures: Sequence[Divergence]) -> Gate:
+    """Return the gate of the prompts' verdicts, with the near ties and failures among them."""
+    first = failures[0] if failures else None
+    identical, tied, failed = (sum(each == kind for each in verdicts) for kind in VERDICTS)
+    return Gate(len(verdicts), identical, tied, failed, first, ties=tuple(ties), verdicts=tuple(verdicts))

@@ -1,0 +1,96 @@
+"""What a measurement depends on besides the models: the machine, the versions, and the revision of the code."""
+
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from heads.common.redact import redacted_words
+from heads.common.resolvers import ROOT
+
+
+def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the device, the arithmetic (None: no model computed) and the versions that the speed depends on."""
+    return {
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "type": device.type,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "clock_mhz": clock_mhz(device),
+        "load": [round(load, 2) for load in os.getloadavg()],
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+    }
+
+
+def clock_mhz(device: torch.device) -> float | None:
+    """Return the device's clock at this moment, a processor's as the mean of its cores; None where nothing tells it."""
+    if device.type == "cuda":
+        try:
+            return float(torch.cuda.clock_rate(device))
+        except (ImportError, RuntimeError):  # it asks the driver's library, whose Python package may be missing
+            return None
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    clocks = [float(line.split(":", 1)[1]) for line in lines if line.startswith("cpu MHz")]
+    return round(sum(clocks) / len(clocks), 1) if clocks else None
+
+
+def cpu_name() -> str:
+    """Return the processor's model, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on the accelerator since the last reset, or resident in this process since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    for line in status.read_text(encoding="utf-8").splitlines() if status.is_file() else ():
+        if line.startswith("VmHWM:"):  # getrusage also knows of the process that started this one
+            return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def provenance() -> dict[str, Any]:
+    """Return what it takes to measure again: the code's revision, the command, the date."""
+    revision = git("rev-parse", "HEAD")
+    return {
+        "revision": revision,
+        "dirty": None if revision is None else bool(git("status", "--porcelain")),
+        "command": shlex.join(["python", *redacted_words(sys.argv)]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def git(*arguments: str) -> str | None:
+    """Return what git says about the checkout, None where there is no git, no checkout or no commit."""
+    if not (ROOT / ".git").exists():  # an installed package must not report the repository it happens to lie in
+        return None
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,60 @@
+"""A row of the report: what one draft source made of one workload, at one temperature and batch size."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from eval.measures.metrics import Interval
+
+LIVE, TEACHER_FORCED, REPLAY = TIERS = ("live", "teacher_forced", "replay")  # the first alone has a clock
+
+
+@dataclass(frozen=True)
+class Row:
+    """One drafter on one workload at one temperature and batch size; None stands for what was not measured.
+
+    `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
+    `latency_s` is the median over the requests of what each waited, from its prefill on.
+    `request_rate` is in requests a second; None where each request came when one before it had ended. Under a rate
+    `latency_s` counts from the arrival, `batch_size` is the most sequences in one pass, `tokens_per_second` is over the
+    time from the first arrival to the last end, and `speedup` is plain decoding's mean latency over the drafter's.
+    `overlap_headroom` is how many times faster the steps would be if drafting hid behind verification entirely.
+    """
+
+    drafter: str
+    rule: str
+    tree: str
+    workload: str
+    temperature: float
+    batch_size: int
+    steps: int
+    tokens: int
+    tau: float | None
+    tau_ci: Interval | None
+    tau_request_mean: float | None
+    accepted_by_depth: list[float]
+    conditional_by_depth: list[float]
+    draft_tokens: int
+    accepted_per_draft_token: float | None
+    tokens_per_second: float | None
+    speedup: float | None
+    speedup_ci: Interval | None
+    speedup_hf: float | None
+    overlap_headroom: float | None
+    seconds: dict[str, float]
+    latency_s: float | None
+    memory_bytes: int
+    lossless: dict[str, int]
+    category: str = ""  # empty: all prompts of the workload
+    prompts: int = 0
+    state: str = "none"  # of a source that remembers: warm from the requests before, or cold
+    definitions: dict[str, float | None] = field(default_factory=dict)  # by the names of metrics.DEFINITIONS
+    tau_within_depth: list[float | None] = field(default_factory=list)  # had every draft ended at depth 1, 2, …
+    by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
+    prefill_s: float = 0.0  # of all requests
+    whole_tokens_per_second: float | None = None  # end to end, with the prefill
+    whole_speedup: float | None = None
+    whole_speedup_ci: Interval | None = None
+    agreement: dict[str, Any] = field(default_factory=dict)  # the timed greedy tokens against plain decoding's
+    tier: str = LIVE
+    request_rate: float | None = None
+    report: str = ""  # where reports stand side by side, the one that it is from

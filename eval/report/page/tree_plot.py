@@ -1,0 +1,142 @@
+"""The page's plot of a tree: each node with the share of the target passes that accepted it."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from eval.report.page.names import Told
+from eval.report.page.plots import Plot, Records, Spec, axis, plot, whole
+
+Path = tuple[int, ...]
+
+# Pixels. Labels are placed as they fit on the narrowest page, so that they fit on any.
+NARROW = 280  # the depths' axis on a phone
+EDGE = 36  # beside the first and the last depth, for their labels
+ROOMY, CLOSE = 32, 13  # from leaf to leaf, in a small tree and in a large one
+USUAL, TALL = 420, 1100  # the plot
+DOT = 14.0
+LABEL = (26, 11)
+GAP = 3  # from a node to its label
+LEAST = 0.005  # share of a node with a label
+HUE = "#4c78a8"
+
+
+class Box(NamedTuple):
+    """A rectangle on the page."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: "Box") -> bool:
+        """Whether they overlap."""
+        across = self.left < other.right and other.left < self.right
+        return across and self.top < other.bottom and other.top < self.bottom
+
+
+def tree(name: str, found: Told) -> Plot:
+    """Return a tree, its root on the left: the fuller a node and the thicker its edge, the more often it was accepted.
+
+    Args:
+        name: the drafter's.
+        found: the tree as report.json has it, with one node or more.
+    """
+    share: dict[Path, float] = dict(zip(map(tuple, found["paths"]), found["accepted"], strict=True))
+    deepest, ends = max(map(len, share)), len(leaves(share))
+    apart = min(max(CLOSE, min(ROOMY, USUAL / ends)), TALL / ends)
+    dot = min(DOT, 0.8 * NARROW / deepest, 0.8 * apart)
+    height = heights(share)
+    middle = {path: (len(path) * NARROW / deepest, (y + 1) * apart) for path, y in height.items()}
+    beside = labels(middle, share, dot)
+    known = {(): 1.0, **share}
+    data: Records = [
+        {
+            "depth": len(path), "y": height[path], "above": max(len(path) - 1, 0), "from": height[path[:-1]],
+            "node": "→".join(["root", *(str(rank + 1) for rank in path)]), "share": each,
+            "after": each / known[path[:-1]] if known[path[:-1]] else None,
+            "side": beside.get(path, ""),
+        }
+        for path, each in known.items()
+    ]  # fmt: skip
+    caption = f"{name}: {found['label']}, {found['steps']} target passes. {found['note']}"
+    return plot(caption, data, layers(deepest, ends, dot), round(apart * (ends + 0.5)))
+
+
+def layers(deepest: int, ends: int, dot: float) -> list[Spec]:
+    """Return the edges, the nodes and their labels; the names are classes that the page's styles know."""
+    x = axis("depth", "depth", axis={**whole(deepest, 0), "grid": False}, scale={"padding": EDGE, "nice": False})
+    y = axis("y", "", axis=None, scale={"domain": [-1, ends - 0.5], "reverse": True, "nice": False})
+    tip = [
+        {"field": "node", "type": "nominal", "title": "ranks"},
+        {"field": "share", "type": "quantitative", "format": ".3f", "title": "accepted"},
+        {"field": "after", "type": "quantitative", "format": ".3f", "title": "where its parent was"},
+    ]
+    size = {"field": "share", "type": "quantitative", "legend": None}
+    thick = {**size, "scale": {"type": "sqrt", "domain": [0, 1], "range": [0.5, 0.5 * dot]}}
+    full = {**size, "scale": {"type": "sqrt", "domain": [0, 1], "range": [0, 1]}}
+    at = {"x": x, "y": y}
+    edge = {"x": {**x, "field": "above"}, "x2": {"field": "depth"}, "y": {**y, "field": "from"}, "y2": {"field": "y"}}
+    circle = {"type": "circle", "size": dot * dot, "opacity": 1}
+    near = dot / 2 + GAP
+    sides = {"right": {"align": "left", "dx": near}, "above": {"baseline": "bottom", "dy": -near}}
+    texts: list[Spec] = [
+        {
+            "name": f"shares_{side}",
+            "transform": [{"filter": f"datum.side == '{side}'"}],
+            "mark": {"type": "text", **place},
+            "encoding": {**at, "text": {"field": "share", "type": "quantitative", "format": ".2f"}},
+        }
+        for side, place in sides.items()
+    ]
+    return [
+        {"mark": {"type": "rule", "stroke": HUE, "opacity": 0.5}, "encoding": {**edge, "strokeWidth": thick}},
+        {"name": "backs", "mark": circle, "encoding": at},
+        *texts,
+        {
+            "name": "nodes",
+            "mark": {**circle, "fill": HUE, "stroke": HUE, "strokeWidth": 1},
+            "encoding": {**at, "fillOpacity": full, "tooltip": tip},
+        },
+    ]
+
+
+def leaves(share: Mapping[Path, float]) -> list[Path]:
+    """Return the nodes that no other continues, from top to bottom."""
+    inner = {path[:-1] for path in share}
+    return sorted(path for path in share if path not in inner)
+
+
+def heights(share: Mapping[Path, float]) -> dict[Path, float]:
+    """Return how far down each node and the root stand, in leaves: a parent in the middle of its children."""
+    found = {path: float(place) for place, path in enumerate(leaves(share))}
+    below: dict[Path, list[Path]] = {}
+    for path in share:
+        below.setdefault(path[:-1], []).append(path)
+    for path in sorted(below, key=len, reverse=True):
+        of = [found[child] for child in below[path]]
+        found[path] = (min(of) + max(of)) / 2
+    return found
+
+
+def labels(middle: Mapping[Path, tuple[float, float]], share: Mapping[Path, float], dot: float) -> dict[Path, str]:
+    """Return beside which nodes their share can stand, and on which side; the often accepted ones choose first.
+
+    Args:
+        middle: where the nodes and the root are, in pixels.
+        share: of the nodes; one that would read 0.00 has no label.
+        dot: a node's width in pixels.
+    """
+    taken = {path: Box(x - dot / 2, y - dot / 2, x + dot / 2, y + dot / 2) for path, (x, y) in middle.items()}
+    ends, found, put = set(leaves(share)), dict[Path, str](), list[Box]()
+    wide, high = LABEL
+    for path in sorted((path for path in share if share[path] >= LEAST), key=lambda path: (-share[path], path)):
+        x, y = middle[path]
+        near = dot / 2 + GAP
+        above = Box(x - wide / 2, y - near - high, x + wide / 2, y - near)
+        right = Box(x + near, y - high / 2, x + near + wide, y + high / 2)
+        for side, box in ([("right", right)] if path in ends else []) + [("above", above)]:
+            if box.top >= 0 and not any(box.meets(other) for other in [*taken.values(), *put]):
+                found[path] = side
+                put.append(box)
+                break
+    return found

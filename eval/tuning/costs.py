@@ -1,0 +1,264 @@
+"""What the parts of a decoding step cost on this device, measured inside the engine.
+
+A draft source plays a recorded text back to the engine: the trees that it hands over have the sizes to be measured and
+hold as many of the text's tokens as are to be accepted, and before each it times a proposal that it then throws away.
+So every part is timed between the others, as in decoding: a loop over one part alone finds its weights still in the
+processor's cache, and reports less than the part costs.
+"""
+
+import itertools
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from eval.inputs.texts import Text
+from eval.measures.cost_model import Costs, draft_key, rising
+from eval.measures.machine import synchronize
+from inference.batch import Batch, twin
+from inference.decode import Settings, Step
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.drafters.policy import TreeConfig
+from inference.protocol import Commit, Context, Drafter, Proposal
+from inference.target.target import Target
+from inference.verification.tree import DraftTree
+
+ROUNDS = 20  # over the texts: what is rare in them is then left as it is
+# Plain decoding and playback take turns of so few passes that a machine which slows down for a while slows both alike.
+STRETCH = 8
+TURNS = 6  # at least
+Samples = defaultdict[int, list[float]]
+T = TypeVar("T")
+
+
+class Script:
+    """What the sequences of a batch draft, pass by pass, and the samples that they take.
+
+    Attributes:
+        texts: those being decoded, by prompt.
+        size: the nodes that every sequence drafts in the pass at hand.
+        draft: seconds of a proposal, by the tree's `draft_key`.
+        commit: seconds of the head's pass over committed rows, by their number.
+    """
+
+    def __init__(self, measured: Sequence[TreeConfig], sizes: Sequence[int], seed: int) -> None:
+        shuffle = random.Random(seed)
+        deepest = max((tree.deepest for tree in measured), default=max(sizes))
+        self.next_tree = rotation(measured, shuffle)
+        self.next_size, self.next_accepted = rotation(sizes, shuffle), rotation(range(deepest + 1), shuffle)
+        self.texts: dict[tuple[int, ...], Text] = {}
+        self.size = 0
+        self.draft: defaultdict[str, list[float]] = defaultdict(list)
+        self.commit: Samples = defaultdict(list)
+
+    def begin(self) -> None:
+        """Choose the size of the next pass."""
+        self.size = next(self.next_size)
+
+
+class Playback:
+    """Times a head's proposals and commits, and drafts trees of given sizes that hold a recorded text's tokens.
+
+    One a sequence; a head of None has nothing to be timed.
+    """
+
+    name, tree = "playback", "playback"
+
+    def __init__(self, target: Target, head: HeadDrafter | None, script: Script) -> None:
+        self.target, self.head, self.script = target, head, script
+        self.feature_layers = () if head is None else head.feature_layers
+        self.text = Text([], 0, 0)
+
+    def reset(self, prompt: list[int]) -> None:
+        """Begin a new sequence."""
+        self.text = self.script.texts[tuple(prompt)]
+        if self.head is not None:
+            self.head.reset(prompt)
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence but the samples."""
+
+    def observe(self, commit: Commit) -> None:
+        """Let the head commit rows, timed unless they are a prompt's."""
+        if self.head is None:
+            return
+        start = self.clock()
+        self.head.observe(commit)
+        if commit.verified is not None:
+            self.script.commit[len(commit.token)].append(self.clock() - start)
+
+    def propose(self, context: Context) -> Proposal:
+        """Time one of the head's trees, and hand over one of the size to be measured."""
+        if self.head is not None:
+            self.head.config = next(self.script.next_tree)
+            start = self.clock()
+            self.head.propose(context._replace(room=self.head.config.deepest))
+            self.script.draft[draft_key(self.head.config)].append(self.clock() - start)
+        following = self.text.token[len(context.token) :][: max(context.room, 0)]
+        accepted, size = next(self.script.next_accepted), self.script.size
+        if context.room < 1 or not self.target.takes_trees:  # a node of a chain lies deep
+            size = min(size, max(context.room, 0))
+        return Proposal(planted(context.token[-1], following[: min(accepted, size)], size, self.target))
+
+    def clock(self) -> float:
+        """Return seconds, after the device has finished what it was given."""
+        synchronize(self.target.device)
+        return time.perf_counter()
+
+
+def planted(root: int, tokens: Sequence[int], size: int, target: Target) -> DraftTree:
+    """Return a tree of `size` drafted nodes, level by level, that holds these tokens as a path of first children.
+
+    All other nodes are wrong: siblings of the tokens, or behind them if the target takes chains alone.
+    """
+    vocabulary, device = target.ends.vocab_size, target.device
+    token, parent = [root], [-1]
+    levels = max(len(tokens), 1)
+    spare = size - len(tokens)
+    above = 0
+    for level in range(levels):
+        right = list(tokens[level : level + 1])
+        wrong = spare // levels + (level < spare % levels) if target.takes_trees else 0
+        first = right[0] if right else token[above]
+        row = right + [(first + 1 + i) % vocabulary for i in range(wrong)]
+        token += row
+        parent += [above] * len(row)
+        above = len(token) - len(row)
+    while len(token) <= size:
+        parent.append(len(token) - 1)
+        token.append((token[-1] + 1) % vocabulary)
+    return DraftTree(torch.tensor(token, device=device), torch.tensor(parent, device=device))
+
+
+@torch.inference_mode()
+def measure(
+    target: Target,
+    head: HeadDrafter | None,
+    texts: Sequence[Text],
+    measured: Sequence[TreeConfig],
+    sizes: Sequence[int],
+    samples: int,
+    settings: Settings,
+    batch: int = 1,
+) -> Costs:
+    """Measure the costs on recorded texts, a few passes of plain decoding and of playback in turn.
+
+    Args:
+        target: the target that wrote them.
+        head: the draft head as a draft source; its tree is overwritten. None: a draft that costs nothing.
+        texts: what is decoded again.
+        measured: the trees whose proposals are timed; none without a head.
+        sizes: the drafted nodes whose verification is timed; 0 is plain decoding's pass.
+        samples: how often each at least.
+        settings: those that the texts were written under.
+        batch: how many sequences are decoded side by side, in every pass.
+    """
+    script = Script(measured, sizes, settings.seed)
+    script.texts = {tuple(text.token[: text.start]): text for text in texts}
+    heads = [head, *(twin(head) for _ in range(batch - 1))] if head is not None else [None] * batch
+    players = [Playback(target, each, script) for each in heads]
+    verify: Samples = defaultdict(list)
+    settle: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
+    plain: list[float] = []
+    wanted = {draft_key(tree) for tree in measured}
+    alone = decode(target, [Plain(target.device) for _ in players], texts, settings, lambda: None)
+    played = decode(target, players, texts, settings, script.begin)
+    for _ in sizes:  # what the first passes of every size cost is not what later ones do
+        next(alone)
+        next(played)
+    script.draft.clear()
+    script.commit.clear()
+    left = ROUNDS * sum(text.made for text in texts)
+    for turn in itertools.count(1):
+        for row in itertools.islice(alone, STRETCH):
+            plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in row))
+        for row in itertools.islice(played, STRETCH):
+            verify[max(step.drafted for step in row)].append(sum(step.verify_s for step in row))
+            for step in row:
+                settle[step.accepted > 1][step.drafted].append(step.other_s)
+                left -= step.committed
+        drafts = [script.draft[key] for key in wanted]
+        scarce = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
+        # What is rare is left as it is, but a tree whose draft was never timed has no price.
+        if turn >= TURNS and (scarce >= samples or (left <= 0 and all(drafts))):
+            break
+    straight, gaps = ({size: typical(each) for size, each in one.items()} for one in settle)
+    return Costs(
+        batch=batch,
+        plain=typical(plain),
+        verify=rising({size: typical(each) for size, each in verify.items() if each}),
+        settle=(straight, gaps or straight),
+        draft={key: typical(each) for key, each in script.draft.items()},
+        commit={rows: typical(each) for rows, each in script.commit.items()} or {1: 0.0},
+    )
+
+
+def decode(
+    target: Target, drafters: Sequence[Drafter], texts: Sequence[Text], settings: Settings, begin: Callable[[], None]
+) -> Iterator[list[Step]]:
+    """Decode texts in the engine without an end, one for each drafter at a time; yield the steps of every pass.
+
+    `begin` is called before each pass.
+    """
+    batch, waiting = Batch(target, drafters), enumerate(itertools.cycle(texts))
+    while True:
+        target.feature_layers = drafters[0].feature_layers
+        while batch.free:
+            number, text = next(waiting)
+            batch.admit(number, text.token[: text.start], settings)
+        begin()
+        sessions = [row.session for row in batch.rows]
+        batch.step()
+        batch.release()
+        yield [session.made.steps[-1] for session in sessions]
+
+
+@torch.inference_mode()
+def verification(
+    target: Target, sizes: Sequence[int], contexts: Sequence[int], samples: int, seed: int
+) -> dict[int, dict[int, float]]:
+    """Return the seconds of a verification pass by tokens of context, then by drafted nodes, all in turn.
+
+    Contexts that leave no room for the largest tree are left out. The committed rows are those of random tokens.
+    """
+    shuffle, vocabulary = random.Random(seed), target.ends.vocab_size
+    target.feature_layers = ()
+    caches = {context: target.cache() for context in contexts if 0 < context < target.context - max(sizes)}
+    for context, cache in caches.items():
+        target.prefill(torch.tensor(shuffle.choices(range(vocabulary), k=context), device=target.device), cache)
+    cells = [(context, size) for context in caches for size in sizes]
+    seconds: dict[int, Samples] = {context: defaultdict(list) for context in caches}
+    for turn in range(samples + 1):
+        for context, size in shuffle.sample(cells, len(cells)):
+            drafted = planted(0, [], size, target)
+            synchronize(target.device)
+            start = time.perf_counter()
+            target.score(drafted, caches[context])
+            synchronize(target.device)
+            seconds[context][size] += [time.perf_counter() - start] if turn else []
+            caches[context].keep(context, [])
+    return {
+        context: rising({size: typical(each) for size, each in found.items()}) for context, found in seconds.items()
+    }
+
+
+def typical(values: Sequence[float]) -> float:
+    """Return the mean without the lowest and highest twentieth.
+
+    Decoding pays for interruptions, and a short part has few of them but long ones: a median, or a mean without more
+    of the highest, would not see those, and price short parts too low. A single outlier must not price a tree either.
+    """
+    ordered = sorted(values)
+    cut = len(ordered) // 20
+    middle = ordered[cut : len(ordered) - cut]
+    return sum(middle) / len(middle)
+
+
+def rotation(items: Sequence[T], shuffle: random.Random) -> Iterator[T]:
+    """Yield all items in a random order, then again in another, without end."""
+    while True:
+        yield from shuffle.sample(list(items), len(items))

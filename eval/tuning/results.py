@@ -1,0 +1,205 @@
+"""What a tuning found: the candidates and the verdict at every batch size, tune.json and the tables."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eval.measures.cost_model import Costs, Prediction, stops_paying
+from eval.measures.metrics import Interval
+from eval.tuning.grid import CHAIN, TREE
+from inference.drafters.policy import TreeConfig
+
+TUNED = "tune.json"
+KINDS = {CHAIN: "a chain", TREE: "a tree"}
+OFF = 0.2  # a share of the measured speedup; a family whose prediction is further off is not chosen
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a tree gave in the timed session; no speedup where it failed the gate.
+
+    `seconds` are those of a step, `plain` those of plain decoding's, to see which part of a prediction is off: the
+    predicted "draft" and "commit" together are the measured "draft", and "settle" is "other". In a batch they are a
+    sequence's share.
+    """
+
+    tau: float | None
+    tokens_per_second: float | None
+    plain_tokens_per_second: float | None
+    speedup: float | None
+    speedup_ci: Interval | None
+    lossless: dict[str, int]
+    seconds: dict[str, float]
+    plain: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree, what is expected of it, and what came of it where it was measured.
+
+    Attributes:
+        family: the kind of tree, or that it is the one the head has.
+        at_contexts: the predicted speedup by tokens of context, at the same acceptance.
+    """
+
+    family: str
+    tree: TreeConfig
+    predicted: Prediction
+    at_contexts: dict[int, float]
+    measured: Measured | None = None
+
+    @property
+    def gain(self) -> float:
+        """The measured speedup, 0 where there is none."""
+        return 0.0 if self.measured is None else self.measured.speedup or 0.0
+
+    @property
+    def error(self) -> float | None:
+        """How far the predicted speedup is from the measured one, as a share of that."""
+        return self.predicted.speedup / self.gain - 1 if self.gain else None
+
+
+@dataclass(frozen=True)
+class AtBatch:
+    """What was found at one batch size.
+
+    Attributes:
+        candidates: the most promising trees of each family, or of chains and of trees, best first.
+        best: None where plain decoding is faster.
+        verdict: what to do, in words.
+    """
+
+    batch: int
+    costs: Costs
+    candidates: list[Candidate]
+    best: Candidate | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All numbers of one tuning.
+
+    Attributes:
+        settings: what they were measured under.
+        accepted: the share of the text's tokens by depth, then by rank, in the texts to choose from.
+        contexts: the seconds of a verification pass of one sequence by tokens of context, then by drafted nodes.
+        batches: what was found at each batch size.
+    """
+
+    settings: dict[str, Any]
+    accepted: list[list[float]]
+    contexts: dict[int, dict[int, float]]
+    batches: list[AtBatch]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tree that was timed is lossless."""
+        timed = [one.measured for at in self.batches for one in at.candidates if one.measured is not None]
+        return not any(one.lossless["failed"] for one in timed)
+
+    def stops(self) -> dict[str, dict[str, int | None]]:
+        """Return from which batch size on a chain and a tree no longer pay, predicted and measured; None: they do."""
+        found = {}
+        for kind in KINDS:
+            timed = {
+                at.batch: [one for one in at.candidates if one.measured and (one.tree.kind == CHAIN) == (kind == CHAIN)]
+                for at in self.batches
+            }
+            predicted = {batch: max(one.predicted.speedup for one in each) for batch, each in timed.items() if each}
+            measured = {batch: max(one.gain for one in each) for batch, each in timed.items() if each}
+            if measured:
+                found[kind] = {"predicted": stops_paying(predicted), "measured": stops_paying(measured)}
+        return found
+
+    def write(self, out: Path) -> None:
+        """Write tune.json."""
+        content = {"schema": 2, **asdict(self), "stops_paying": self.stops()}
+        for told, at in zip(content["batches"], self.batches, strict=True):
+            for written, one in zip(told["candidates"], at.candidates, strict=True):
+                written["error"] = one.error
+        out.mkdir(parents=True, exist_ok=True)
+        (out / TUNED).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def show(self, console: Console) -> None:
+        """Print the costs, the candidates and the verdicts."""
+        console.print(cost_table(self.batches, self.contexts))
+        for at in self.batches:
+            console.print(candidate_table(at.batch, at.candidates))
+        for at in self.batches:
+            console.print(at.verdict, soft_wrap=True, markup=False)
+        for kind, found in self.stops().items() if len(self.batches) > 1 else ():
+            told = ", ".join(f"{how} {'none' if size is None else size}" for how, size in found.items())
+            console.print(f"batch size from which on {KINDS[kind]} no longer pays: {told}", soft_wrap=True)
+
+
+def mispredicted(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the measured trees that are further off their prediction than `OFF`."""
+    return [one for one in candidates if one.error is not None and abs(one.error) > OFF]
+
+
+def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the candidate with the greatest measured speedup, None if that is none; no mispredicted family's."""
+    off = {one.family for one in mispredicted(candidates)}
+    closest = max((one for one in candidates if one.family not in off), key=lambda one: one.gain, default=None)
+    return closest if closest is not None and closest.gain > 1 else None
+
+
+def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
+    """Return the verdict at a batch size: the tree and what was done with it, or plain decoding; who was not chosen."""
+    best, off = fastest(candidates), mispredicted(candidates)
+    named = [f"{one.family} ({one.tree.label} {one.predicted.speedup:.2f} / {one.gain:.2f})" for one in off]
+    among = " of those predicted well" if off else ""
+    apart = f"predicted and measured more than {OFF:.0%} apart (tune again while nothing else runs)"
+    tail = f"; not chosen, {apart}: {', '.join(named)}" if off else ""
+    if best is not None:
+        then = f"; {done}" if done else ""
+        gain = f"{best.gain:.2f} times plain decoding"
+        return f"batch size {batch}: {best.tree.label} is fastest{among}, {gain}{then}{tail}"
+    closest = max(candidates, key=lambda one: one.gain)
+    gain = f"{closest.tree.label} at {closest.gain:.2f}" if closest.gain else "none is lossless"
+    told = f"no tree{among} beats plain decoding (best{' of all' if off else ''}: {gain})"
+    return f"batch size {batch}: {told}; decode plainly, nothing is written{tail}"
+
+
+def cost_table(batches: Sequence[AtBatch], contexts: Mapping[int, Mapping[int, float]]) -> Table:
+    """Return the cost of a verification pass by drafted nodes, at the workload's own contexts and at others."""
+    table = Table(title="milliseconds of a verification pass by drafted nodes, and of a plain step")
+    widest = batches[0].costs.verify
+    shown = [size for size in sorted(widest) if all(size in each for each in contexts.values())]
+    table.add_column("sequences and context")
+    for name in ("plain", *map(str, shown)):
+        table.add_column(name, justify="right")
+    own = [(f"{at.batch}, workload", at.costs.plain, at.costs.verify) for at in batches]
+    far = [(f"1, {context} tokens", None, each) for context, each in contexts.items()]
+    for name, plain, row in [*own, *far]:
+        cells = [plain, *(row.get(size) for size in shown)]
+        table.add_row(name, *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in cells))
+    return table
+
+
+def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
+    """Return the candidates at a batch size, a row each."""
+    found = next((one.measured for one in candidates if one.measured), None)
+    rate = found.plain_tokens_per_second if found else None
+    table = Table(title=f"trees at batch size {batch}" + (f", plain {rate:.1f} tokens/s" if rate else ""))
+    headers = "family, tree, predicted tau, tok/s, speedup, measured tau, tok/s, speedup, off by, predicted by context"
+    for name in headers.split(", "):
+        table.add_column(name, justify="left" if name in ("family", "tree") else "right")
+    for one in candidates:
+        elsewhere = ", ".join(f"{context}: {gain:.2f}" for context, gain in one.at_contexts.items())
+        expected, found = one.predicted, one.measured
+        told = [f"{expected.tau:.2f}", f"{expected.tokens_per_second:.1f}", f"{expected.speedup:.2f}"]
+        if found is None:
+            told += ["", "", ""]
+        else:
+            told += [f"{found.tau or 0:.2f}", f"{found.tokens_per_second or 0:.1f}"]
+            told += [f"{found.speedup:.2f}" if found.speedup else "withheld"]
+        told += ["" if one.error is None else f"{100 * one.error:+.1f} %", elsewhere]
+        table.add_row(one.family, one.tree.label, *told)
+    return table

@@ -1,0 +1,82 @@
+"""What every command begins with: Hydra's composition of its YAML, without the secrets of the command line.
+
+Hydra writes overrides into `multirun.yaml` and its errors, wandb into its files, and a launcher hands them on to other
+processes, where `ps` shows them. None of them sees a secret: it moves into the environment, and the override names the
+variable.
+"""
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from heads.common.errors import user_errors
+from heads.common.redact import replaced_word
+
+VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its value for a secret
+
+
+def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
+    """Return the decorator that makes a function of a configuration the command that composes it from conf/CONFIG.yaml.
+
+    A mistake in the overrides ends it with one line, which has no value of theirs, and exit status 2.
+    """
+
+    def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
+        composed = hydra.main(version_base="1.3", config_path="../conf", config_name=config)(task)
+
+        @wraps(task)
+        def main() -> None:
+            sys.argv[1:] = without_secrets(sys.argv[1:])
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints its errors itself, values and all
+            with user_errors():
+                try:
+                    composed()
+                except (HydraException, OmegaConfBaseException) as error:
+                    raise ValueError(_mistake(error, sys.argv[1:])) from error
+
+        return main
+
+    return decorate
+
+
+def without_secrets(words: Iterable[str]) -> list[str]:
+    """Return a command's words with an interpolation in the place of every secret, which moves into the environment."""
+    return [replaced_word(word, _in_environment) for word in words]
+
+
+def _in_environment(secret: str) -> str:
+    """Return the interpolation of a new variable that holds the secret, which may be quoted as in an override."""
+    if "${" in secret:
+        return secret
+    try:
+        said = OverridesParser.create().parse_override(f"x={secret}").value()
+    except HydraException:
+        said = None
+    name = next(name for name in map(VARIABLE.format, itertools.count()) if name not in os.environ)
+    os.environ[name] = said if isinstance(said, str) else secret
+    return f"${{oc.env:{name}}}"
+
+
+def _mistake(error: Exception, words: Sequence[str]) -> str:
+    """Return what is wrong with the overrides, without their values but for the name of a missing option."""
+    if isinstance(error, OverrideParseException):
+        key, sign, _ = error.override.partition("=")
+        which = f"the override {key}=…" if sign else "a word without a ="
+        return f"{which} cannot be read: give KEY=VALUE; a VALUE with blanks or signs such as , = ( stands in quotes"
+    cause = str(error.__cause__).partition("\n")[0] if isinstance(error.__cause__, OmegaConfBaseException) else ""
+    said = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
+    if isinstance(error, MissingConfigException):
+        return said
+    given = [part for word in words for part in re.split(r"[\s,'\"]+", word.partition("=")[2])]
+    for part in sorted({*given, *(part.strip("()[]{}") for part in given)} - {""}, key=len, reverse=True):
+        said = re.sub(rf"(?<![\w.]){re.escape(part)}(?!\.?\w)", "…", said)
+    return said

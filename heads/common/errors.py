@@ -1,0 +1,37 @@
+"""What a user sees of an error: one line on stderr and exit status 2, and the traceback only when asked for."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from heads.common.redact import redact_logs, redacted
+from heads.common.untrusted import visible
+
+CHATTY = ("httpx", "httpx2")  # of huggingface_hub, which log every request with its URL
+
+
+def one_line(error: BaseException) -> str:
+    """Return the error's message as one printable line without secrets, its type where it has no message."""
+    return redacted(visible(" ".join(str(error).split()) or type(error).__name__))
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn a ValueError or OSError of the block, or of the function it decorates, into one line and exit status 2.
+
+    HEADSTART_DEBUG=1 in the environment lets the error through with its traceback. Log lines are without secrets, and
+    without every request to the Hub, from here on.
+    """
+    redact_logs()
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("HEADSTART_DEBUG") == "1":
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(2) from None

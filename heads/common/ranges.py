@@ -1,0 +1,35 @@
+"""Ranges of numbers in configurations, each stated beside its type, which `typed` checks where values arrive."""
+
+from typing import Annotated, NamedTuple
+
+
+class Within(NamedTuple):
+    """A range from `least` to `most`; the end itself is not in it where `above` or `below` is set."""
+
+    least: int | float
+    most: int | float
+    above: bool = False
+    below: bool = False
+
+    def remedy(self, value: int | float) -> str | None:
+        """Return what to give instead of a value, None where it is in the range."""
+        if value < self.least or (self.above and value == self.least):
+            return f"give a number above {self.least}" if self.above else f"give {self.least} or more"
+        if value > self.most or (self.below and value == self.most):
+            return f"give a number below {self.most}" if self.below else f"give {self.most} or less"
+        return None
+
+
+MACHINE = Within(-(2**63), 2**63 - 1)  # of every number whose type names no other
+LARGEST = 2**31 - 1  # no tensor dimension of ours is larger
+
+Count = Annotated[int, Within(1, LARGEST)]
+Number = Annotated[int, Within(0, LARGEST)]
+Parts = Annotated[int, Within(1, 256)]  # layers, heads or depths of a draft head
+Width = Annotated[int, Within(1, 1 << 20)]  # a dimension of its weights
+NewTokens = Annotated[int, Within(2, LARGEST)]  # the first comes with the prompt, before any draft
+RowLength = Annotated[int, Within(2, 1 << 24)]  # tokens
+Amount = Annotated[float, Within(0, MACHINE.most)]
+Positive = Annotated[float, Within(0, MACHINE.most, above=True)]
+Fraction = Annotated[float, Within(0, 1)]
+Decay = Annotated[float, Within(0, 1, below=True)]

@@ -1,0 +1,91 @@
+"""Secrets out of what is written or printed: of command lines, configurations, errors and log lines.
+
+A secret is known by its shape (tokens of the Hub, of OpenAI, GitHub, AWS and wandb, `Bearer …`, a password in a URL),
+by the name that it is given under (`HF_TOKEN=…`, `api_key=…`), or by being a value of such a name in the environment.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from heads.common.untrusted import visible
+
+HIDDEN = "[redacted]"
+SHAPES = re.compile(
+    r"\bhf_(?:jwt|oauth)_[\w.-]{20,}|\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{16,}|\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
+    r"|\bAKIA[0-9A-Z]{16}\b|\bwandb_v\d+_\w{16,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{4,}"
+    r"|(?i:(?<=\bbearer )|(?<=\bbearer%20))[\w.~+/=-]{8,}|(?<=://)[^\s/@]+(?=@)"
+    r"|(?<=[?&]Signature=)[^&\s\"']+|(?<=[?&]Policy=)[^&\s\"']+|(?<=[?&]sig=)[^&\s\"']+"
+    r"|(?<=X-Amz-Signature=)[^&\s\"']+|(?<=X-Amz-Credential=)[^&\s\"']+|(?<=X-Amz-Security-Token=)[^&\s\"']+"
+)
+# Words in a tokenizer are tokens too: `eos_token=…` is no secret, nor is a number.
+PLAIN = r"(?:eos|bos|pad|unk|mask|sep|cls|image|special|stop|per|draft|drafted|next|first|last|new)_token"
+NAME = (
+    r"(?:[\w.+-]*(?:token|api[_-]?key|wandb[_.-]?key|secret|passw(?:or)?d|credentials?|access[_-]?key|private[_-]?key))"
+)
+SECRET_NAME = re.compile(rf"(?!(?:[\w.+-]*[_.])?{PLAIN}$){NAME}", re.IGNORECASE)
+NUMBER = r"(?:null|none|[\d.]+)(?![\w.-])"
+VALUE = rf"""(?!{NUMBER})(?P<value>"[^"]+"|'[^']+'|[^\s'"&,;)}}]+)"""
+GIVEN = re.compile(rf"(?<![\w.+-])(?![\w.+-]*{PLAIN}=)(?P<name>{NAME}=){VALUE}", re.IGNORECASE)
+ITEM = re.compile(  # of a mapping in an override
+    rf"""(?P<name>(?<=[{{,])\s*["']?(?!(?:[\w.+-]*[_.])?{PLAIN}["']?\s*:){NAME}["']?\s*:\s*){VALUE}""", re.IGNORECASE
+)
+SHORTEST = 8  # characters of a value in the environment that is looked for in text
+
+
+def redacted(text: str) -> str:
+    """Return the text with `HIDDEN` in the place of every secret."""
+    return _replaced(text, lambda _: HIDDEN)
+
+
+def _replaced(text: str, hide: Callable[[str], str]) -> str:
+    for name, value in list(os.environ.items()):
+        if len(value) >= SHORTEST and value in text and SECRET_NAME.fullmatch(name):
+            text = text.replace(value, hide(value))
+    text = GIVEN.sub(lambda found: found["name"] + hide(found["value"]), text)
+    return SHAPES.sub(lambda found: hide(found[0]), text)
+
+
+def redacted_words(words: Iterable[str]) -> list[str]:
+    """Return the words of a command line likewise; of `NAME=VALUE` with a secret's name the whole value goes."""
+    return [replaced_word(word, lambda _: HIDDEN) for word in words]
+
+
+def replaced_word(word: str, hide: Callable[[str], str]) -> str:
+    """Return a word of a command line with what `hide` gives in the place of every secret."""
+    name, _, value = word.partition("=")
+    if SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE):
+        return f"{name}={hide(value)}"
+    return _replaced(ITEM.sub(lambda found: found["name"] + hide(found["value"]), word), hide)
+
+
+def redacted_values(values: Any) -> Any:
+    """Return the same of a configuration: of every string in it, and of all that a secret's name is the key of."""
+    if isinstance(values, dict):
+        return {
+            redacted(key) if isinstance(key, str) else key: HIDDEN
+            if isinstance(value, str) and value and SECRET_NAME.fullmatch(str(key))
+            else redacted_values(value)
+            for key, value in values.items()
+        }
+    if isinstance(values, list | tuple):
+        return [redacted_values(value) for value in values]
+    return redacted(values) if isinstance(values, str) else values
+
+
+def redact_logs() -> None:
+    """Let every log line of this process be without secrets and `visible`, whoever logs it; again changes nothing."""
+    logging.setLogRecordFactory(_record)
+
+
+def _record(*args: Any, **named: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*args, **named)
+    try:
+        said = record.getMessage()
+    except (TypeError, ValueError):  # logging itself tells of what does not fit its format
+        return record
+    if (shown := visible(redacted(said))) != said:
+        record.msg, record.args = shown, ()
+    return record

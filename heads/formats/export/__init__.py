@@ -1,0 +1,79 @@
+"""Heads in the formats that engines and other projects read: one format a file, each checked as it is written.
+
+source.py  a head on its way there, and what formats share
+files.py   the folder: checked as it lies on disk, then put in place
+eagle.py   EAGLE-1/2 and HASS: vLLM, SGLang, the authors
+eagle3.py  EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
+medusa.py  Medusa: vLLM up to 0.32, the authors
+hydra.py   Hydra and Hydra++: the authors
+dflash.py  DFlash and DSpark
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from heads import HEADS
+from heads.formats.export import dflash, eagle, eagle3, hydra, medusa
+from heads.formats.export.files import Foreign, put
+from heads.formats.export.source import Served, Source
+
+__all__ = ["FORMATS", "Served", "export"]
+
+# What each format makes of each kind of head. Four engines read the same EAGLE-3 folder; which one is asked for decides
+# over options that not all of them run.
+FORMATS: dict[str, dict[str, Callable[[Source], Foreign]]] = {
+    "vllm": {
+        "eagle": eagle.engines,
+        "hass": eagle.engines,
+        "eagle3": eagle3.engines,
+        "medusa": medusa.engines,
+        "block": dflash.engines,
+    },
+    "sglang": {
+        "eagle": eagle.engines,
+        "hass": eagle.engines,
+        "eagle3": eagle3.engines,
+        "block": dflash.engines,
+    },
+    "trtllm": {"eagle3": eagle3.engines},
+    "speculators": {"eagle3": eagle3.engines},
+    "eagle": {"eagle": eagle.authors, "hass": eagle.authors, "eagle3": eagle3.authors},
+    "medusa": {"medusa": medusa.authors},
+    "hydra": {"hydra": hydra.authors},
+    "dflash": {"block": dflash.engines},
+}
+
+
+def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
+    """Write a head's folder in a foreign format, config.json and model.safetensors, whole or not at all.
+
+    Args:
+        head: one of HEADS, whose target's embedding and lm_head are plain tables.
+        form: one of FORMATS.
+        served: what the format says of the target.
+        folder: where; what is there is replaced.
+
+    Raises:
+        ValueError: the format is unknown or not one of this head, the head has an option that the format cannot say, or
+            what was written is not what the format demands: one line, and nothing is left behind.
+        OSError: the disk is full or the folder cannot be written.
+    """
+    assert_known(form)
+    name = next(name for name, kind in HEADS.items() if type(head) is kind)
+    if name not in FORMATS[form]:
+        others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
+        known = f"of {others}" if others else "its own: leave format out"
+        raise ValueError(f"format={form}: not one of a head of kind {name}, which can take the form {known}")
+    put(folder, FORMATS[form][name](Source(form, head, served)), served.dtype)
+
+
+def assert_known(form: str) -> None:
+    """Check a format's name.
+
+    Raises:
+        ValueError: it is none of FORMATS.
+    """
+    if form not in FORMATS:
+        raise ValueError(f"format is {form!r}: choose one of {', '.join(FORMATS)}, or null for headstart's own")

@@ -1,0 +1,192 @@
+"""What is exported: a head, what its format must say of the target, and the parts that formats share.
+
+Ours count the outputs of layers from 0; `outputs` gives them in increasing order, as every reader joins them.
+"""
+
+import json
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads.base import Ends, LayerShape, layer_shape
+from heads.formats.export.files import KNOWN, OFFSETS, Shapes
+from heads.modules.rope import Rope, scaling_of
+
+log = logging.getLogger(__name__)
+
+EMBEDDING = "embed_tokens.weight"
+
+
+class Served(NamedTuple):
+    """What an export says that the head does not know.
+
+    Attributes:
+        name: the target, its Hub id or the last part of its folder.
+        config: the target's own config.json.
+        dtype: of the exported tensors.
+        draft_tokens: how many tokens an engine drafts a pass where it takes that from the repository.
+    """
+
+    name: str
+    config: dict[str, Any]
+    dtype: torch.dtype
+    draft_tokens: int
+
+
+class Source(NamedTuple):
+    """A head on its way into a format."""
+
+    form: str
+    head: Any
+    served: Served
+
+    @property
+    def config(self) -> Any:
+        """Its configuration."""
+        return self.head.config
+
+    @property
+    def ends(self) -> Ends:
+        """The target's embedding and lm_head."""
+        ends: Ends = self.head.ends
+        return ends
+
+    @property
+    def shape(self) -> LayerShape:
+        """The shape of its decoder layers."""
+        return layer_shape(self.config, self.ends)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by our names."""
+        tensors: dict[str, Tensor] = self.head.state_dict()
+        return tensors
+
+    def refusal(self, what: str, why: str) -> ValueError:
+        """Return the error for what the head does and the format cannot say."""
+        return ValueError(f"format={self.form}: the head has {what}, {why}")
+
+    def refuse(self, **wanted: Any) -> None:
+        """Check values of the head's configuration that have no other form in the format.
+
+        Raises:
+            ValueError: one is another.
+        """
+        for key, value in wanted.items():
+            if (found := getattr(self.config, key)) != value:
+                remedy = f"which the format cannot say; train with head.{key}={written(value)}"
+                raise self.refusal(f"{key}={written(found)}", remedy)
+
+    def embedding(self) -> Tensor:
+        """Return the target's embedding."""
+        device = self.ends.head_weight().device
+        return self.ends.embed(torch.arange(self.ends.vocab_size, device=device)).detach()
+
+    def read_out(self, name: str) -> Tensor:
+        """Return one of the head's lm_heads as one matrix, that of the target's where the head has none."""
+        tensors = self.tensors
+        if f"{name}.weight" not in tensors:
+            weight, ids = self.ends.head_weight().detach(), tensors.get("vocab.ids")
+            return weight if ids is None else weight[ids.to(weight.device)]
+        weight, down = tensors[f"{name}.weight"], tensors.get(f"{name}.down.weight")
+        return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
+
+    def vocabulary(self) -> dict[str, Tensor]:
+        """Return the pruned vocabulary as offset and mask, nothing where the head drafts all tokens."""
+        ids = self.tensors.get("vocab.ids")
+        if ids is None:
+            return {}
+        known = torch.zeros(self.ends.vocab_size, dtype=torch.bool, device=ids.device)
+        known[ids] = True
+        return {OFFSETS: ids - torch.arange(len(ids), device=ids.device), KNOWN: known}
+
+    def draft_vocab(self) -> int:
+        """Return how many tokens the head drafts."""
+        return self.ends.vocab_size if self.head.vocab is None else len(self.head.vocab.ids)
+
+    def outputs(self) -> tuple[list[int], list[int]]:
+        """Return the layers whose outputs are read, increasing, and the place that each has in the head.
+
+        Raises:
+            ValueError: the target's last layer is among them.
+        """
+        layers = self.head.feature_layers
+        order = sorted(range(len(layers)), key=lambda i: layers[i])
+        if (last := layers[order[-1]]) > self.ends.num_layers - 2:
+            raise self.refusal(
+                f"the output of the target's last layer, {last}, among its features",
+                f"which engines do not hand out; train with head.feature_layers up to {self.ends.num_layers - 2}",
+            )
+        return [layers[i] for i in order], order
+
+    def in_order(self, fc: Tensor, order: list[int]) -> Tensor:
+        """Return fc with its columns for layers in another order."""
+        return torch.cat([fc.chunk(len(order), 1)[i] for i in order], 1)
+
+    def decoder(self) -> dict[str, Any]:
+        """Return what config.json says of the decoder layers, as readers of Llama's know it."""
+        shape, ends, config = self.shape, self.ends, self.config
+        context = self.served.config.get("max_position_embeddings")
+        if config.length is not None and (context is None or config.length < context):
+            log.warning(
+                "format=%s: the head looks back at %d tokens, as it was trained, and engines let it look at all: in "
+                "longer texts it may draft worse there than here", self.form, config.length,
+            )  # fmt: skip
+        return {
+            "hidden_size": ends.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "rms_norm_eps": config.norm_eps,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "vocab_size": ends.vocab_size,
+            **({} if context is None else {"max_position_embeddings": context}),
+            "rope_theta": config.rope_theta,
+            "rope_scaling": config.rope_scaling,
+        }
+
+    @property
+    def dtype(self) -> str:
+        """The exported dtype as config.json names it."""
+        return str(self.served.dtype).removeprefix("torch.")
+
+    def target_positions(self) -> Rope:
+        """Return the target's own rotary positions."""
+        config = self.served.config
+        parameters = config.get("rope_parameters") or {}
+        theta = config.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+        return Rope(float(theta), scaling_of(config.get("rope_scaling") or parameters))
+
+
+def written(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def layer_shapes(config: dict[str, Any], layer: str, width: int, norms: tuple[str, ...]) -> Shapes:
+    """Return the shapes of a Llama's decoder layer, made of config.json.
+
+    Args:
+        config: config.json.
+        layer: the prefix of the names, with its point.
+        width: of what attention reads.
+        norms: the names of its norms.
+    """
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    rows, kv_rows = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    inside = {
+        "self_attn.q_proj": (rows, width),
+        "self_attn.k_proj": (kv_rows, width),
+        "self_attn.v_proj": (kv_rows, width),
+        "self_attn.o_proj": (hidden, rows),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        **dict.fromkeys(norms, (hidden,)),
+    }
+    return {f"{layer}{name}.weight": shape for name, shape in inside.items()}

@@ -1,0 +1,142 @@
+"""Where a head is found, in a run's folder, in a published folder or on the Hub, and how what is found is loaded."""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, get_session
+from huggingface_hub.errors import HfHubHTTPError
+from torch import nn
+
+from heads.base import Ends
+from heads.common.errors import one_line
+from heads.common.resolvers import ROOT
+from heads.formats.published import format_of, is_published, load_published
+from heads.formats.published.files import INDEX, SAFE, further_files
+from heads.formats.store import CONFIG, TargetSpec, last_good, load_head, read_config
+
+log = logging.getLogger(__name__)
+
+REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+# The base of the transport's errors: huggingface_hub has changed its HTTP library before, this relation holds in both.
+TRANSPORT: Any = HfHubHTTPError.__bases__[0]
+PATIENCE = 5  # seconds
+
+
+def resolve_head(run_or_repo: str) -> Path:
+    """Return the folder of a head, ready for `load_found`.
+
+    Args:
+        run_or_repo: a run's folder, a published folder, or a Hub id OWNER/NAME, which is downloaded.
+
+    Raises:
+        ValueError: there is no head, or the Hub does not give it.
+    """
+    path = Path(run_or_repo).expanduser()
+    if path.is_dir():
+        for folder in (path / "head", path):
+            if (last_good(folder) / CONFIG).is_file():
+                return folder
+        raise ValueError(f"{path}: no head in it, neither head/{CONFIG} nor {CONFIG}; let its training save one")
+    if (path.parent.is_dir() and path.parent != Path()) or not REPO.fullmatch(run_or_repo):
+        raise ValueError(f"{path}: no such folder; give a run's or published folder, or a Hub id OWNER/NAME")
+    with hub_errors(run_or_repo, "downloading"):
+        folder = Path(HfApi().snapshot_download(run_or_repo, allow_patterns=[CONFIG, *SAFE, INDEX, "config.yaml"]))
+    if further := further_files(folder):
+        if (folder / INDEX).is_file():
+            format_of(folder)  # says of a whole model, before it is downloaded, that it is no head
+        with hub_errors(run_or_repo, "downloading"):
+            HfApi().snapshot_download(run_or_repo, allow_patterns=further)
+    return folder
+
+
+def load_found(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
+    """Load a head of our own or one that another project has published, on the CPU, in the dtype that it was saved in.
+
+    Raises:
+        ValueError: as `load_head` and `load_published`.
+    """
+    return load_published(folder, ends) if is_published(folder) else load_head(folder, ends, spec)
+
+
+def kind_of(folder: Path) -> str:
+    """Return what kind of head a folder holds.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    return format_of(folder) if is_published(folder) else str(read_config(folder)["head"]["name"])
+
+
+def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree that a head was saved with, where `given` says nothing else; a None says nothing.
+
+    Raises:
+        ValueError: a published head, which brings no tree, and none is given.
+    """
+    chosen = {key: value for key, value in given.items() if value is not None}
+    if not is_published(folder):
+        return {**read_config(folder)["tree"], **chosen}
+    if "kind" not in chosen:
+        raise ValueError(
+            f"{folder}: a head of another project brings no tree: give tree=chain, tree=dynamic or another"
+        )
+    return chosen
+
+
+def on_hub(name: str) -> bool:
+    """Say whether a model's name is a Hub id and not a folder of some machine."""
+    return REPO.fullmatch(name) is not None and not Path(target_path(name)).exists()
+
+
+def target_path(name: str) -> str:
+    """Return where to load a head's target from: a published head names the embedded one relative to the checkout."""
+    inside = ROOT / name
+    return str(inside) if inside.is_dir() and not Path(name).exists() else name
+
+
+def cache_alone_without_connection() -> None:
+    """Look names up in the Hub's cache alone, as HF_HUB_OFFLINE=1 does, where no way leads to the Hub.
+
+    Otherwise the libraries try each file again and again, for a minute.
+    """
+    if constants.is_offline_mode():
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+    except TRANSPORT as error:
+        constants.HF_HUB_OFFLINE = True
+        log.warning(
+            "%s cannot be reached (%s): only what was downloaded before is found, as with HF_HUB_OFFLINE=1",
+            constants.ENDPOINT, one_line(error),
+        )  # fmt: skip
+
+
+@contextmanager
+def hub_errors(repo: str, doing: str) -> Iterator[None]:
+    """Turn what the Hub or the way to it raises into a ValueError of one line that says what to do."""
+    try:
+        yield
+    except (TRANSPORT, OSError, RuntimeError) as error:
+        raise _told(error, repo, doing) from error
+
+
+def _told(error: Exception, repo: str, doing: str) -> ValueError:
+    """Return the line; an upload wraps what the Hub answered into an error of its own."""
+    answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
+    if isinstance(answered, HfHubHTTPError):
+        status = answered.response.status_code
+        if status in (401, 403, 404):
+            return ValueError(
+                f"{repo}: the Hub refused {doing} ({status}): no such repository, or the token lacks the right to it; "
+                "log in with `hf auth login` or set HF_TOKEN"
+            )
+        said = one_line(ValueError(answered.server_message)) if answered.server_message else one_line(answered)
+        return ValueError(f"{repo}: the Hub answered {status} while {doing} ({said}); try again later")
+    cause = error.__cause__ or error
+    why = f"{type(cause).__name__}: {one_line(cause)}"
+    return ValueError(f"{repo}: {doing} broke off ({why}); check the connection and try again")

@@ -1,0 +1,96 @@
+"""The one-off way from a published pickle to safetensors, in a process of its own.
+
+An ordinary unpickler calls whatever the file names. torch's restricted one knows how to make tensors and plain
+containers and refuses the rest; here it also runs in a child process without the tokens of the environment and with
+bounded memory, and only the safetensors that the child writes are looked at.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from heads.common.errors import one_line
+from heads.common.redact import SECRET_NAME
+from heads.formats.hub import REPO, hub_errors
+from heads.formats.published.files import PICKLED
+from heads.formats.store import CONFIG, WEIGHTS, flush
+from heads.formats.weights import header
+
+CHILD = """
+import json, resource, sys, zipfile
+pickle, out, most = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_AS, (int(most), int(most)))
+import torch
+from safetensors.torch import save_file
+held = torch.load(pickle, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(pickle))
+if not isinstance(held, dict) or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in held.items()):
+    sys.exit("not a mapping of names to tensors")
+save_file({name: tensor.detach().contiguous().clone() for name, tensor in held.items()}, out, metadata={"format": "pt"})
+"""
+SPARE = 32 << 30  # bytes of address space beside the tensors: Python, torch and its libraries
+COPIES = 4  # of the file: mapped, made contiguous, written
+LONGEST = 1800  # seconds
+
+
+def find_pickle(name: str) -> Path:
+    """Return the pickle of a head: a file, a folder with one, or OWNER/NAME on the Hub, which is downloaded.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if not path.is_dir() and REPO.fullmatch(name):
+        with hub_errors(name, "downloading"):
+            path = Path(HfApi().snapshot_download(name, allow_patterns=[CONFIG, *PICKLED]))
+    found = [path / each for each in PICKLED if (path / each).is_file()]
+    if not found:
+        raise ValueError(f"pickle={name}: no such file, nor a folder or repository with one of {', '.join(PICKLED)}")
+    return found[0]
+
+
+def convert(pickle: Path, out: Path) -> Path:
+    """Write a folder with the pickle's tensors as safetensors and the config.json beside it: whole, or not at all.
+
+    Raises:
+        ValueError: the folder is there, or the pickle is damaged or holds more than tensors.
+    """
+    if out.exists():
+        raise ValueError(f"out={out}: is there already; name another folder")
+    new = out.with_name(f".{out.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        _unpickle(pickle, new / WEIGHTS)
+        header(new / WEIGHTS)
+        if (pickle.parent / CONFIG).is_file():
+            shutil.copyfile(pickle.parent / CONFIG, new / CONFIG)
+        for path in (*new.iterdir(), new):
+            flush(path)
+        os.replace(new, out)
+        flush(out.parent)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return out
+
+
+def _unpickle(pickle: Path, file: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not SECRET_NAME.fullmatch(name)}
+    most = SPARE + COPIES * pickle.stat().st_size
+    words = [sys.executable, "-c", CHILD, str(pickle.resolve()), str(file.resolve()), str(most)]
+    try:
+        done = subprocess.run(
+            words, env=env, cwd=file.parent, capture_output=True, text=True, timeout=LONGEST, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{pickle}: not converted within {LONGEST} s; find it as safetensors") from error
+    if done.returncode != 0:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
+        told = next((line for line in said if "Error" in line), said[-1])
+        reason = one_line(ValueError(told.split(". ")[0]))[:300]
+        raise ValueError(f"{pickle}: damaged, or holds more than tensors ({reason}); find it as safetensors")

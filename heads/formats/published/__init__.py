@@ -1,0 +1,85 @@
+"""Draft heads that other projects have published, one format a file, each recognised by the names of its tensors.
+
+A head that is loaded is one of `heads.HEADS` like any other: it can be measured, trained further and saved as our own.
+Every tensor has a place or is refused by name; counts come from names and shapes, for config files are often wrong.
+
+files.py    their files, and the tensors in them
+plan.py     a format's reading to a head, every tensor in its place
+decoder.py  the numbers of a decoder layer
+eagle.py    EAGLE-1/2
+eagle3.py   EAGLE-3 and 3.1
+medusa.py   Medusa, by its authors' names and vLLM's
+hydra.py    Hydra and Hydra++
+mlp.py      the MLP speculator
+dflash.py   DFlash and DSpark
+"""
+
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from heads.base import Ends
+from heads.common.errors import one_line
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mlp
+from heads.formats.published.files import config_of, is_published, names_of, tensors_of
+from heads.formats.published.plan import Plan, Source, assemble
+
+__all__ = ["FORMATS", "format_of", "is_published", "load_published"]
+
+
+class Format(NamedTuple):
+    """How a format is recognised by its names, and how it is read."""
+
+    matches: Callable[[Set[str]], bool]
+    read: Callable[[Source, Ends], Plan]
+
+
+FORMATS = {
+    "dflash": Format(dflash.matches, dflash.read),
+    "eagle3": Format(eagle3.matches, eagle3.read),
+    "eagle": Format(eagle.matches, eagle.read),
+    "medusa": Format(medusa.matches, medusa.read),
+    "hydra": Format(hydra.matches, hydra.read),
+    "mlp": Format(mlp.matches, mlp.read),
+}
+
+
+def load_published(folder: Path, ends: Ends) -> nn.Module:
+    """Load a published head for a target, on the CPU and in the file's dtype, ready for `save_head`.
+
+    What belongs to the target's weights cannot be checked, for published heads do not name them: width and vocabulary
+    can.
+
+    Args:
+        folder: weights and config.json.
+        ends: the target's embedding and lm_head.
+
+    Raises:
+        ValueError: the format is unknown, a file damaged, a tensor missing, unknown or of another shape, or the head
+            does what ours cannot: one line that names it.
+    """
+    form = FORMATS[format_of(folder)]
+    source = Source(folder, config_of(folder), tensors_of(folder))
+    try:
+        plan = form.read(source, ends)
+    except (TypeError, AttributeError, KeyError, IndexError) as error:  # a value or a tensor of quite another kind
+        raise ValueError(
+            f"{folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
+        ) from error
+    return assemble(source, plan, ends)
+
+
+def format_of(folder: Path) -> str:
+    """Return the name of a published head's format, from the names of its tensors.
+
+    Raises:
+        ValueError: it is none of FORMATS, or a file is damaged.
+    """
+    names = names_of(folder)
+    for name, form in FORMATS.items():
+        if form.matches(names):
+            return name
+    some = ", ".join(sorted(names)[:3])
+    raise ValueError(f"{folder}: tensors such as {some} are of no published head known here: {', '.join(FORMATS)}")

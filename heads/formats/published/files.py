@@ -1,0 +1,109 @@
+"""The files of a published head: which they are, the names of its tensors, and the tensors themselves."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from heads.common.errors import one_line
+from heads.common.untrusted import inside, parse_json, plain_name, regular
+from heads.formats import weights
+from heads.formats.store import CONFIG, WEIGHTS
+
+INDEX = f"{WEIGHTS}.index.json"
+SAFE = (WEIGHTS, "medusa_lm_head.safetensors")
+PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # what trainers put before all of a head's names
+
+
+def is_published(folder: Path) -> bool:
+    """Say whether a folder holds weights beside the config.json of another project, so no head of our own."""
+    try:
+        content = parse_json(regular(folder / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    ours = not isinstance(content, dict) or "format" in content
+    return not ours and any((folder / name).is_file() for name in (*SAFE, INDEX, *PICKLED))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return config.json, the decoder layer's numbers of the speculators format among its own.
+
+    Foreign files may name code for transformers to run (`auto_map`): here single keys are read, none of which does.
+
+    Raises:
+        ValueError: it cannot be read, or is no JSON object.
+    """
+    try:
+        content = parse_json(regular(folder / CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG}: damaged ({one_line(error)}); download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{folder / CONFIG}: no JSON object; download it again")
+    layer = content.get("transformer_layer_config")
+    return content | (layer if isinstance(layer, dict) else {})
+
+
+def names_of(folder: Path) -> set[str]:
+    """Return the names of the tensors, without their prefix; a pickle beside safetensors is not looked at.
+
+    Raises:
+        ValueError: a file is missing, truncated or damaged, or there are pickles alone.
+    """
+    if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
+        return {PREFIX.sub("", name) for name in _shards(folder)}
+    return {PREFIX.sub("", name) for name in weights.header(_weights(folder))}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors by their names without prefix.
+
+    Raises:
+        ValueError: as `names_of`.
+    """
+    return {PREFIX.sub("", name): tensor for name, tensor in stored_tensors(folder).items()}
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors by their names as they stand in the files.
+
+    Raises:
+        ValueError: as `names_of`.
+    """
+    if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
+        files = sorted(set(_shards(folder).values()))
+        return {name: tensor for file in files for name, tensor in weights.read_weights(inside(folder, file)).items()}
+    return weights.read_weights(_weights(folder))
+
+
+def further_files(folder: Path) -> list[str]:
+    """Return which files a download of the small ones and WEIGHTS still lacks: the index's shards, else a pickle."""
+    if any((folder / name).is_file() for name in SAFE):
+        return []
+    return sorted(set(_shards(folder).values())) if (folder / INDEX).is_file() else list(PICKLED)
+
+
+def _weights(folder: Path) -> Path:
+    for name in SAFE:
+        if (folder / name).is_file():
+            return folder / name
+    for name in PICKLED:
+        if (folder / name).is_file():
+            raise ValueError(
+                f"{folder / name}: a pickle, which can hold code and is not read; write it as safetensors once: "
+                f"python train/convert.py pickle={folder / name} out=FOLDER, and name that folder"
+            )
+    raise ValueError(f"{folder}: no weights; one of {', '.join((*SAFE, INDEX))} is read")
+
+
+def _shards(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor. The index comes from outside, so what it names must lie beside it."""
+    try:
+        files: dict[str, str] = parse_json((folder / INDEX).read_bytes())["weight_map"]
+        plain = all(plain_name(file) and file.endswith(".safetensors") for file in files.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / INDEX}: damaged ({one_line(error)}); download it again") from None
+    if not plain:
+        raise ValueError(f"{folder / INDEX}: names a file that is no .safetensors beside it; download it again")
+    return files

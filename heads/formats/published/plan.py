@@ -1,0 +1,180 @@
+"""From a format's reading of a published folder to a head: every tensor has one place, and nothing is left over."""
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from heads import HEADS
+from heads.base import Ends
+from heads.common.typed import typed
+from heads.common.untrusted import shown
+from heads.formats.weights import outline
+
+log = logging.getLogger(__name__)
+
+EMBEDDING = "embed_tokens.weight"  # the target's own, wherever in a name it ends
+OVER_VOCABULARY = re.compile(r"lm_heads?\.|bias\.weight$")  # of a head's tensors, those with a row for each token
+
+
+class Source(NamedTuple):
+    """A published folder: its config.json, and its tensors without the prefix that all their names may have."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if name not in self.tensors:
+            raise self.error(f"the tensor {name} is missing; download it again")
+        return self.tensors[name]
+
+    def error(self, what: str) -> ValueError:
+        """Return the error to raise."""
+        return ValueError(f"{self.folder}: {what}")
+
+    def refusal(self, what: str) -> ValueError:
+        """Return the error for what the published head does and ours cannot."""
+        return self.error(
+            f"the head has {what}, which heads here do not; loaded without it, it would draft something else"
+        )
+
+    def settle(self, key: str, found: Any) -> None:
+        """Warn where config.json says something else than the tensors, which are taken."""
+        said = self.config.get(key)
+        if said is not None and said != found:
+            told = said if isinstance(said, int) else shown(said)
+            log.warning("%s: config.json says %s=%s, the tensors say %s, which is taken", self.folder, key, told, found)
+
+    def count(self, pattern: str) -> int:
+        """Return how many different numbers stand in the pattern's first group, in the names that match it."""
+        return len({found[1] for name in self.tensors if (found := re.match(pattern, name))})
+
+
+class Plan(NamedTuple):
+    """A format's reading.
+
+    Attributes:
+        head: which of HEADS.
+        config: its configuration but for the name.
+        rename: a tensor's name in the head to its name in the file.
+        made: tensors of the head that the file does not hold as they are.
+        unread: names in the file that the head has no use for.
+        ids: the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary.
+    """
+
+    head: str
+    config: dict[str, Any]
+    rename: Callable[[str], str]
+    made: dict[str, Tensor]
+    unread: set[str]
+    ids: Tensor | None
+
+
+def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
+    """Return the head, each of its tensors in the file's dtype.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, of another shape or not finite.
+    """
+    embeddings = _checked_embeddings(source, ends)
+    kind: Any = HEADS[plan.head]
+    try:
+        config = typed(kind.Config, {"name": plan.head, **plan.config})
+    except ValueError as error:
+        raise source.error(f"head.{error}") from None
+    own = outline(kind, config, ends, f"{source.folder}: ")
+    made, order = dict(plan.made), None
+    if plan.ids is not None:
+        made["vocab.ids"], order = plan.ids.sort()
+    read = {name: plan.rename(name) for name in own if name not in made}
+    given = source.tensors.keys() - plan.unread - embeddings
+    missing, unknown = sorted(set(read.values()) - given), sorted(given - set(read.values()))
+    if missing or unknown:
+        said = [f"{what} {_few(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise source.error(f"the tensors are not those of the {plan.head} head in its config: {'; '.join(said)}")
+    loaded: dict[str, Tensor] = {}
+    for name, mine in own.items():
+        tensor = made[name] if name in made else source.tensors[read[name]]
+        foreign = read.get(name, name)
+        if tensor.shape != mine.shape or tensor.is_floating_point() != mine.is_floating_point():
+            found, expected = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
+            raise source.error(f"{foreign} is {found}, expected {expected}; choose the head's own target (model.path)")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise source.error(f"{foreign} holds values that are not finite; download it again")
+        if order is not None and name not in made and OVER_VOCABULARY.match(name):
+            tensor = tensor[order]
+        loaded[name] = tensor.clone(memory_format=torch.contiguous_format)
+    head: nn.Module = kind(config, ends)  # once it is known that the file holds as much
+    for name, parameter in head.state_dict(keep_vars=True).items():
+        parameter.data = loaded[name]
+    return head
+
+
+def drafted(source: Source, ids: Tensor, what: str, ends: Ends) -> Tensor:
+    """Return the drafted tokens, checked.
+
+    Raises:
+        ValueError: they repeat, or are not of the target's vocabulary.
+    """
+    ids = ids.long()
+    if not len(ids) or len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= ends.vocab_size:
+        raise source.error(f"{what} does not name {len(ids)} different tokens of the target's {ends.vocab_size}")
+    return ids
+
+
+def drafted_by_offsets(source: Source, ends: Ends) -> Tensor | None:
+    """Return the tokens that d2t and t2d name, None without them: token i of the draft's is i + d2t[i] of the target's.
+
+    Raises:
+        ValueError: the two disagree, or d2t is no such offset.
+    """
+    if "d2t" not in source.tensors:
+        return None
+    offset = source.tensors["d2t"].flatten().long()
+    ids = drafted(source, torch.arange(len(offset)) + offset, "d2t", ends)
+    if "t2d" in source.tensors:
+        known = source.tensors["t2d"].flatten().bool()
+        if len(known) != ends.vocab_size or int(known.sum()) != len(ids) or not bool(known[ids].all()):
+            raise source.error("d2t and t2d do not name the same tokens; download it again")
+    return ids
+
+
+def check_width(source: Source, name: str, ends: Ends) -> None:
+    """Check that a head's states, the rows of one of its tensors, are as wide as the target's.
+
+    Raises:
+        ValueError: they are not.
+    """
+    width = source.tensor(name).shape[0]
+    if width != ends.hidden_size:
+        raise source.error(
+            f"{name} has {width} rows, expected {ends.hidden_size}, the width of the target; choose the head's own "
+            "target with model.path"
+        )
+
+
+def _checked_embeddings(source: Source, ends: Ends) -> set[str]:
+    """Return which tensors are embeddings, checked that they can be the target's, which is used in their place."""
+    found = {name for name in source.tensors if name.endswith(EMBEDDING)}
+    expected = (ends.vocab_size, ends.hidden_size)
+    for name in found:
+        if (shape := tuple(source.tensors[name].shape)) != expected:
+            raise source.error(
+                f"{name} is {shape}, expected {expected}, the target's own; choose the head's target with model.path"
+            )
+    source.settle("vocab_size", ends.vocab_size)
+    return found
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,263 @@
+"""A head on disk: a folder with config.json (head, target, tree) and model.safetensors (the head's own tensors alone).
+
+Saving swaps a finished folder for the old one, so that at every moment, also after a crash or on a full disk, one
+whole head can be loaded.
+"""
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from heads import HEADS
+from heads.base import DraftVocabulary, Ends
+from heads.common.files import flush, last_good, replacing
+from heads.common.typed import typed
+from heads.common.untrusted import names_code, parse_json, shown
+from heads.formats.weights import check_fit, outline, read_weights
+
+log = logging.getLogger(__name__)
+
+__all__ = ["flush", "last_good", "replacing"]  # beside its own, for those who write heads
+
+FORMAT = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# What a key says of a head that was saved before there was one.
+EARLIER = {
+    "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
+    "from_anchor": False, "rope_scaling": None, "mask_token": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """Which target a head belongs to. `name` is for people; the other fields must agree for a head to be loaded.
+
+    A fingerprint that begins with QUANTISED does not know the target's weights before they were quantised.
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    fingerprint: str
+    adapter: str | None = None  # the PEFT adapter merged into it; heads saved earlier do not say
+
+    def __str__(self) -> str:
+        return self.name if self.adapter is None else f"{self.name} with adapter {self.adapter}"
+
+
+QUANTISED = "quantised:"
+UNSURE = "%s: made for %s; whether that is %s cannot be told from quantised weights: τ will show"
+MUST_AGREE = {
+    "vocab_size": "vocabulary",
+    "hidden_size": "width",
+    "num_layers": "number of layers",
+    "fingerprint": "fingerprint of the weights",
+}
+
+
+def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, Any]) -> None:
+    """Write a head's folder whole, or leave the last one as it was.
+
+    Args:
+        folder: where; its parents are made.
+        head: one of HEADS.
+        spec: the target that it was trained for.
+        tree: the draft tree to decode with, as plain values.
+
+    Raises:
+        ValueError: a weight is not finite.
+        OSError: the disk is full or the folder cannot be written.
+    """
+    config: Any = head.config
+    name = next(name for name, kind in HEADS.items() if type(head) is kind)
+    content = {"head": {"name": name, **asdict(config)}, "target": asdict(spec), "tree": tree}
+    write_folder(folder, content, head.state_dict())
+
+
+def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write config.json with this content and its format, and the tensors: whole, or leave the last as they were.
+
+    Raises:
+        ValueError: a value is not finite.
+        OSError: the disk is full or the folder cannot be written.
+    """
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    _assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
+    try:
+        with replacing(folder) as new:
+            save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+            (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise OSError(f"{folder}: could not be saved ({reason}); free space, what was saved last is whole") from error
+
+
+def save_tree(folder: Path, tree: dict[str, Any]) -> None:
+    """Write another draft tree into a head's config.json, whole or not at all; everything else stays.
+
+    Raises:
+        ValueError: no head is there.
+        OSError: the file cannot be written.
+    """
+    content = {**read_config(folder), "tree": tree}
+    path = last_good(folder) / CONFIG
+    new = path.with_name(f".{CONFIG}.new")
+    try:
+        new.unlink(missing_ok=True)  # one that was left, or a link that a folder from outside holds
+        with new.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+        flush(new)
+        os.replace(new, path)
+        flush(path.parent)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise OSError(f"{path}: could not be written ({error}); the tree in it is the one of before") from error
+
+
+def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
+    """Load a head for a target, on the CPU and in the dtype that it was saved in.
+
+    Args:
+        folder: the head's folder.
+        ends: the target's embedding and lm_head.
+        spec: the target; another one's head is refused.
+
+    Raises:
+        ValueError: there is no head, it is damaged or of another target: one line with the remedy.
+    """
+    content = read_config(folder)
+    assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
+    kind, config = _kind(folder, content), head_config(folder, content)
+    check_fit(last_good(folder) / WEIGHTS, outline(kind, config, ends, f"{folder}/{CONFIG}: "), CONFIG)
+    head: nn.Module = kind(config, ends)
+    fill(head, folder)
+    return head
+
+
+def fill(module: nn.Module, folder: Path) -> None:
+    """Load a folder's tensors into a module, which takes on their dtypes.
+
+    Raises:
+        ValueError: they are damaged, or not those that the module has.
+    """
+    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    check_fit(last_good(folder) / WEIGHTS, own, CONFIG)
+    tensors = read_tensors(folder)
+    for name, tensor in tensors.items():
+        own[name].data = own[name].data.to(tensor.dtype)
+    module.load_state_dict(tensors)
+    for part in module.modules():
+        if isinstance(part, DraftVocabulary):
+            part.check(str(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json, checked as far as is possible without the target.
+
+    Raises:
+        ValueError: no such folder, not a head's folder, or a key that is missing, unknown or of the wrong type.
+    """
+    content = read_folder(folder, "head", ("head", "target", "tree"))
+    if not isinstance(content["tree"], dict):
+        raise ValueError(f"{folder}/{CONFIG}: tree is {shown(content['tree'])}, expected a mapping")
+    head_config(folder, content)
+    return content
+
+
+def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return a folder's config.json, checked for its format, its target and these keys.
+
+    Args:
+        folder: where.
+        kind: what it should hold, which is also what a run's folder calls it.
+        keys: what stands in it beside the format.
+
+    Raises:
+        ValueError: no such folder, nothing of the kind in it, or another content.
+    """
+    path = last_good(folder) / CONFIG
+    if not path.parent.is_dir():
+        raise ValueError(f"{folder}: no such folder; give one that training or publishing has written")
+    if not path.is_file():
+        raise ValueError(f"{folder}: not a folder of kind {kind}, it holds no {CONFIG}; a run keeps it in {kind}/")
+    try:
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); save or download it again") from None
+    if code := names_code(content):
+        raise ValueError(f"{path}: names code to run by the key {code}, which is refused; remove the key")
+    if not isinstance(content, dict) or set(content) != {"format", *keys}:
+        wanted = ", ".join(("format", *keys[:-1])) + " and " + keys[-1]
+        raise ValueError(f"{path}: not the config of kind {kind}, whose keys are {wanted}")
+    if content["format"] != FORMAT:
+        raise ValueError(
+            f"{path}: format {shown(content['format'])} where this version reads {FORMAT}; update headstart"
+        )
+    try:
+        typed(TargetSpec, content["target"])
+    except ValueError as error:
+        raise ValueError(f"{path}: target.{error}") from None
+    return content
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return a folder's tensors.
+
+    Raises:
+        ValueError: the file is missing, truncated or damaged, or holds numbers that are not finite.
+    """
+    tensors = read_weights(last_good(folder) / WEIGHTS)
+    _assert_finite(tensors, folder, "train again from an earlier checkpoint")
+    return tensors
+
+
+def _kind(folder: Path, content: dict[str, Any]) -> Any:
+    """Return the head's class."""
+    head = content["head"]
+    name = head.get("name") if isinstance(head, dict) else None
+    if not isinstance(name, str) or name not in HEADS:
+        raise ValueError(f"{folder}: head.name is {shown(name)} in its {CONFIG}; known heads: {', '.join(HEADS)}")
+    return HEADS[name]
+
+
+def head_config(folder: Path, content: dict[str, Any]) -> Any:
+    """Return the head's typed configuration."""
+    schema = _kind(folder, content).Config
+    names = {field.name for field in fields(schema)}
+    try:
+        earlier = {key: value for key, value in EARLIER.items() if key in names}
+        return typed(schema, earlier | {k: v for k, v in content["head"].items() if k != "name" or k in names})
+    except ValueError as error:
+        raise ValueError(f"{folder}/{CONFIG}: head.{error}") from None
+
+
+def assert_same_target(folder: Path, saved: TargetSpec, wanted: TargetSpec) -> None:
+    """Refuse what was made for another target; warn where quantised weights leave that open.
+
+    Raises:
+        ValueError: naming both targets and where they differ.
+    """
+    for field, what in MUST_AGREE.items():
+        theirs, ours = getattr(saved, field), getattr(wanted, field)
+        if theirs != ours and field == "fingerprint" and QUANTISED in (theirs + ours):
+            log.warning(UNSURE, folder, saved, wanted)
+        elif theirs != ours:
+            raise ValueError(
+                f"{folder}: made for another target, {saved}: its {what} is {theirs}, but that of {wanted} is {ours}; "
+                "choose the target that it was made for with model.path and model.adapter"
+            )
+
+
+def _assert_finite(tensors: dict[str, Tensor], folder: Path, remedy: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{folder}: {name} holds values that are not finite; {remedy}")

@@ -1,0 +1,181 @@
+"""The decoder layer that all heads share: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Attention takes its pattern from the caller: a Block projects and rotates, then hands queries, keys and values to an
+`attend` function. Training, committing rows and expanding a tree differ in that function alone
+(heads/modules/autoregressive.py).
+Shape letters: B batch, T queries, S keys, H query heads, G key-value heads, E head width (F the values', where that
+differs), X input width, D model width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from heads.base import LayerShape
+from heads.modules.rope import Rope, Rotary
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Recomputing(nn.Module):
+    """A part whose `recompute` has the backward pass make its activations again, from what goes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recompute = False
+
+    def remade(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Call a function of tensors; what it keeps for the backward pass is let go if it can be made again."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(function, *given, use_reentrant=False)
+        return function(*given)
+
+
+class RMSNorm(Recomputing):
+    """Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Normalise the last dimension."""
+        return self.remade(self.apply_to, x)
+
+    def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Apply the norm, keeping its activations."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.weight * functional.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
+
+
+def repeat_groups(x: Float[Tensor, "B G S E"], heads: int) -> Float[Tensor, "B H S E"]:
+    """Give every query head its group's keys or values."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def masked_attention(
+    query: Float[Tensor, "B H T E"],
+    key: Float[Tensor, "B G S E"],
+    value: Float[Tensor, "B G S F"],
+    mask: Bool[Tensor, "#B T S"],
+) -> Float[Tensor, "B H T F"]:
+    """Attend where `mask` is true."""
+    heads = query.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, repeat_groups(key, heads), repeat_groups(value, heads), mask[:, None]
+    )
+
+
+class Attention(Recomputing):
+    """Grouped-query self-attention whose input may be wider than the model (EAGLE-3 feeds two states).
+
+    `norm_eps` adds Qwen3's norms of queries and keys. `inject_width` adds projections that make keys and values of
+    other states than the input (`injected`).
+    """
+
+    def __init__(
+        self,
+        input_width: int,
+        width: int,
+        shape: LayerShape,
+        rope: Rope,
+        *,
+        norm_eps: float | None = None,
+        inject_width: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape, self.rotary = shape, Rotary(shape.head_dim, rope)
+        self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, width, bias=False)
+        self.q_norm = nn.Identity() if norm_eps is None else RMSNorm(shape.head_dim, norm_eps)
+        self.k_norm = nn.Identity() if norm_eps is None else RMSNorm(shape.head_dim, norm_eps)
+        if inject_width is not None:
+            self.k_inject = nn.Linear(inject_width, shape.num_kv_heads * shape.head_dim, bias=False)
+            self.v_inject = nn.Linear(inject_width, shape.num_kv_heads * shape.head_dim, bias=False)
+
+    def forward(
+        self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, attend: Attend
+    ) -> Float[Tensor, "B T D"]:
+        """Project, rotate, attend by `attend(query, key, value)` and project back."""
+        out = attend(*self.remade(self.project, x, position, last))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def project(self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, rotated."""
+        query, key, value = (self.split(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = self.q_norm(query), self.k_norm(key)
+        both = self.rotary(torch.cat([query, key], 1), position, last)
+        return both[:, : query.shape[1]], both[:, query.shape[1] :], value
+
+    def key_value(
+        self, c: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int
+    ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
+        """Return keys and values of other states than the input, by the input's projections."""
+        return self.rotary(self.k_norm(self.split(self.k_proj(c))), position, last), self.split(self.v_proj(c))
+
+    def injected(
+        self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], last: int
+    ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
+        """Return keys and values of states of the target, by projections of their own."""
+        key = self.rotary(self.k_norm(self.split(self.k_inject(c))), position, last)
+        return key, self.split(self.v_inject(c))
+
+    def split(self, x: Float[Tensor, "B T X"]) -> Float[Tensor, "B H T E"]:
+        """Return a projection's result by heads."""
+        return x.view(*x.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
+
+
+class SwiGLU(Recomputing):
+    """Gated feed-forward layer (Shazeer, 2020)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Apply the layer."""
+        return self.remade(self.apply_to, x)
+
+    def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Apply the layer, keeping its activations."""
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """A Llama decoder layer; `input_norm=False` leaves out the norm before attention, as EAGLE's first layer does."""
+
+    def __init__(
+        self,
+        width: int,
+        shape: LayerShape,
+        *,
+        rope: Rope,
+        eps: float,
+        input_norm: bool = True,
+        qk_norm: bool = False,
+        inject_width: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(width, eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(
+            width, width, shape, rope, norm_eps=eps if qk_norm else None, inject_width=inject_width
+        )
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = SwiGLU(width, shape.intermediate_size)
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int, attend: Attend
+    ) -> Float[Tensor, "B T D"]:
+        """Apply the layer with the caller's attention pattern."""
+        x = x + self.self_attn(self.input_layernorm(x), position, last, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))

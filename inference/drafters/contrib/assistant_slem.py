@@ -1,0 +1,102 @@
+"""A smaller causal LM with any tokenizer drafts text: string-level exact match (SLEM; Timor et al., arXiv 2502.05202).
+
+What the target wrote is encoded for the assistant, and what the assistant writes for the target. The target's tokens
+for a text have no law of the draft's, so they are verified as a point mass, and the assistant drafts its likeliest.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from inference.drafters import follower
+from inference.drafters.assistant import Length, check_chain, doubts
+from inference.drafters.follower import Follower
+from inference.drafters.text import GrowingText, continuation, decode
+from inference.protocol import Commit, Context, Proposal
+from inference.target.target import Target
+from inference.text_stream import UNFINISHED
+from inference.verification.tree import DraftTree, root
+
+
+class AssistantSlem:
+    """Another causal LM as a draft source, through text."""
+
+    feature_layers: tuple[int, ...] = ()
+
+    @dataclass(frozen=True)
+    class Config:
+        """The model and how it drafts; a null takes the target's. `depth` counts the assistant's tokens."""
+
+        model: str
+        dtype: str | None
+        device: str | None
+        trust_remote_code: bool
+        depth: int
+        schedule: str
+        confidence: float
+        lookbehind: int
+
+        def __post_init__(self) -> None:
+            """Check the ranges."""
+            for key in ("depth", "lookbehind"):
+                if getattr(self, key) < 1:
+                    raise ValueError(f"drafter.assistant_slem.{key} is {getattr(self, key)}: give 1 or more")
+            check_chain("drafter.assistant_slem", self.schedule, self.confidence)
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        self.config, self.name, self.tree = config, name, f"chain-{config.depth}"
+        model = follower.load(
+            config.model, config.dtype, config.device, config.trust_remote_code, target, "drafter.assistant_slem"
+        )
+        self.follower = Follower(model)
+        self.device, self.tokenizer = target.device, target.tokenizer
+        self.length = Length(config.schedule, config.depth)
+        self.text = GrowingText(target.tokenizer, model.tokenizer, config.lookbehind)
+        self.reset([])
+
+    def reset(self, prompt: list[int]) -> None:
+        """Begin a new sequence and take the prompt's text."""
+        self.follower.clear()
+        self.length.reset()
+        self.text.start(prompt)
+        self.logits: Float[Tensor, "1 A"] | None = None
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
+
+    @torch.inference_mode()
+    def observe(self, commit: Commit) -> None:
+        """Read on: what of the drafted text stands is in the cache already."""
+        following = commit.token.tolist()
+        # A prefill's rows are the prompt's, which reset() took; only the last token is new.
+        self.text.extend(following[-1:] if commit.verified is None else following)
+        self.length.learn(commit.verified)
+        fits = 0 < len(self.text.token) <= self.follower.model.context
+        self.logits = self.follower.read(self.text.token) if fits else None
+
+    @torch.inference_mode()
+    def propose(self, context: Context) -> Proposal:
+        """Draft text and encode it as the target's tokens; nothing inside a character or over the context."""
+        room = self.follower.model.context - len(self.text.token)
+        if self.logits is None or min(room, context.room) < 1 or not self.text.complete:
+            return Proposal(root(context.token[-1], self.device))
+        tail = self.text.token[-self.config.lookbehind :]
+        drafted = decode(self.text.other, tail + self.draft(self.logits, min(room, self.length.now)))
+        added = drafted[len(decode(self.text.other, tail)) :].split(UNFINISHED)[0]
+        ahead = continuation(self.tokenizer, context.token[-self.config.lookbehind :], added) if added else []
+        token = torch.tensor([context.token[-1], *ahead[: context.room]], device=self.device)
+        return Proposal(DraftTree(token, torch.arange(-1, len(token) - 1, device=self.device)))
+
+    def draft(self, logits: Float[Tensor, "1 A"], depth: int) -> list[int]:
+        """Return the assistant's likeliest tokens, up to the end of its answer or to one that it doubts."""
+        device, end = self.follower.model.device, self.follower.model.eos
+        above = torch.zeros(1, dtype=torch.long, device=device)
+        drafted: list[int] = []
+        while True:
+            token = logits.argmax(-1)
+            drafted.append(int(token))
+            if len(drafted) == depth or drafted[-1] in end or doubts(logits, token, self.config.confidence):
+                return drafted
+            logits = self.follower.expand(token, above)

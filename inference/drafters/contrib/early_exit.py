@@ -1,0 +1,145 @@
+"""LayerSkip (Elhoushi et al., arXiv 2404.16710): the target's first layers, its final norm and its lm_head draft.
+
+Nothing is run twice: the drafted rows' keys and values in these layers stay in the target's cache, and verification
+goes on from the states that the rows left them with. Lossless for every target; a target that was not trained to exit
+early is rarely followed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from heads.base import Level
+from inference.drafters.policy import TreeConfig, grow
+from inference.protocol import Commit, Context, Proposal
+from inference.target import probe
+from inference.target.cache import TargetCache
+from inference.target.stack import Entered, Parts
+from inference.target.target import Target
+from inference.verification import tree as trees
+from inference.verification.tree import DraftTree
+
+
+class EarlyExit:
+    """Drafts a chain or a tree of any policy with the target's first layers."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """How many layers draft, and the tree they grow."""
+
+        exit_layer: int
+        tree: TreeConfig
+
+        def __post_init__(self) -> None:
+            """Check the range."""
+            if self.exit_layer < 1:
+                raise ValueError(f"drafter.early_exit.exit_layer is {self.exit_layer}: give at least 1")
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        depth = len(target.decoder_layers)
+        if config.exit_layer >= depth:
+            raise ValueError(
+                f"drafter.early_exit.exit_layer is {config.exit_layer}, but {target.name} has {depth} layers: "
+                f"give 1 to {depth - 1}"
+            )
+        self.parts, self.config, self.name = target.parts, config, name
+        if not probe.splits(target, target.parts, config.exit_layer):
+            raise ValueError(
+                f"drafter.early_exit: the layers of {target.name} cannot be run in two parts (they share more than "
+                "hidden states); choose another drafter"
+            )
+        self.tree = config.tree.label
+
+    def reset(self, prompt: list[int]) -> None:
+        """Nothing to begin: what is known of the sequence stands in the target's cache."""
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
+
+    def observe(self, commit: Commit) -> None:
+        """Nothing to learn."""
+
+    @torch.inference_mode()
+    def propose(self, context: Context) -> Proposal:
+        """Grow the tree, and let its leaves enter too."""
+        assert context.cache is not None
+        if context.room < 1:
+            return Proposal(trees.root(context.token[-1], self.parts.target.device))
+        drafting = Drafting(self.parts, self.config.exit_layer, context.cache)
+        level = drafting.begin(context.token[-1])
+        proposal = grow(drafting, None, level, self.config.tree, context)
+        return proposal._replace(entered=drafting.finish(proposal.tree))
+
+
+class Drafting:
+    """One step's drafted rows: run, cached behind the committed ones, and at the end brought into the tree's order.
+
+    A tree policy grows from it as from a head. `Level.drafted` holds the level's row numbers, counted from the root's.
+    """
+
+    max_depth = 2**31
+
+    def __init__(self, parts: Parts, layers: int, cache: TargetCache) -> None:
+        self.parts, self.layers, self.cache = parts, layers, cache
+        self.prefix = cache.length
+        self.device = parts.target.device
+        self.number: dict[tuple[int, int], int] = {}  # of the row of (its parent's number, its token)
+        self.position = torch.arange(self.prefix, device=self.device)  # of all cached rows of the first layers
+        self.hidden: list[Tensor] = []
+
+    @property
+    def count(self) -> int:
+        """How many rows were drafted."""
+        return len(self.position) - self.prefix
+
+    def begin(self, root: int) -> Level:
+        """Run the root."""
+        token = torch.tensor([root], device=self.device)
+        return self.run(
+            token, [-1], token.new_tensor([self.prefix]), torch.ones(1, 1, dtype=torch.bool).to(token.device)
+        )
+
+    def expand(
+        self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Run the next tree level; every node sees the root besides what `mask` says."""
+        above = level.drafted[0][parent].tolist()
+        return self.run(token, above, self.prefix + mask.sum(-1), torch.cat([mask.new_ones(len(mask), 1), mask], 1))
+
+    def finish(self, tree: DraftTree) -> Entered:
+        """Run the tree's nodes that were not expanded, and leave the rows of its nodes alone, in their order."""
+        rows: list[int] = []
+        leaves: list[int] = []
+        for node, (token, parent) in enumerate(zip(tree.token.tolist(), tree.parent.tolist(), strict=True)):
+            known = self.number.get((rows[parent] if parent >= 0 else -1, token))
+            if known is None:
+                known = self.count + len(leaves)
+                leaves.append(node)
+            rows.append(known)
+        if leaves:
+            lineage = trees.ancestors(tree)[leaves]
+            seen = lineage.new_zeros(len(leaves), self.count + len(leaves))
+            seen[:, rows] = lineage
+            above = [rows[parent] for parent in tree.parent[leaves].tolist()]
+            self.run(tree.token[leaves], above, self.prefix + lineage.sum(-1) - 1, seen)
+        self.cache.keep(self.prefix, rows, self.layers)
+        return Entered(self.layers, torch.cat(self.hidden)[rows])
+
+    def run(
+        self, token: Int[Tensor, "N"], above: list[int], position: Int[Tensor, "N"], seen: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Run rows, given the numbers of their parents' rows, and which of the M drafted rows so far each sees."""
+        first = self.count
+        keys = zip(above, token.tolist(), strict=True)
+        self.number.update((key, first + i) for i, key in enumerate(keys))
+        committed = seen.new_ones(len(seen), self.prefix)
+        hidden, logits = self.parts.enter(
+            self.layers, token, position, torch.cat([committed, seen], 1), self.cache, self.position
+        )
+        self.position = torch.cat([self.position, position])
+        self.hidden.append(hidden)
+        return Level(logits, hidden, (torch.arange(first, first + len(token), device=self.device),))

@@ -1,0 +1,231 @@
+"""Mirror speculative decoding (arXiv 2510.13161): an assistant on another device drafts while the target verifies.
+
+The likeliest outcomes of the verification are drafted on from, all of them level by level in one pass of the assistant;
+when the target's answer is among them, the next draft is there at once. The assistant may live on another accelerator,
+or on the CPU beside one. Drafts depend on the text and the seed alone, so what was prepared is what would have been
+drafted: preparing changes the time a step takes and nothing else.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from inference.drafters import follower
+from inference.drafters.assistant import Assistant
+from inference.protocol import Commit, Context, Proposal
+from inference.target.target import Target
+from inference.verification.rng import Rng
+from inference.verification.sample import Sampling, distribution, penalize
+from inference.verification.tree import DraftTree, root
+
+WORKERS = ThreadPoolExecutor(thread_name_prefix="mirror")
+
+Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, then the target's own
+
+
+class Chain:
+    """One chain of drafted tokens with the laws they came from, and the node of the assistant's under each."""
+
+    def __init__(self, logits: Float[Tensor, "1 V"], above: int, depth: int, rng: Rng, sampling: Sampling) -> None:
+        self.depth, self.rng, self.sampling = depth, rng, sampling
+        self.answers = [logits]  # to the text, and to each drafted token that was run
+        self.above = above
+        self.token: list[int] = []
+        self.laws: list[Tensor] = []
+        self.nodes: list[int] = []
+        self.seen: Tensor | None = None  # the tokens in the text, where a penalty asks for them
+
+    def draw(self, end: frozenset[int]) -> bool:
+        """Draw one more token; whether another may follow it."""
+        logits = self.answers[-1]
+        if self.seen is not None:
+            logits = penalize(logits, self.seen, self.sampling)
+        self.laws.append(distribution(logits, self.sampling))
+        self.token.append(int(self.rng.distinct(self.laws[-1], 1, len(self.laws))))
+        if self.seen is not None:
+            self.seen[:, self.token[-1]] = True
+        return len(self.token) < self.depth and self.token[-1] not in end
+
+    def reached(self, node: int, answer: Float[Tensor, "1 V"]) -> None:
+        """Take in the assistant's answer to the last token."""
+        self.nodes.append(node)
+        self.above = node
+        self.answers.append(answer)
+
+
+class Mirror:
+    """An assistant's chains, with the next one prepared during verification."""
+
+    feature_layers: tuple[int, ...] = ()
+
+    @dataclass(frozen=True)
+    class Config:
+        """The assistant, which drafts chains of a constant length, and for how many outcomes it drafts ahead."""
+
+        outcomes: int
+        assistant: Assistant.Config
+
+        def __post_init__(self) -> None:
+            """Check the ranges."""
+            if self.outcomes < 0:
+                raise ValueError(f"drafter.mirror.outcomes is {self.outcomes}: give 0 or more")
+            own = self.assistant
+            if (own.tree.kind, own.schedule, own.confidence) != ("chain", "constant", 0):
+                raise ValueError(
+                    "drafter.mirror.assistant: it drafts chains of one length; set tree.kind=chain, schedule=constant "
+                    "and confidence=0"
+                )
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        self.config, self.name = config, name
+        self.assistant = Assistant(config.assistant, target, name)
+        self.tree = self.assistant.tree
+        self.follower, self.vocabulary = self.assistant.follower, self.assistant.vocabulary
+        if config.outcomes and not self.follower.model.takes_trees:
+            raise ValueError(
+                f"drafter.mirror.outcomes is {config.outcomes}, but the attention of {config.assistant.model} does not "
+                "honour a tree mask, which several outcomes need: use drafter=assistant"
+            )
+        self.work: Future[None] | None = None
+        self.settled: Outcome | None = None
+        self.chains: dict[Outcome, Chain] = {}
+        self.beneath: dict[Outcome, int] = {}  # the node that ends each outcome
+        self.forget()
+
+    def reset(self, prompt: list[int]) -> None:
+        """Begin a new sequence."""
+        self._join(())
+        self.ready: Chain | None = None
+        self.assistant.reset(prompt)
+
+    def forget(self) -> None:
+        """Forget how often drafts were accepted and found prepared; the counts begin at three of four."""
+        self.tried, self.accepted = 4, 3
+        self.asked = self.found = 0
+
+    @torch.inference_mode()
+    def observe(self, commit: Commit) -> None:
+        """Take over what was prepared for this outcome, or let the assistant read on."""
+        following = tuple(commit.token.tolist())
+        if commit.verified is None:
+            self.assistant.observe(commit)
+            return
+        accepted, drafted = len(commit.verified.path) - 1, len(commit.verified.tree.token) - 1
+        self.accepted += accepted
+        self.tried += accepted + (accepted < drafted)
+        self.asked += 1
+        self.ready = self._join(following)
+        if self.ready is None:
+            self.assistant.observe(commit)
+            return
+        self.found += 1
+        source, chain = self.assistant, self.ready
+        source.text += self.vocabulary.follow(list(following))
+        node = self.beneath[following]
+        self.follower.adopt(source.text, self.follower.path[node], chain.nodes)
+        chain.nodes = list(range(len(chain.nodes)))
+        chain.above = len(chain.nodes) - 1
+
+    @torch.inference_mode()
+    def propose(self, context: Context) -> Proposal:
+        """Hand out the prepared chain, or draft one; then draft on in the background."""
+        source, device = self.assistant, self.assistant.device
+        chain, self.ready = self.ready, None
+        if chain is None:
+            depth = self._depth(context, 0)
+            if depth < 1 or source.level is None:
+                return Proposal(root(context.token[-1], device))
+            chain = self._chain(source.level.logits, follower.ROOT, depth, context, ())
+            self._draft({(): chain}, lambda _: True)
+        self.settled, self.chains = None, {}
+        if self.config.outcomes:
+            self.work = WORKERS.submit(self._ahead, chain, context._replace(token=context.token.copy()))
+        token = torch.tensor([context.token[-1], *chain.token], device=device)
+        laws = torch.cat([*chain.laws, torch.zeros_like(chain.laws[-1])]).to(device)
+        return Proposal(DraftTree(token, torch.arange(-1, len(chain.token), device=device)), laws)
+
+    def _depth(self, context: Context, committed: int) -> int:
+        """Return how long the chain may be that is drafted after `committed` more tokens."""
+        free = self.follower.model.context - len(self.assistant.text)
+        return min(self.config.assistant.tree.depth, context.room - committed, free - committed)
+
+    def _chain(self, logits: Float[Tensor, "1 V"], above: int, depth: int, context: Context, outcome: Outcome) -> Chain:
+        """Begin a chain after the context and an outcome; its randomness belongs to the place where it begins."""
+        rng = context.rng.at(len(context.token) + len(outcome), logits.device)
+        chain = Chain(logits, above, depth, rng, context.sampling)
+        if context.sampling.repetition_penalty != 1:
+            chain.seen = torch.zeros_like(logits, dtype=torch.bool)
+            chain.seen[:, [*context.token, *outcome]] = True
+        return chain
+
+    def _draft(self, chains: dict[Outcome, Chain], wanted: Callable[[Outcome], bool]) -> None:
+        """Draft the wanted chains to their ends, level by level."""
+        running = chains
+        while True:
+            running = {key: one for key, one in running.items() if wanted(key) and one.draw(self.assistant.eos)}
+            if not running:
+                return
+            nodes, answers = self._run([one.token[-1] for one in running.values()], [o.above for o in running.values()])
+            for one, node, answer in zip(running.values(), nodes, answers.split(1), strict=True):
+                one.reached(node, answer)
+
+    def _run(self, token: list[int], above: list[int]) -> tuple[list[int], Float[Tensor, "N V"]]:
+        """Run tokens under nodes; return their own nodes and the assistant's answers, on its device."""
+        number = self.vocabulary.to_assistant(torch.tensor(token, device=self.follower.model.device))
+        logits = self.vocabulary.to_target(self.follower.branch(number, above))
+        return self.follower.level, logits
+
+    @torch.inference_mode()
+    def _ahead(self, chain: Chain, context: Context) -> None:
+        """Draft after the likeliest outcomes of verifying the chain, while they are not known to be wrong."""
+        if len(chain.nodes) < len(chain.token):
+            nodes, answer = self._run(chain.token[-1:], [chain.above])
+            chain.reached(nodes[0], answer)
+        keys = [key for key in self._outcomes(chain) if self._wanted(key) and self._depth(context, len(key)) > 0]
+        if not keys:
+            return
+        above = [[follower.ROOT, *chain.nodes][len(key) - 1] for key in keys]
+        nodes, answers = self._run([key[-1] for key in keys], above)
+        self.beneath = dict(zip(keys, nodes, strict=True))
+        self.chains = {
+            key: self._chain(answer, node, self._depth(context, len(key)), context, key)
+            for key, node, answer in zip(keys, nodes, answers.split(1), strict=True)
+        }
+        self._draft(self.chains, self._wanted)
+
+    def _wanted(self, outcome: Outcome) -> bool:
+        """Whether an outcome is still possible."""
+        return self.settled is None or self.settled == outcome
+
+    def _outcomes(self, chain: Chain) -> list[Outcome]:
+        """Return the likeliest outcomes: as many accepted as lately, then the assistant's own guess of what follows.
+
+        After a rejection that is its guess among the other tokens. An outcome that ends the answer needs no draft.
+        """
+        rate, reach = self.accepted / self.tried, 1.0
+        guesses: list[tuple[float, Outcome]] = []
+        for depth, answer in enumerate(chain.answers):
+            law = answer[0].float().softmax(-1)
+            rejected = depth < len(chain.token)
+            if rejected:
+                law[chain.token[depth]] = 0
+            best = law.topk(min(self.config.outcomes, len(law)))
+            weight = reach * ((1 - rate) / law.sum().clamp_min(1e-9) if rejected else 1)
+            for value, token in zip((best.values * weight).tolist(), best.indices.tolist(), strict=True):
+                if value > 0 and not self.assistant.eos & {token, *chain.token[:depth]}:
+                    guesses.append((value, (*chain.token[:depth], token)))
+            reach *= rate
+        return [outcome for _, outcome in sorted(guesses, reverse=True)[: self.config.outcomes]]
+
+    def _join(self, outcome: Outcome) -> Chain | None:
+        """Tell the worker what came of the verification, wait for it, and return the chain for that, if any."""
+        work, self.work = self.work, None
+        if work is None:
+            return None
+        self.settled = outcome
+        work.result()
+        return self.chains.get(outcome)

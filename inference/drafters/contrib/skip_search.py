@@ -1,0 +1,217 @@
+"""Which sub-layers a target drafts without: the search for them, and the file that keeps what it found.
+
+Draft & Verify (Zhang et al., arXiv 2309.08168) and SWIFT (Xia et al., arXiv 2410.06916) choose them on the prompts
+that count. Here a candidate is rated without decoding: the drafts that it would make are read off recorded greedy
+answers in one pass, all positions at once, and a drafted token costs what is left of the weights that decoding reads.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from heads.common.typed import typed
+from heads.common.untrusted import parse_json, regular
+from heads.formats.store import TargetSpec
+from inference.target.cache import TargetCache
+from inference.target.stack import Parts, Skips
+from inference.target.target import Target
+
+FORMAT = 1
+
+
+class Text(NamedTuple):
+    """A prompt with the target's greedy answer: all tokens, how many are the prompt's, and the target's cached rows."""
+
+    token: list[int]
+    prompt: int
+    cache: TargetCache
+
+
+class Rating(NamedTuple):
+    """What a set of skips promises at its best depth: tokens a pass, the draft's cost, speed against plain decoding.
+
+    `cost` is that of a drafted token in target passes. `speed` takes a verification pass to cost what a plain one does.
+    """
+
+    speed: float
+    depth: int
+    tau: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """The greatest depth and the confidence to draft on with, how many candidates to rate, and the order's seed."""
+
+    depth: int
+    stop: float
+    evaluations: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.depth < 1:
+            raise ValueError(f"search.depth is {self.depth}: give at least 1")
+        if not 0 <= self.stop < 1:
+            raise ValueError(f"search.stop is {self.stop}: give 0 for no stop, or a probability below 1")
+        if self.evaluations < 2:
+            raise ValueError(f"search.evaluations is {self.evaluations}: give at least 2")
+
+
+@dataclass(frozen=True)
+class SkipFile:
+    """What is kept of a search: the target, the skipped sub-layers, how to draft with them, and what was measured."""
+
+    format: int
+    target: TargetSpec
+    attention: list[int]
+    mlp: list[int]
+    depth: int
+    stop: float
+    found: dict[str, float]
+
+    @property
+    def skips(self) -> Skips:
+        """The sub-layers to leave out."""
+        return Skips(tuple(self.attention), tuple(self.mlp))
+
+
+def record(target: Target, prompt: list[int], answer: list[int]) -> Text:
+    """Return a text with its rows in a cache, which `rate` reads again and again."""
+    cache = target.cache()
+    token = prompt + answer
+    target.prefill(torch.tensor(token, device=target.device), cache)
+    return Text(token, len(prompt), cache)
+
+
+def foresee(parts: Parts, skips: Skips, text: Text) -> tuple[list[bool], list[float]]:
+    """Return for each token of an answer whether it is what the draft makes of the text before, and how sure it is.
+
+    One pass: a copy of each row runs through the thinned layers and sees the full rows before it and itself, as the
+    first row of a draft does. Deeper drafts also see drafted rows; that they do no worse is what `rate` assumes.
+    """
+    size = len(text.token)
+    device = parts.target.device
+    position = torch.arange(text.prompt - 1, size - 1, device=device)
+    before = torch.arange(size, device=device) < position[:, None]
+    seen = torch.cat([before, torch.eye(len(position), dtype=torch.bool, device=device)], 1)
+    token = torch.tensor(text.token, device=device)
+    law = parts.skim(skips, token[position], position, seen, text.cache).float().softmax(-1)
+    text.cache.keep(size, [])
+    sure, drafted = law.max(-1)
+    return (drafted == token[position + 1]).tolist(), sure.tolist()
+
+
+def rate(parts: Parts, skips: Skips, texts: list[Text], settings: SearchSettings) -> Rating:
+    """Rate a set of skips at the best depth, by playing the recorded answers through."""
+    cost = drafting_cost(parts, skips)
+    seen = [foresee(parts, skips, text) for text in texts]
+    ratings = []
+    for depth in range(1, settings.depth + 1):
+        played = [play(right, sure, depth, settings.stop) for right, sure in seen]
+        tokens, passes, drafted = (sum(column) for column in zip(*played, strict=True))
+        ratings.append(Rating(tokens / (passes + drafted * cost), depth, tokens / passes, cost))
+    return max(ratings)
+
+
+def play(right: list[bool], sure: list[float], depth: int, stop: float) -> tuple[int, int, int]:
+    """Return the tokens, the target passes and the drafted tokens of an answer; a draft ends after an unsure token."""
+    row = passes = drafted = 0
+    while row < len(right):
+        ahead = range(row, min(row + depth, len(right)))
+        length = next((i + 1 - row for i in ahead if sure[i] < stop), len(ahead))
+        accepted = next((i - row for i in ahead[:length] if not right[i]), length)
+        passes, drafted, row = passes + 1, drafted + length, row + accepted + 1
+    return min(row, len(right)), passes, drafted
+
+
+def drafting_cost(parts: Parts, skips: Skips) -> float:
+    """Return a drafted token's cost in target passes: the share of the weights, lm_head included, that it reads."""
+    sizes = parts.sizes()
+    lm_head = parts.target.ends.head_weight().numel()
+    total = lm_head + sum(attention + mlp for attention, mlp in sizes)
+    saved = sum(sizes[i][0] for i in skips.attention) + sum(sizes[i][1] for i in skips.mlp)
+    return (total - saved) / total
+
+
+def search(parts: Parts, texts: list[Text], settings: SearchSettings) -> tuple[Skips, Rating]:
+    """Return the best set of skips found, and its rating.
+
+    A local search over one bit a sub-layer: from a start, flip bits in random order, keep what rates better, until a
+    whole round changes nothing; then start again at random. The first start skips nothing.
+    """
+    layers = len(parts.layers)
+
+    def skips(bits: frozenset[int]) -> Skips:
+        return Skips(
+            tuple(i for i in range(layers) if i in bits), tuple(i for i in range(layers) if i + layers in bits)
+        )
+
+    best = climb(lambda bits: rate(parts, skips(bits), texts, settings), 2 * layers, settings)
+    return skips(best[0]), best[1]
+
+
+def climb(
+    score: Callable[[frozenset[int]], Rating], size: int, settings: SearchSettings
+) -> tuple[frozenset[int], Rating]:
+    """Search sets of numbers below `size` for the best score; every set is scored once, `evaluations` sets at most."""
+    order = random.Random(settings.seed)
+    known: dict[frozenset[int], Rating] = {}
+
+    def better(bits: frozenset[int], than: frozenset[int]) -> bool:
+        if bits not in known and len(known) < settings.evaluations:
+            known[bits] = score(bits)
+        return bits in known and known[bits] > known[than]
+
+    start: frozenset[int] = frozenset()
+    known[start] = score(start)
+    while len(known) < min(settings.evaluations, 2**size):
+        improved = True
+        while improved:
+            improved = False
+            for bit in order.sample(range(size), size):
+                if better(start ^ {bit}, start):
+                    start, improved = start ^ {bit}, True
+        share = order.random()
+        start = frozenset(bit for bit in range(size) if order.random() < share)
+        if start not in known and len(known) < settings.evaluations:
+            known[start] = score(start)
+        elif start not in known:
+            break
+    return max(known.items(), key=lambda item: item[1])
+
+
+def save_skips(path: Path, content: SkipFile) -> None:
+    """Write the file of a search."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(content), indent=2) + "\n", encoding="utf-8")
+
+
+def load_skips(path: Path, target: Target) -> SkipFile:
+    """Read the file of a search.
+
+    Raises:
+        ValueError: there is none, it is damaged, or it is of another target.
+    """
+    remedy = "search again with eval/search_skips.py"
+    try:
+        content: Any = parse_json(regular(path).read_bytes())
+        found = typed(SkipFile, content) if isinstance(content, dict) else None
+    except OSError:
+        raise ValueError(f"{path}: no such file; {remedy}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); {remedy}") from None
+    if found is None or found.format != FORMAT:
+        raise ValueError(f"{path}: not a file of skipped sub-layers that this version reads; {remedy}")
+    if found.target.fingerprint != target.spec.fingerprint:
+        raise ValueError(
+            f"{path}: its sub-layers are those of another target, {found.target.name}, not of {target.name}; {remedy}"
+        )
+    if beyond := [i for i in (*found.attention, *found.mlp) if not 0 <= i < target.spec.num_layers]:
+        raise ValueError(f"{path}: it skips layer {beyond[0]} of {target.spec.num_layers}, counted from 0; {remedy}")
+    return found

@@ -1,0 +1,100 @@
+"""Speculative streams as a draft source (Bhendawade et al., arXiv 2402.11131; see stream_layers.py).
+
+Every node of a tree is verified with its streams as riders behind it, so the pass that accepts a node has drafted what
+may follow its bonus token already. Streams know nothing of each other's tokens, as Medusa's heads do not, so a tree
+grows from the product of their laws. The prefill takes no riders: the first step drafts nothing and only brings the
+streams of its root along.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from heads.base import Level
+from inference.drafters.contrib.stream_layers import Streams, earlier_streams, load_streams
+from inference.drafters.policy import TreeConfig, grow
+from inference.protocol import Commit, Context, Proposal
+from inference.target.target import Target
+from inference.verification import tree as trees
+from inference.verification.tree import DraftTree, Riders
+
+
+class StreamsDrafter:
+    """Drafts from the streams of the node that was accepted last."""
+
+    feature_layers: tuple[int, ...] = ()
+
+    @dataclass(frozen=True)
+    class Config:
+        """The run that trained the streams, and the tree that is grown from them."""
+
+        run: str
+        tree: TreeConfig
+
+    def __init__(self, config: Config, target: Target, name: str, streams: Streams | None = None) -> None:
+        self.target, self.config, self.name = target, config.tree, name
+        self.streams = streams or load_streams(Path(config.run).expanduser(), target)
+        self.tree = config.tree.label
+        self.depth = min(self.streams.config.streams, config.tree.deepest)  # deeper streams would draft nothing
+        self.drafted: Drafted | None = None
+        self.node: Tensor | None = None  # which node each rider belongs to
+
+    def reset(self, prompt: list[int]) -> None:
+        """Begin a new sequence."""
+        self.drafted, self.node = None, None
+
+    def forget(self) -> None:
+        """Nothing outlives a sequence."""
+
+    def observe(self, commit: Commit) -> None:
+        """Keep the streams of the node that was accepted last."""
+        self.drafted = None
+        if commit.verified is not None and commit.verified.riders is not None and self.node is not None:
+            mine = commit.verified.riders[self.node == commit.verified.path[-1]]
+            self.drafted = Drafted(mine) if len(mine) else None
+
+    @torch.inference_mode()
+    def propose(self, context: Context) -> Proposal:
+        """Grow the tree that the last pass has drafted, and let the streams of its nodes ride along."""
+        proposal = Proposal(trees.root(context.token[-1], self.target.device))
+        if self.drafted is not None:
+            proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, context)
+        return proposal._replace(riders=self.riders(proposal.tree, context.room))
+
+    def riders(self, tree: DraftTree, room: int) -> Riders | None:
+        """Return the streams of all nodes, but for those that would draft deeper than can be committed."""
+        size = len(tree.token)
+        lineage = trees.ancestors(tree)
+        node = torch.arange(size, device=tree.token.device).repeat_interleave(self.depth)
+        stream = torch.arange(1, self.depth + 1, device=node.device).repeat(size)
+        offset = lineage.sum(-1)[node] - 1 + stream
+        fits = offset < room  # what a stream drafts stands one place further than the stream
+        self.node, stream = node[fits], stream[fits]
+        if not len(stream):
+            return None
+        among = earlier_streams(size, self.depth, node.device)[fits][:, fits]
+        seen = torch.cat([lineage[self.node], among], 1)
+        stack = self.streams.stack(self.node[None], stream)
+        return Riders(tree.token[self.node], offset[fits], seen, stack)
+
+
+class Drafted:
+    """The laws that one node's streams gave, by depth; what a tree grows from."""
+
+    def __init__(self, logits: Float[Tensor, "G V"]) -> None:
+        self.logits = logits
+        self.max_depth = len(logits)
+
+    def level(self, depth: int, nodes: int) -> Level:
+        """Return the law of the tokens at `depth`, the same under every node."""
+        logits = self.logits[depth - 1].expand(nodes, -1)
+        return Level(logits, logits[:, :0], ())
+
+    def expand(
+        self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Score the next depth: streams know nothing of the tokens that are drafted before."""
+        return self.level(int(mask[0].sum()) + 1, len(token))

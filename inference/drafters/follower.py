@@ -1,0 +1,130 @@
+"""Another causal LM that reads along with the target and drafts: its cache follows a text that may be revised."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from inference.target.target import DTYPES, Target
+
+ROOT = -1  # the number of the last token read, above the drafted nodes
+
+
+class Follower:
+    """A model with the tokens it has read, and behind them in its cache the drafted nodes of one tree.
+
+    Nodes are numbered in order of expansion. Reading on keeps what still stands of both, so that a pass runs over
+    what is missing alone: after a verification the tokens that no expanded node holds, the next root among them.
+    """
+
+    def __init__(self, model: Target) -> None:
+        self.model = model
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything read."""
+        self.cache = self.model.cache()
+        self.token: list[int] = []
+        self._forget_drafts()
+
+    def _forget_drafts(self) -> None:
+        self.below: dict[tuple[int, int], int] = {}  # (node above, token) -> node
+        self.path: list[list[int]] = []  # each node's nodes from the top down, its own the last
+        self.level = [ROOT]
+
+    def read(self, token: list[int]) -> Float[Tensor, "1 V"]:
+        """Take `token`, one or more, as the whole text from now on; return the logits of what follows."""
+        known = len(self.token)
+        if token[:known] != self.token:
+            known = next(i for i in range(known) if self.token[i : i + 1] != token[i : i + 1])
+        known = min(known, len(token) - 1)  # the last one is run for its logits in any case
+        nodes = self._drafted(token[known:-1]) if known == len(self.token) else []
+        self.cache.keep(known, nodes)
+        missing = torch.tensor(token[known + len(nodes) :], device=self.model.device)
+        logits = self.model.prefill(missing, self.cache).logits
+        assert logits is not None
+        self.token = list(token)
+        self._forget_drafts()
+        return logits[0]
+
+    def _drafted(self, token: list[int]) -> list[int]:
+        """Return the expanded nodes that hold the first of these tokens, from the root down."""
+        nodes: list[int] = []
+        above = ROOT
+        for t in token:
+            node = self.below.get((above, t))
+            if node is None:
+                break
+            nodes.append(node)
+            above = node
+        return nodes
+
+    def expand(self, token: Int[Tensor, "N"], parent: Int[Tensor, "N"]) -> Float[Tensor, "N V"]:
+        """Run one more tree level, the parents as indices into the last one, and return its logits."""
+        return self.branch(token, [self.level[above] for above in parent.tolist()])
+
+    @torch.inference_mode()
+    def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N V"]:
+        """Run a new node under each of the nodes `above`, ROOT the last token read, and return their logits."""
+        model, device = self.model, self.model.device
+        first, text = len(self.path), len(self.token)
+        self.level = list(range(first, first + len(above)))
+        for node, parent, t in zip(self.level, above, token.tolist(), strict=True):
+            self.below[parent, t] = node
+            self.path.append([*(self.path[parent] if parent != ROOT else []), node])
+        depth = torch.tensor([len(path) for path in self.path], device=device)
+        column = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
+        own = column[:, self.cache.length :]
+        seen = None
+        # A chain sees all that is before it, which needs no attention that takes a mask.
+        if any(len(self.path[node]) < len(self.path) for node in self.level):
+            seen = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
+            seen[..., :text] = True
+            for row, node in enumerate(self.level):
+                seen[0, row, [text + one for one in self.path[node]]] = True
+        logits = model.ends.logits(model.run(token[None].to(device), own, seen, self.cache, column).last)
+        return logits[0]
+
+    def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:
+        """Read on by expanded nodes alone: `nodes` become text, now `token`, and the chain `live` stays drafted.
+
+        A chain begins under the last of the nodes; the other drafts are dropped.
+        """
+        known = len(self.token)
+        assert token[:known] == self.token
+        assert len(token) == known + len(nodes)
+        number = {node: new for new, node in enumerate(live)} | {nodes[-1]: ROOT}
+        below = {(number[a], t): number[n] for (a, t), n in self.below.items() if n in live}
+        self.cache.keep(known, [*nodes, *live])
+        self.token = list(token)
+        self._forget_drafts()
+        self.below = below
+        self.path = [list(range(node + 1)) for node in range(len(live))]
+        self.level = [len(live) - 1]  # ROOT if there is none
+
+
+def load(path: str, dtype: str | None, device: str | None, trust_remote_code: bool, target: Target, key: str) -> Target:
+    """Load the model that follows a target.
+
+    Args:
+        path: folder or Hub name.
+        dtype: as of `Target.load`; None for the target's.
+        device: torch device; None for the target's. Elsewhere, tokens go there and logits come back at every pass.
+        trust_remote_code: passed to transformers.
+        target: the target.
+        key: the configuration's name, for errors.
+
+    Raises:
+        ValueError: no such model, dtype or device.
+    """
+    own = next(name for name, kind in DTYPES.items() if kind == target.dtype)
+    place = device or str(target.device)
+    try:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"{key}.device is {place!r}, which is not to be had here: give cpu, cuda:N or null for the target's"
+        ) from error
+    try:
+        return Target.load(path, dtype or own, place, trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"{key}.model={path} cannot be used: {error}") from error

@@ -1,0 +1,202 @@
+"""The multi-token-prediction module that a target's checkpoint carries, and that transformers leaves out.
+
+Two namings are read: `model.layers.N.*` behind the last of N layers (DeepSeek-V3, GLM-4.5), and `mtp.*` (Qwen3-Next,
+Qwen3.5; these targets themselves keep a recurrent state and are refused). The module's decoder layer is of the
+target's own kind, so it is a copy of the target's last layer with the module's weights, whatever that layer is made of.
+Of several modules the first one alone is used, for every depth.
+"""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from heads.base import Features
+from heads.modules.layers import Attend
+from heads.mtp import Mtp
+from inference.target.checkpoint import tensor_files
+from inference.target.target import Target
+
+ATTENTION = "headstart"
+BEHIND = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "shared_head.norm.weight": "norm.weight",
+}
+APART = {
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "fc.weight": "eh_proj.weight",
+    "norm.weight": "norm.weight",
+}
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # the target's own, written a second time
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+class OwnBlock(nn.Module):
+    """A copy of the target's last decoder layer, taking the arguments of `heads.modules.layers.Block`.
+
+    transformers lets a caller register an attention function; ours calls the `attend` that comes in, so the pattern is
+    the caller's, as in `Block`.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        rotary = [m for name, m in target.base.named_modules() if name.split(".")[-1] == "rotary_emb"]
+        if not rotary:
+            raise ValueError("it has no rotary positions")
+        self._rotary = (rotary[0],)  # in a tuple, so that the target's module does not become a part of this one
+        self.layer = copy.deepcopy(target.decoder_layers[-1])
+        for module in self.layer.modules():
+            config: Any = getattr(module, "config", None)
+            if config is not None:
+                config._attn_implementation = ATTENTION
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int, attend: Attend
+    ) -> Float[Tensor, "B T D"]:
+        """Apply the layer with the caller's attention pattern."""
+        rotary = self._rotary[0](x, position)
+        out = self.layer(x, attention_mask=None, position_ids=position, position_embeddings=rotary, attend=attend)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def _attend(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Let the caller's function attend, under transformers' signature; it scales by the root of the width itself."""
+    if odd := [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]:
+        raise ValueError(f"its attention has a {odd[0]}")
+    width = query.shape[-1]
+    scale = kwargs.get("scaling") or width**-0.5
+    out: Tensor = kwargs["attend"](query * (scale * width**0.5), key, value)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+def load_mtp(target: Target, checkpoint: str) -> Mtp:
+    """Return a checkpoint's module, on the target's device and in its dtype.
+
+    Args:
+        target: whose layer, embedding and lm_head the module uses.
+        checkpoint: the folder or Hub name that the target was loaded from.
+
+    Raises:
+        ValueError: it carries no such module, or one that does not fit the target's own layer.
+    """
+    files = _files(checkpoint)
+    names = _names(set(files), target.spec.num_layers)
+    if not names:
+        raise ValueError(
+            f"drafter.mtp: {checkpoint} carries no module for multi-token prediction (no model.layers."
+            f"{target.spec.num_layers}.eh_proj, no mtp.fc); choose another drafter"
+        )
+    try:
+        head = _build(target)
+    except ValueError as error:
+        raise ValueError(f"drafter.mtp: a layer of {target.name} cannot run by itself ({error})") from None
+    tensors = _fused({ours: _read(files[theirs], theirs) for theirs, ours in names.items()})
+    own: dict[str, Tensor] = head.state_dict(keep_vars=True)
+    wrong = sorted(own.keys() ^ tensors.keys())
+    wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+    if wrong:
+        raise ValueError(
+            f"drafter.mtp: the module in {checkpoint} is not built like the target's last layer, or is quantised "
+            f"({wrong[0]}{f' and {len(wrong) - 1} more' if wrong[1:] else ''}); choose another drafter"
+        )
+    head.load_state_dict(
+        {name: tensor.to(target.device, own[name].dtype) for name, tensor in tensors.items()}, assign=True
+    )
+    head.eval().requires_grad_(False)
+    _try(head, target)
+    return head
+
+
+def _build(target: Target) -> Mtp:
+    """Return a module whose block and norms are copies of the target's, its projection without values."""
+    block = OwnBlock(target)
+    norm = next(child for child in block.layer.children() if [p.ndim for p in child.parameters()] == [1])
+    eps = float(getattr(target.config, "rms_norm_eps", 0.0))  # the copies know their own
+    with torch.device("meta"):
+        head = Mtp(
+            Mtp.Config("mtp", None, None, None, None, None, 10000.0, None, eps, False, "shared", None), target.ends
+        ).to(target.dtype)
+    head.block = block
+    head.enorm, head.hnorm, head.norm = (copy.deepcopy(norm) for _ in range(3))
+    return head
+
+
+def _try(head: Mtp, target: Target) -> None:
+    """Run the module once, on two rows.
+
+    Raises:
+        ValueError: the target's layer wants more than this module gives it.
+    """
+    token = torch.zeros(2, dtype=torch.long, device=target.device)
+    last = target.ends.embed(token)[None].to(target.dtype)
+    try:
+        head.extend(None, Features(token[None], last[:, :, None], last, token[None]), token)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"drafter.mtp: a layer of {target.name} cannot run by itself ({reason})") from error
+
+
+def _names(available: set[str], layers: int) -> dict[str, str]:
+    """Return which of a checkpoint's tensors become which of the module's; nothing if it has no module."""
+    behind = f"model.layers.{layers}."
+    if f"{behind}eh_proj.weight" in available:
+        prefix, inner, own = behind, behind, BEHIND
+    else:
+        prefix, inner, own = "mtp.", "mtp.layers.0.", APART
+        if f"{prefix}fc.weight" not in available:
+            return {}
+    apart = {f"{prefix}{theirs}": ours for theirs, ours in own.items() if f"{prefix}{theirs}" in available}
+    skipped = {*apart, *(f"{prefix}{name}" for name in SHARED)}
+    block = {name: f"block.layer.{name.removeprefix(inner)}" for name in available if name.startswith(inner)}
+    return apart | {theirs: ours for theirs, ours in block.items() if theirs not in skipped}
+
+
+def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack what checkpoints hold expert by expert as transformers holds it: gate above up, and down."""
+    experts: dict[str, dict[str, dict[int, Tensor]]] = {}
+    kept = {}
+    for name, tensor in tensors.items():
+        if found := EXPERT.fullmatch(name):
+            experts.setdefault(found[1], {}).setdefault(found[3], {})[int(found[2])] = tensor
+        else:
+            kept[name] = tensor
+    for name, parts in experts.items():
+        gate, up, down = (
+            torch.stack([tensor for _, tensor in sorted(parts.get(part, {}).items())] or [torch.empty(0)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        kept[f"{name}.gate_up_proj"] = torch.cat([gate, up], 1)
+        kept[f"{name}.down_proj"] = down
+    return kept
+
+
+def _files(checkpoint: str) -> dict[str, Path]:
+    """Return the file of each of a checkpoint's tensors."""
+    try:
+        return tensor_files(checkpoint)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"drafter.mtp.checkpoint: {checkpoint} holds no readable model.safetensors ({reason}); give the folder or "
+            "Hub name of the target's own checkpoint"
+        ) from error
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+    return tensor

@@ -1,0 +1,19 @@
+"""The frozen target: loading, placement, cache, forward passes, and the proof that they are what the engine needs.
+
+target.py           a target loaded, its masks and cache proven
+embeddings.py       its embedding and lm_head, all that a head needs besides
+embeddings_only.py  a target of which only these are loaded
+loading.py          what it is loaded with: transformers, and its quantisation
+tokenizer.py        its tokenizer without the model, for sources that read text alone
+placement.py        where it lies: replicated, cut up among processes, spread over devices, streamed
+placed.py           what its passes rely on then: whole ends, fingerprint, whose rows go through together
+packed.py           the attention of packed rows, document by document
+adapter.py          the PEFT adapter that it may carry, merged into it
+checkpoint.py       its tensors on disk, and its fingerprint
+lengths.py          the lengths at which its forward changes: windows, chunks, longrope
+cache.py            its key-value cache, compacted after acceptance
+compiled.py         its verification passes, compiled
+probe.py            what a target must prove when it is loaded
+stack.py            its decoder stack in parts, for drafts by the target itself
+model.py            the forward passes: tokens to features and logits
+"""

@@ -1,0 +1,123 @@
+"""A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
+
+import hashlib
+from math import prod
+from pathlib import Path
+
+import torch
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from heads.common.errors import one_line
+from heads.common.untrusted import parse_json, plain_name, shown
+from heads.formats.store import QUANTISED
+
+INDEX = "model.safetensors.index.json"
+FEW = 16  # values of each parameter that the fingerprint reads
+
+
+def tensor_files(checkpoint: str) -> dict[str, Path]:
+    """Return the file of each of a checkpoint's tensors.
+
+    Args:
+        checkpoint: its folder or Hub name.
+
+    Raises:
+        OSError, ValueError, KeyError, SafetensorError: it holds no readable model.safetensors, or its index leads out
+            of its folder.
+    """
+    index = cached_file(checkpoint, INDEX, _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        shards = _shards(Path(index))
+        found = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*shards.values()}}
+        return {name: found[shard] for name, shard in shards.items()}
+    file = Path(str(cached_file(checkpoint, "model.safetensors")))
+    with safe_open(file, "pt") as opened:
+        return dict.fromkeys(opened.keys(), file)
+
+
+def check_index(checkpoint: str) -> None:
+    """Check that the index of a checkpoint's folder, where it has one, names files of that folder alone.
+
+    Raises:
+        ValueError: it leads elsewhere, or is damaged.
+    """
+    if (Path(checkpoint) / INDEX).is_file():
+        _shards(Path(checkpoint) / INDEX)
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Return the name of each tensor's file."""
+    try:
+        shards: dict[str, str] = parse_json(index.read_bytes())["weight_map"]
+        odd = [shard for shard in shards.values() if not plain_name(shard)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: damaged ({one_line(error)}); download it again") from None
+    if odd:
+        raise ValueError(f"{index}: names {shown(odd[0])}, which is no file beside it; download it again")
+    return shards
+
+
+def fingerprint(model: PreTrainedModel, checkpoint: str) -> str:
+    """Hash a few values of every parameter in bf16, so that the same weights in any float dtype agree.
+
+    Weights that were quantised while loading count as they stand in the checkpoint, so that a head of the target is
+    one of its quantised form too. Where they cannot be read there, because the checkpoint itself is quantised, the hash
+    is of the other parameters, and begins with `QUANTISED`.
+    """
+    parameters = dict(model.named_parameters())
+    quantised = {name for name, parameter in parameters.items() if not _plain(parameter)}
+    few = {name: parameters[name].detach().flatten()[:FEW] for name in parameters.keys() - quantised}
+    mark = ""
+    if getattr(model, "hf_quantizer", None) is not None:
+        try:
+            few |= _originals(checkpoint, quantised)
+        except (OSError, ValueError, KeyError, SafetensorError):
+            mark = QUANTISED
+    return mark + digest(few)
+
+
+def fingerprint_on_disk(model: PreTrainedModel, checkpoint: str) -> str:
+    """Return the same of a model whose weights are not loaded, from its checkpoint.
+
+    Raises:
+        OSError, ValueError, KeyError, SafetensorError: a parameter cannot be read there, or is quantised.
+    """
+    return digest(_originals(checkpoint, {name for name, _ in model.named_parameters()}))
+
+
+def digest(few: dict[str, Tensor]) -> str:
+    """Hash the first values of parameters, by their names."""
+    digest = hashlib.sha256()
+    for name in sorted(few):
+        digest.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _plain(parameter: Tensor) -> bool:
+    """Say whether a parameter holds its values as they are; quantised ones are integers, or of a type of their own."""
+    return type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.element_size() > 1
+
+
+def _originals(checkpoint: str, names: set[str]) -> dict[str, Shaped[Tensor, "N"]]:
+    """Return the first values of these parameters as the checkpoint holds them.
+
+    Raises:
+        ValueError: it holds none of them, or quantised ones.
+        OSError, KeyError, SafetensorError: it cannot be read, or lacks one.
+    """
+    if not names:
+        raise ValueError(f"{checkpoint}: no parameter is quantised, so the weights that are must be buffers")
+    files, few = tensor_files(checkpoint), {}
+    for name in names:
+        with safe_open(files[name], "pt") as opened:
+            part = opened.get_slice(name)
+            shape = part.get_shape()
+            rows = -(-FEW // max(1, prod(shape[1:])))
+            few[name] = part[: min(rows, shape[0])].flatten()[:FEW]
+        if not _plain(nn.Parameter(few[name], requires_grad=False)):
+            raise ValueError(f"{checkpoint}: {name} is quantised there")
+    return few

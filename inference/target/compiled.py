@@ -1,0 +1,120 @@
+"""The target's verification passes, compiled by `torch.compile`.
+
+On a CPU two graphs serve all passes of one sequence, one for a single token and one for trees of any size, and two
+more those of a batch: the numbers of nodes, rows and sequences are symbols in them. On a GPU every launch costs, so
+each pass is a CUDA graph: of few sizes, to which nodes, rows and sequences are padded.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch.nn.functional import pad
+
+from inference.target.cache import BatchPass, Pool, roomy
+from inference.target.model import TargetModel
+
+BACKEND = "inductor"
+GRAPHS = 64  # compiled forms at most; dynamo's own limit is lower
+
+
+class Compiled:
+    """One target's compiled passes.
+
+    Attributes:
+        static: whether passes are padded to a few sizes, each a graph of its own, as CUDA graphs need it.
+        pool: where the sequences' caches come from, whose buffers the graphs know.
+    """
+
+    def __init__(self, target: TargetModel, static: bool | None = None) -> None:
+        if not target.takes_trees:
+            raise ValueError(
+                f"{target.name}: {target.objection}, and without one no pass is compiled: give engine.compile=false"
+            )
+        self.target = target
+        self.static = target.device.type == "cuda" if static is None else static
+        self.pool = Pool(fixed=True)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+        mode = "reduce-overhead" if target.device.type == "cuda" else None
+        self.compiled = torch.compile(self.forward, fullgraph=True, backend=BACKEND, mode=mode)
+
+    def run(
+        self,
+        token: Tensor,
+        position: Tensor,
+        seen: Tensor | None,
+        rows: BatchPass,
+        column: Tensor | None,
+        layers: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Run a pass as `Target.run` does; return the outputs of the feature `layers` and the last hidden states."""
+        batch, count = token.shape
+        if seen is None:
+            seen = torch.ones(batch, count, rows.end, dtype=torch.bool, device=token.device)
+        if self.static:
+            token, position, seen, rows, column = padded(token, position, seen, rows, column)
+        mask = self.target.attention_mask(seen, position, column)
+        if not self.static:
+            for each in (token, position, rows.columns, *_tensors(mask)):
+                for dim in range(each.dim()):
+                    torch._dynamo.maybe_mark_dynamic(each, dim)
+            return self.call(token, position, mask, rows, layers)
+        torch.compiler.cudagraph_mark_step_begin()
+        hidden, last = self.call(token, position, mask, rows, layers)
+        return hidden[:batch, :count].clone(), last[:batch, :count].clone()  # the next pass writes over them
+
+    def call(
+        self, token: Tensor, position: Tensor, mask: Any, rows: BatchPass, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the compiled pass, which compiles it where its form is new.
+
+        Raises:
+            ValueError: it cannot be compiled, and why.
+        """
+        try:
+            return self.compiled(token, position, mask, rows.keys, rows.values, rows.columns, layers)
+        except TorchDynamoException as error:
+            reason = str(getattr(error, "inner_exception", error)).strip().split("\n")[0]
+            raise ValueError(
+                f"{self.target.name}: torch.compile fails on its passes ({reason}): give engine.compile=false"
+            ) from error
+
+    def forward(
+        self,
+        token: Tensor,
+        position: Tensor,
+        mask: Any,
+        keys: list[Tensor],
+        values: list[Tensor],
+        columns: Tensor,
+        layers: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Run a pass, as a function of tensors alone: what is compiled."""
+        end = _tensors(mask)[0].shape[-1]
+        return self.target.forward(token, position, mask, BatchPass(keys, values, columns, end), layers)
+
+
+def _tensors(mask: Any) -> list[Tensor]:
+    return list(mask.values()) if isinstance(mask, dict) else [mask]
+
+
+def padded(
+    token: Tensor, position: Tensor, seen: Tensor, rows: BatchPass, column: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, BatchPass, Tensor | None]:
+    """Return a pass with its nodes padded to a power of two, its rows to a stride, its sequences to all slots.
+
+    Padding writes behind the pass's own rows, and to slots without a sequence: both are written to again before anyone
+    sees them. It sees the first row, since a row that saw nothing would be NaN.
+    """
+    batch, count, end = seen.shape
+    width, slots = 1 << (count - 1).bit_length(), len(rows.keys[0])
+    more, idle, reach = width - count, slots - batch, roomy(end + width - count)
+    seen = pad(seen, (0, reach - end, 0, more, 0, idle))
+    seen[:, count:, 0] = True
+    seen[batch:, :, 0] = True
+    behind = rows.columns[:, -1:] + torch.arange(1, more + 1, device=token.device)
+    own = torch.arange(width, device=token.device).expand(idle, -1)
+    rows = rows._replace(columns=torch.cat([torch.cat([rows.columns, behind], 1), own]), end=reach)
+    token, position = (pad(each, (0, more, 0, idle)) for each in (token, position))
+    return token, position, seen, rows, None if column is None else pad(column, (0, reach - end, 0, idle))

@@ -1,0 +1,92 @@
+"""A target of which only the ends are loaded: its embedding, final norm and lm_head, straight from the checkpoint.
+
+All that training from stored features needs. The layers stay on disk, so the largest target's head trains on a device
+that could never hold the target.
+"""
+
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from heads.formats.store import TargetSpec
+from inference.target.checkpoint import fingerprint_on_disk, tensor_files
+from inference.target.embeddings import TargetEnds, final_norm
+from inference.target.loading import note_dtype
+from inference.target.target import DTYPES, device_named, fast_dtype
+
+
+class Bare:
+    """A target without its layers.
+
+    Attributes:
+        ends: embedding and lm_head; norm: the final norm.
+        spec: the same as the whole target's.
+        feature_layers: as of a target; nothing computes them here.
+        quantized: None, since a quantised target is not loaded in this way.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, place: torch.device
+    ) -> None:
+        self.name, self.tokenizer, self.device = name, tokenizer, place
+        self.config: Any = model.config.get_text_config()
+        self.ends = TargetEnds(model)
+        self.norm = final_norm(model.base_model, self.config.num_hidden_layers)
+        self.dtype: torch.dtype = self.ends.lm_head.weight.dtype
+        sizes = self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers
+        self.spec = TargetSpec(name, *sizes, fingerprint_on_disk(model, name))
+        self.feature_layers: tuple[int, ...] = ()
+        self.quantized: str | None = None
+
+    @classmethod
+    def load(cls, path: str, dtype: str, device: str | None, trust_remote_code: bool) -> "Bare":
+        """Load the ends of a checkpoint.
+
+        Args:
+            path: folder or Hub name.
+            dtype: a name in DTYPES, or "auto" for the one that is fast on the device.
+            device: torch device; None takes an accelerator if there is one.
+            trust_remote_code: passed to transformers.
+
+        Raises:
+            ValueError: they cannot be loaded without the layers, and why.
+        """
+        place = device_named(device)
+        kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
+        if dtype == "auto":
+            note_dtype(path, trust_remote_code, kind)
+        remote = {"trust_remote_code": trust_remote_code}
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **remote)
+            config: Any = AutoConfig.from_pretrained(path, **remote)
+            if getattr(config, "quantization_config", None) is not None:
+                raise ValueError("its weights are quantised")
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **remote)
+            model.tie_weights()
+            count = model.config.get_text_config().num_hidden_layers
+            parts = [model.get_input_embeddings(), model.get_output_embeddings(), final_norm(model.base_model, count)]
+            _fill(model, parts, path, kind, place)
+            return cls(model.eval().requires_grad_(False), tokenizer, path, place)
+        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(f"model.path={path}: its ends cannot be loaded without its layers ({reason})") from error
+
+
+def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtype, place: torch.device) -> None:
+    """Give some modules of a model on the meta device their weights from the checkpoint; tied ones stay tied."""
+    if any(len(list(part.buffers())) for part in parts):
+        raise ValueError("they compute with more than weights")
+    wanted = {id(parameter) for part in parts for parameter in part.parameters()}
+    files, loaded = tensor_files(path), {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in wanted:
+            with safe_open(files[name], "pt") as opened:
+                tensor = opened.get_tensor(name).to(place, dtype)
+            loaded[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
+    for part in parts:
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, loaded[id(parameter)])

@@ -1,0 +1,230 @@
+"""What a target is loaded with: transformers, and where the user wishes, its quantisation.
+
+A quantised target has its linear layers in fewer bits. Embedding and lm_head stay as they are: heads read them. All
+methods here treat each row of a pass by itself, so that a token's logits do not depend on the nodes beside it, and
+verification keeps the quantised target's own law.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    QuantoConfig,
+    TorchAoConfig,
+)
+
+from heads.common.untrusted import regular
+from heads.formats.hub import cache_alone_without_connection
+from inference.target import placement
+from inference.target.checkpoint import check_index
+from inference.target.placement import HERE, Placement
+
+log = logging.getLogger(__name__)
+
+AS_IT_IS = "none"
+
+
+class Method(NamedTuple):
+    """A way to quantise: the module it needs, what pip calls that, and transformers' configuration for a dtype."""
+
+    module: str
+    package: str
+    config: Callable[[torch.dtype], Any]
+
+
+def _quanto(_dtype: torch.dtype) -> Any:
+    return QuantoConfig(weights="int8")
+
+
+def _torchao(_dtype: torch.dtype) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+def _llm_int8(_dtype: torch.dtype) -> Any:
+    # Above a threshold, whole columns of a pass are left in float if any row has an outlier there: with the paper's 6.0
+    # (arXiv 2208.07339) a token's logits would depend on the nodes beside it.
+    # It says so at every layer of every pass in another dtype than float16, and float32 is the gate's.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+METHODS = {
+    "int8": Method("optimum.quanto", "optimum-quanto", _quanto),
+    "torchao_int8": Method("torchao", "torchao", _torchao),
+    "bnb_int8": Method("bitsandbytes", "bitsandbytes", _llm_int8),
+    "bnb_nf4": Method("bitsandbytes", "bitsandbytes", _nf4),
+}
+
+
+def check_method(quantize: str | None) -> None:
+    """Check that a method is known and its library installed.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if quantize in (None, AS_IT_IS):
+        return
+    if quantize not in METHODS:
+        raise ValueError(f"model.quantize is {quantize!r}: choose one of {AS_IT_IS}, {', '.join(METHODS)}")
+    method = METHODS[quantize]
+    if not _installed(method.module):
+        raise ValueError(
+            f"model.quantize={quantize} needs {method.package}, which is not installed: pip install {method.package}"
+        )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def load(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    quantize: str | None,
+    where: Placement = HERE,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal LM and its tokenizer.
+
+    Args:
+        path: folder or Hub name.
+        dtype: of all that is not quantised.
+        device: where it goes; quantised weights are made there.
+        trust_remote_code: passed to transformers.
+        quantize: a key of METHODS; None or "none" for the weights as the checkpoint has them.
+        where: how it is placed; what is not whole on `device` stays where transformers puts it.
+
+    Raises:
+        ValueError: it cannot be loaded, quantised or placed, and why.
+    """
+    method = _method(quantize)
+    remote = {"trust_remote_code": trust_remote_code}
+    own: Any = getattr(configuration(path, trust_remote_code), "quantization_config", None)
+    with _errors(path):
+        tokenizer = _tokenizer(path, trust_remote_code)
+    if method is not None and own is not None:
+        name = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
+        raise ValueError(f"model.quantize={quantize}: {path} is quantised already ({name}); leave model.quantize out")
+    placement.check(where, quantize if method else None if own is None else "by its checkpoint", None, device)
+    with _errors(path):
+        options = placement.options(where, path, device, dtype, trust_remote_code)
+        if (method is not None or own is not None) and not options:
+            options["device_map"] = {"": str(device)}
+        if method is not None:
+            options["quantization_config"] = method.config(dtype)
+        check_index(path)
+        safe = {"use_safetensors": True}  # a pickle can hold code
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **safe, **remote, **options)
+    if not options:
+        move: Any = model.to  # transformers wraps it in a way that hides its arguments
+        return move(device), tokenizer
+    if method is not None or own is not None:
+        _check(model, path, quantize if method else None)
+    return model, tokenizer
+
+
+def configuration(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """Read a model's configuration alone.
+
+    Raises:
+        ValueError: none loads from there, and why.
+    """
+    with _errors(path):
+        found: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return found
+
+
+def note_dtype(path: str, trust_remote_code: bool, dtype: torch.dtype) -> None:
+    """Say that a model runs in another dtype than its checkpoint's, where nobody has asked for it."""
+    own = getattr(configuration(path, trust_remote_code).get_text_config(), "dtype", None)
+    if own not in (None, dtype):
+        its, ours = (str(each).removeprefix("torch.") for each in (own, dtype))
+        log.warning("%s: a checkpoint in %s, run in %s, fast here; model.dtype=%s keeps it", path, its, ours, its)
+
+
+def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load a tokenizer alone.
+
+    Raises:
+        ValueError: none loads from there, and why.
+    """
+    with _errors(path, "tokenizer"):
+        return _tokenizer(path, trust_remote_code)
+
+
+def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return found
+
+
+def _method(quantize: str | None) -> Method | None:
+    """Return the method of this name.
+
+    Raises:
+        ValueError: there is none, or its library is not installed.
+    """
+    check_method(quantize)
+    return None if quantize is None else METHODS.get(quantize)
+
+
+@contextmanager
+def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]:
+    """Say in one line why transformers cannot load from a path: no such model, or a library that it needs."""
+    try:
+        if not Path(path).is_dir():
+            cache_alone_without_connection()
+        regular(Path(path))
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"model.path={path}: no {what} loads from there ({reason})") from error
+
+
+def _check(model: PreTrainedModel, path: str, quantize: str | None) -> None:
+    """Check that what should be quantised is, and that what a head reads is not.
+
+    Raises:
+        ValueError: naming the checkpoint.
+    """
+    weight: Any = getattr(model.get_output_embeddings(), "weight", None)
+    if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() == 1:
+        raise ValueError(
+            f"model.path={path}: its lm_head is quantised, but heads read it as it is; take a checkpoint that keeps it"
+        )
+    if quantize is not None and all(type(parameter) is nn.Parameter for parameter in model.parameters()):
+        raise ValueError(
+            f"model.quantize={quantize}: {path} has no layer that this quantises ({type(model).__name__}); choose "
+            "another one, or leave model.quantize out"
+        )
+
+
+def method_of(model: PreTrainedModel) -> str | None:
+    """Return what transformers calls the quantisation that a model is loaded with; None for none."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        return None
+    method = quantizer.quantization_config.quant_method
+    return str(getattr(method, "value", method))

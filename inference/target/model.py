@@ -1,0 +1,309 @@
+"""The frozen target, any AutoModelForCausalLM, seen as tokens -> features and logits.
+
+Every fact about the target's layers has its home here: which module is its decoder stack, what the feature layers are,
+how a tree mask reaches its attention. `Target` (target.py) proves these before anything relies on them.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from heads import rows
+from heads.base import Features
+from heads.common.context import context_of
+from heads.formats.store import TargetSpec
+from inference.target import loading
+from inference.target.adapter import Adapter
+from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache
+from inference.target.lengths import switch_of
+from inference.target.packed import Packing, by_documents, spans_of
+from inference.target.placed import Placed, by_turns, on_one_device
+from inference.target.tokenizer import end_tokens
+from inference.verification import tree
+from inference.verification.tree import DraftTree, Riders
+
+log = logging.getLogger(__name__)
+
+
+class Pass(NamedTuple):
+    """One target pass: hidden states of the feature layers, the last one after the final norm, and logits if wanted."""
+
+    hidden: Float[Tensor, "B T L D"]
+    last: Float[Tensor, "B T D"]
+    logits: Float[Tensor, "B R V"] | None
+
+
+class Compiler(Protocol):
+    """What runs passes over a batch cache in the model's place; `pool` lends the caches."""
+
+    pool: Pool
+
+    def run(
+        self,
+        token: Tensor,
+        position: Tensor,
+        seen: Tensor | None,
+        rows: BatchPass,
+        column: Tensor | None,
+        layers: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the feature `layers` and the last hidden states."""
+        ...
+
+
+class LayerOutputs:
+    """Notes what the decoder layers give, one after the other, while there is a list to note it in.
+
+    Attributes:
+        outputs: the layers' outputs, None for a layer that is not wanted: a long pass cannot hold those of all layers.
+            In a graph that is being compiled an output that nobody reads costs nothing, and all are noted.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.outputs: list[Tensor | None] | None = None
+        self.wanted: tuple[int, ...] = ()
+        for layer in layers:
+            layer.register_forward_hook(self.note)
+
+    def note(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Take in a layer's output."""
+        if self.outputs is not None:
+            kept = torch.compiler.is_compiling() or len(self.outputs) in self.wanted
+            self.outputs.append((output[0] if isinstance(output, tuple) else output) if kept else None)
+
+
+class TargetModel:
+    """A frozen causal LM with its tokenizer: the forward passes that everything else is made of.
+
+    Attributes:
+        feature_layers: the decoder layers whose outputs every pass returns; set by whoever knows the head.
+        packing: how its attention runs over packed documents one by one; None where it needs a mask.
+        takes_trees: whether its attention honours a tree's or a batch's mask; else only chains are verified, one
+            sequence at a time. `Target` proves it.
+        objection: why not.
+        compiled: what runs the passes that verify in its place; None: nothing.
+        switch: where its rope switches; None where it does not.
+        context: the most tokens that a sequence may have.
+        eos: the tokens that end an answer.
+        quantized: how its weights are quantised, None if they are not.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        adapter: Adapter | None = None,
+        placed: Placed | None = None,
+    ) -> None:
+        self.model, self.architecture = model.eval().requires_grad_(False), type(model).__name__
+        self.tokenizer, self.name = tokenizer, name
+        self.config = model.config.get_text_config()
+        self.placed = on_one_device(model, name) if placed is None else placed
+        self.device, self.dtype, self.ends = self.placed.device, model.dtype, self.placed.ends
+        self.base: nn.Module = model.base_model
+        self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
+        self._noted = LayerOutputs(self.decoder_layers)
+        self.feature_layers: tuple[int, ...] = ()
+        self.context: int = context_of(self.config)
+        self.eos = end_tokens(model.generation_config, tokenizer)
+        self.quantized = loading.method_of(model)
+        sizes = self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers
+        mark, carried = (self.placed.mark, None) if adapter is None else (adapter.fingerprint, adapter.name)
+        self.spec = TargetSpec(name, *sizes, mark, carried)
+        note_unknown(tokenizer, self.ends.vocab_size, name)
+        self.compiled: Compiler | None = None
+        self.packing: Packing | None = None
+        self.switch = switch_of(model)
+        self.objection = f"its attention takes no mask of ours ({self.architecture})"
+        self.takes_trees = False
+
+    def cache(self) -> TargetCache:
+        """Return an empty cache for one sequence."""
+        return TargetCache() if self.compiled is None else self.compiled.pool.sequence()
+
+    def batch_cache(self, size: int) -> BatchCache:
+        """Return an empty cache for up to `size` sequences."""
+        return BatchCache(size) if self.compiled is None else self.compiled.pool.batch(size)
+
+    @torch.no_grad()
+    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
+        """Return the features of packed rows; documents do not see each other and each starts at position 0.
+
+        Where passes take all processes, all call this as often, each for rows of its own.
+        """
+        token, document = token.to(self.device), document.to(self.device)
+        if self.placed.group is None:
+            return self.own_features(token, document)
+        return by_turns(self.placed.group, self.own_features, token, document)
+
+    def own_features(self, token: Tensor, document: Tensor) -> Features:
+        """Return the features of rows that all processes of a pass have alike."""
+        position, spans = rows.positions(document), spans_of(document)
+        if self.packing is not None and self.packing.needed(spans, len(token)):
+            with by_documents(self.packing, spans):
+                out = self.run(token, position, None, None)
+        else:  # a document a row has the causal pattern, which needs no mask
+            out = self.run(token, position, None if len(spans) == len(token) else rows.visible(document), None)
+        return Features(token, out.hidden, out.last, document)
+
+    @torch.inference_mode()
+    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache) -> Pass:
+        """Append a sequence of committed tokens; logits of the last one alone (R = 1)."""
+        position = torch.arange(cache.length, cache.length + len(token), device=self.device)
+        out = self.run(token[None], position[None], None, cache)
+        return out._replace(logits=self.ends.logits(out.last[:, -1:]))
+
+    @torch.inference_mode()
+    def score(self, drafted: DraftTree, cache: TargetCache, riders: Riders | None = None) -> Pass:
+        """Verify a tree in one pass: append its N nodes, then the riders, to the cache and return the logits of all.
+
+        The caller compacts the cache to the accepted path afterwards.
+        """
+        prefix = cache.length
+        token = drafted.token if riders is None else torch.cat([drafted.token, riders.token])
+        if len(token) == 1:
+            position, seen = torch.tensor([[prefix]], device=self.device), None
+        else:
+            position, seen = self._layout(drafted, prefix, riders)
+        stack = None if riders is None else riders.stack
+        if self.compiled is None or stack is not None:
+            out = self.run(token[None], position, seen, cache, stack=stack)
+        else:
+            columns = torch.arange(prefix, prefix + len(token), device=self.device)
+            out = self.run(token[None], position, seen, cache.over(columns[None], prefix + len(token)))
+            cache.append(len(token))
+        return out._replace(logits=self.ends.logits(out.last))
+
+    @torch.inference_mode()
+    def score_all(self, drafted: Sequence[tuple[DraftTree, Riders | None]], cache: BatchCache) -> list[Pass]:
+        """Verify a tree with its riders of each active sequence in one pass; the caller compacts the caches afterwards.
+
+        A sequence's nodes and riders stand behind its own prefix, padded behind to the widest. Padding is seen by
+        nobody, but sees the prefix: a row that saw nothing would be NaN, and NaN comes through a mask.
+        """
+        prefixes = [each.length for each in cache.active]
+        tokens = [each.token if riders is None else torch.cat([each.token, riders.token]) for each, riders in drafted]
+        counts = [len(token) for token in tokens]
+        width, end = max(counts), max(prefixes) + max(counts)
+        token = torch.zeros(len(drafted), width, dtype=torch.long, device=self.device)
+        position = torch.zeros_like(token)
+        seen = torch.zeros(len(drafted), width, end, dtype=torch.bool, device=self.device)
+        column = torch.arange(end, device=self.device).repeat(len(drafted), 1)
+        for row, (each, prefix, count) in enumerate(zip(drafted, prefixes, counts, strict=True)):
+            place, visible = tree.layout(each[0], prefix, each[1])
+            token[row, :count] = tokens[row]
+            position[row, :count] = place
+            seen[row, :count, : prefix + count] = visible
+            seen[row, count:, :prefix] = True
+            column[row, prefix : prefix + count] = place
+        written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
+        out = self.run(token, position, seen, cache.over(written, end), column)
+        for own, count in zip(cache.active, counts, strict=True):
+            own.append(count)
+        logits = self.ends.logits(out.last)
+        return [
+            Pass(out.hidden[row : row + 1, :count], out.last[row : row + 1, :count], logits[row : row + 1, :count])
+            for row, count in enumerate(counts)
+        ]
+
+    def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
+        """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
+        position, seen = tree.layout(drafted, prefix, riders)
+        if self.takes_trees:
+            return position[None], seen[None]
+        if riders is not None or drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
+            raise ValueError(f"{self.name}: {self.objection}; draft with tree=chain")
+        return position[None], None
+
+    def run(
+        self,
+        token: Int[Tensor, "B T"],
+        position: Int[Tensor, "B T"],
+        seen: Bool[Tensor, "B T S"] | None,
+        cache: TargetCache | BatchPass | None,
+        column: Int[Tensor, "B S"] | None = None,
+        stack: Callable[..., Any] | None = None,
+    ) -> Pass:
+        """Run the decoder stack without the lm_head.
+
+        Args:
+            token: the rows' tokens.
+            position: their positions.
+            seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
+            cache: the rows are appended to it.
+            column: the positions of all S rows; None for 0, 1, 2, … of the cached ones, and then these rows'.
+            stack: what to run in place of the decoder stack.
+        """
+        layers = self.feature_layers if stack is None else ()
+        if self.compiled is not None and stack is None and isinstance(cache, BatchPass):
+            return Pass(*self.compiled.run(token, position, seen, cache, column, layers), None)
+        mask = None if seen is None else self.attention_mask(seen, position, column)
+        return Pass(*self.forward(token, position, mask, cache, layers, stack), None)
+
+    def forward(
+        self,
+        token: Tensor,
+        position: Tensor,
+        mask: Any,
+        cache: TargetCache | BatchPass | None,
+        layers: tuple[int, ...],
+        stack: Callable[..., Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the decoder stack under a mask in transformers' form; return the outputs of `layers` and the last."""
+        outputs: list[Any] = []
+        self._noted.outputs, self._noted.wanted = outputs if layers else None, layers
+        out = (stack or self.base)(
+            input_ids=token,
+            attention_mask=mask,
+            position_ids=position,
+            past_key_values=cache.hf if cache else None,
+            use_cache=cache is not None,
+        )
+        self._noted.outputs = None
+        last = out.last_hidden_state.to(self.device)
+        if not layers:
+            return last.new_zeros((*last.shape[:2], 0, last.shape[2])), last
+        return torch.stack([outputs[i].to(self.device) for i in layers], 2), last
+
+    def attention_mask(self, seen: Tensor, position: Tensor, column: Tensor | None) -> Any:
+        """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
+        window: int | None = getattr(self.config, "sliding_window", None)
+        kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        if "sliding_attention" not in kinds or window is None:
+            return self._additive(seen)
+        if column is None:
+            cached = torch.arange(seen.shape[2] - seen.shape[1], device=self.device).expand(len(position), -1)
+            column = torch.cat([cached, position], 1)
+        near = position[:, :, None] - column[:, None] < window
+        if kinds == {"sliding_attention"}:
+            return self._additive(seen & near)
+        return {"full_attention": self._additive(seen), "sliding_attention": self._additive(seen & near)}
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        shut = torch.finfo(self.dtype).min
+        return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
+
+
+def note_unknown(tokenizer: PreTrainedTokenizerBase, known: int, name: str) -> None:
+    """Say where a tokenizer has tokens, added ones mostly, that the model has no embedding for."""
+    beyond = sorted((place, token) for token, place in tokenizer.get_vocab().items() if place >= known)
+    if beyond:
+        log.warning(
+            "%s: knows %d tokens, and its tokenizer has %d more, from %r on: text that holds one is refused",
+            name, known, len(beyond), beyond[0][1],
+        )  # fmt: skip
+
+
+def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"{type(base).__name__}: no stack of {count} decoder layers found; this architecture is not supported"
+    )

@@ -1,0 +1,145 @@
+"""What the passes of a placed target rely on: its ends whole, its fingerprint, and whose rows go through together."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import align_module_device
+from safetensors import SafetensorError
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from inference.target.checkpoint import FEW, digest, fingerprint, fingerprint_on_disk
+from inference.target.embeddings import TargetEnds
+from inference.target.placement import TENSOR_PARALLEL, Placement, mesh
+
+Rows = Callable[[Tensor, Tensor], Any]
+
+
+class Placed(NamedTuple):
+    """A placed target.
+
+    Attributes:
+        device: where features, ends and tokens are; the layers may lie elsewhere.
+        ends: whole, and on that device.
+        mark: the fingerprint of the weights, the same however they lie.
+        group: the processes of this one's tensor-parallel group; None without one.
+        together: whether every pass takes all processes.
+    """
+
+    device: torch.device
+    ends: TargetEnds
+    mark: str
+    group: distributed.ProcessGroup | None
+    together: bool
+
+
+def on_one_device(model: PreTrainedModel, name: str) -> Placed:
+    """Return a model that lies whole on one device."""
+    return Placed(model.device, TargetEnds(model), fingerprint(model, name), None, together=False)
+
+
+def placed(model: PreTrainedModel, where: Placement, path: str, place: torch.device, trust: bool) -> Placed:
+    """Return a model that transformers has placed; every process calls it where passes take all of them.
+
+    Raises:
+        ValueError: nothing of it was cut up where that was asked for.
+    """
+    if where.together and where.group_size > 1 and not any(isinstance(each, DTensor) for each in model.parameters()):
+        raise ValueError(
+            f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
+        )
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    ends, mark = _ends(model, config, place, trust), _mark(model, path)
+    group = None
+    if where.placement == TENSOR_PARALLEL and where.group_size > 1:
+        group = mesh(where.group_size, place)["tp"].get_group()
+    if where.together:
+        # The first call makes a module the root of those sharded in it; later the decoder stack is called by itself.
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=place), use_cache=False)
+    return Placed(place, ends, mark, group, together=where.together)
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters, whole: gathered from the processes, or fetched from where they are offloaded.
+
+    Every process calls it for the same modules in the same order.
+    """
+    return dict(_whole(module))
+
+
+def _whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    # It warns that weights cut up twice, for copies and for a group, are gathered in two steps; that is no mistake.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    for prefix, part in module.named_modules():
+        with align_module_device(part):
+            for name, value in list(part.named_parameters(recurse=False)):
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                yield f"{prefix}.{name}".lstrip("."), full.detach()
+
+
+def _mark(model: PreTrainedModel, path: str) -> str:
+    """Return the fingerprint; from the checkpoint's files, or where their names are others, from the weights."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return fingerprint(model, path)
+    try:
+        return fingerprint_on_disk(model, path)
+    except (OSError, ValueError, KeyError, SafetensorError):
+        names = {name for name, _ in model.named_parameters()}
+        return digest({name: value.flatten()[:FEW].clone() for name, value in _whole(model) if name in names})
+
+
+def _ends(model: PreTrainedModel, config: Any, place: torch.device, trust: bool) -> TargetEnds:
+    """Return the ends: the model's own where they are whole and on the device, else whole copies there."""
+    own = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if all(_is_here(each, place) for each in own):
+        return TargetEnds(model)
+    with torch.device("meta"):
+        bare = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    bare.tie_weights()
+    copies = [bare.get_input_embeddings(), bare.get_output_embeddings()]
+    tied = copies[0].weight is copies[1].weight
+    for source, copy in zip(own, copies, strict=True):
+        for name, value in whole(source).items():
+            there = value if _is_here(source, place) else value.to(place, copy=True)
+            setattr(copy, name, nn.Parameter(there, requires_grad=False))
+        for name, buffer in source.named_buffers():
+            setattr(copy, name, buffer.to(place))
+    if tied:
+        copies[1].weight = copies[0].weight
+    return TargetEnds(bare.eval())
+
+
+def _is_here(part: nn.Module, place: torch.device) -> bool:
+    """Return whether all of a module lies whole on a device."""
+    return all(not isinstance(each, DTensor) and each.device == place for each in part.parameters())
+
+
+def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
+    """Return what `run` gives for this process's packed rows, where each run takes all processes of a group.
+
+    The group's processes have rows of their own, since each trains the head on its own: every process takes a turn in
+    which all of them run its rows, and keeps what came of its own. So no work is done twice, and no process holds more
+    than one turn's features beside its own.
+
+    Args:
+        group: the processes.
+        run: takes tokens and documents "B T".
+        token: this process's rows; other processes may have fewer or more.
+        document: their documents.
+    """
+    mine, size = distributed.get_rank(group), distributed.get_world_size(group)
+    shapes = [torch.zeros(2, dtype=torch.long, device=token.device) for _ in range(size)]
+    distributed.all_gather(shapes, torch.tensor(token.shape, device=token.device), group=group)
+    kept = None
+    for turn, shape in enumerate(torch.stack(shapes).tolist()):
+        both = torch.stack([token, document]) if turn == mine else token.new_empty(2, *shape)
+        distributed.broadcast(both, group=group, group_src=turn)
+        made = run(both[0], both[1])
+        if turn == mine:
+            kept = made
+        del made  # else it would stand beside what the next turn makes
+    return kept

@@ -1,0 +1,184 @@
+"""What a freshly loaded target must prove: its teacher, its tree and batch passes, and its cache, on a few tokens.
+
+A wrong final norm or an ignored mask costs acceptance or losslessness and raises no error by itself; so it is measured,
+behind a prompt that its windows and chunks have left behind. Where these are too long to be run here, they are trusted
+where they reach its attention by our mask, and else its masks are not.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from inference.target.lengths import APPLIED, windows
+from inference.target.model import TargetModel
+from inference.target.packed import FULL, SLIDING
+from inference.target.stack import Entered, Parts
+from inference.verification import tree
+from inference.verification.tree import DraftTree
+
+# A prompt of four, then a root with seven children, the last of which has a child: far from its place in a sequence.
+PROMPT, PARENTS, DEPTH = 4, [-1, 0, 0, 0, 0, 0, 0, 0, 7], 2
+LONGEST = 64  # tokens of the longest window that is run
+# Logits may differ by rounding alone; a wrong mask or norm moves them by about their own spread.
+TOLERANCE = 0.1
+# What a model raises whose modules, cache or attention are not what they seemed: each says so in its own way.
+UNFIT = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError)
+
+
+@torch.no_grad()
+def check(target: TargetModel) -> bool:
+    """Return whether the target verifies trees and batches exactly; false leaves chains, one sequence at a time.
+
+    Why not, it leaves in `target.objection`.
+
+    Raises:
+        ValueError: it does not run on a key-value cache, lm_head of the last hidden state is not the model's logits, or
+            even a chain cannot be verified.
+    """
+    known = windows(target.model, target.context)
+    length = _length(target, known.values())
+    generator = torch.Generator().manual_seed(0)
+    token = torch.randint(target.ends.vocab_size, (length + len(PARENTS),), generator=generator).to(target.device)
+    prompt, nodes = token[:length], token[length:]
+    _check_logits(target, prompt)
+    target.takes_trees = True
+    drafted = DraftTree(nodes, torch.tensor(PARENTS, device=target.device))
+    far = [f"{key}={value}" for key, value in known.items() if value > LONGEST and not _by_mask(target, key)]
+    if not far and _honours_masks(target, prompt, drafted):
+        return True
+    target.takes_trees = False
+    why = f"applies {far[0]} itself" if far else "gives a tree or a batch other logits than its sequences alone"
+    target.objection = f"its attention takes no mask of ours ({target.architecture} {why})"
+    chain = DraftTree(nodes[: DEPTH + 1], torch.arange(-1, DEPTH, device=target.device))
+    if not _tree_is_exact(target, prompt, chain):
+        raise ValueError(
+            f"{target.name}: its cache cannot be rolled back (a recurrent state?), so no draft can be verified"
+        )
+    return False
+
+
+def _length(target: TargetModel, known: Iterable[int]) -> int:
+    """Return the length of the prompt: beyond the windows that can be run, within what one pass may hold."""
+    room = target.context - len(PARENTS) - 1
+    if target.switch is not None:  # a session keeps its passes on one side of it
+        room = min(room, target.switch.length - DEPTH - 2)
+    return max(1, min(PROMPT + max((each for each in known if each <= LONGEST), default=0), room))
+
+
+def _by_mask(target: TargetModel, key: str) -> bool:
+    """Whether a window reaches the attention by our mask: ours applies it, and transformers' interface hands it on."""
+    return key == APPLIED and bool(getattr(target.model, "_supports_attention_backend", False))
+
+
+def _check_logits(target: TargetModel, prompt: Tensor) -> None:
+    """Check that the model runs on our cache, and that its logits are what the engine takes them for.
+
+    Raises:
+        ValueError: naming the architecture.
+    """
+    who, some = f"{target.name} ({target.architecture})", prompt[:PROMPT]
+    try:
+        full = target.model(input_ids=prompt[None], use_cache=False).logits[0]
+        found, early = (target.prefill(each, target.cache()).logits for each in (prompt, some))
+    except UNFIT as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if kinds := {*(getattr(target.config, "layer_types", None) or [])} - {FULL, SLIDING}:
+            reason = f"it has layers of the kind {', '.join(sorted(kinds))}"
+        if getattr(target.model, "_is_stateful", False):
+            reason = "it keeps a recurrent state, of which no rejected draft can be taken back"
+        raise ValueError(
+            f"{who}: headstart does not run this architecture ({reason}): choose another target"
+        ) from error
+    if not _close(found, full[-1]):
+        raise ValueError(
+            f"{who}: lm_head(last hidden state) is not this model's logits; its architecture scales or caps them in a "
+            "way headstart does not know"
+        )
+    if not _close(early, full[len(some) - 1]):
+        raise ValueError(
+            f"{who}: what follows a prefix changes the logits after it, so no draft can be verified: choose a causal "
+            "target"
+        )
+
+
+def _honours_masks(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
+    try:
+        return _tree_is_exact(target, prompt, drafted) and _batch_is_exact(target, prompt, drafted)
+    except UNFIT:
+        return False  # an attention that rejects a 4-d mask; a chain needs none
+
+
+@torch.no_grad()
+def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
+    """Return whether a chain that has run through the first layers gives the full pass's logits from there on."""
+    token = torch.arange(2 * PROMPT, device=target.device) % target.ends.vocab_size
+    prompt, nodes = token[:PROMPT], token[PROMPT:]
+    chain = DraftTree(nodes, torch.arange(-1, PROMPT - 1, device=target.device))
+    whole, split = target.cache(), target.cache()
+    target.prefill(prompt, whole)
+    target.prefill(prompt, split)
+    position, seen = tree.layout(chain, PROMPT)
+    hidden, _ = parts.enter(layers, nodes, position, seen, split)
+    found = parts.score_from(Entered(layers, hidden), chain, split).logits
+    return _close(found, target.score(chain, whole).logits)
+
+
+@torch.no_grad()
+def packs(target: TargetModel) -> bool:
+    """Return whether documents packed in a row have the last hidden states that each has by itself."""
+    token = torch.arange(2 * PROMPT, device=target.device)[None] % target.ends.vocab_size
+    document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
+    alone = [
+        target.run(part, torch.arange(part.shape[1], device=target.device)[None], None, None).last
+        for part in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
+    ]
+    try:
+        packed = target.own_features(token, document).last
+    except UNFIT:
+        return False  # an attention that is not what it seemed says so in its own way
+    return _close(packed, torch.cat(alone, 1))
+
+
+def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
+    """Compare one tree pass with the plain pass of each path, and the compacted cache with a fresh prefill."""
+    for path in _outer_paths(drafted):
+        cache = target.cache()
+        target.prefill(prompt, cache)
+        together = target.score(drafted, cache).logits
+        assert together is not None
+        sequence = torch.cat([prompt, drafted.token[path]])
+        alone = target.prefill(sequence, target.cache()).logits
+        cache.keep(len(prompt), path)
+        following = target.prefill(drafted.token[:1], cache).logits
+        fresh = target.prefill(torch.cat([sequence, drafted.token[:1]]), target.cache()).logits
+        if not (_close(together[0, path[-1]], alone) and _close(following, fresh)):
+            return False
+    return True
+
+
+def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
+    """Compare a pass over the trees of a short and a long sequence with the plain passes of each."""
+    cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
+    for each in prompts:
+        target.prefill(each, cache.enter())
+    for each, out in zip(prompts, target.score_all([(drafted, None)] * 2, cache), strict=True):
+        assert out.logits is not None
+        path = _outer_paths(drafted)[-1]
+        alone = target.prefill(torch.cat([each, drafted.token[path]]), target.cache()).logits
+        if not _close(out.logits[0, path[-1]], alone):
+            return False
+    return True
+
+
+def _outer_paths(drafted: DraftTree) -> list[list[int]]:
+    """Return a tree's first path and its last one, whose rows lie farthest from their places in a sequence."""
+    found = tree.paths(drafted)
+    return [found[0], found[-1]] if len(found) > 1 else found
+
+
+def _close(found: Tensor | None, expected: Tensor | None) -> bool:
+    assert found is not None
+    assert expected is not None
+    found, expected = found.float().flatten(), expected.float().flatten()
+    return bool((found - expected).abs().max() < TOLERANCE * expected.std().clamp_min(1e-6))

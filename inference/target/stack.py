@@ -1,0 +1,188 @@
+"""The target's decoder stack in parts: its first layers alone, the rest going on from them, or all but some sub-layers.
+
+No modeling code is copied. The base model runs as it is, with its own masks, positions and cache; for the time of a
+pass the modules that are left out hand on what comes in, or add nothing to it. A layer whose attention is left out
+gets no rows in the cache, so the layers' lengths differ until the caller evens them out.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from inference.target.cache import TargetCache
+from inference.target.model import Pass, TargetModel
+from inference.verification import tree
+from inference.verification.tree import DraftTree
+
+Answer = Callable[[Tensor], Tensor]
+
+
+class Entered(NamedTuple):
+    """A tree whose nodes have run through the first `layers` decoder layers.
+
+    The cache of those layers ends with the nodes' rows, in their order; `hidden` are the states that they left with.
+    """
+
+    layers: int
+    hidden: Float[Tensor, "N D"]
+
+
+class Skips(NamedTuple):
+    """The decoder layers whose attention, and those whose MLP, is left out."""
+
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+
+
+class Parts:
+    """Passes through parts of one target's decoder stack.
+
+    Raises:
+        ValueError: its attention takes no mask of ours; these passes need one.
+    """
+
+    def __init__(self, target: TargetModel) -> None:
+        if not target.takes_trees:
+            raise ValueError(f"{target.name}: {target.objection}, so parts of it cannot draft alone")
+        self.target = target
+        self.layers = target.decoder_layers
+        self.forms = self._forms([*self.layers, *(child for layer in self.layers for child in layer.children())])
+
+    @torch.inference_mode()
+    def enter(
+        self,
+        layers: int,
+        token: Int[Tensor, "N"],
+        position: Int[Tensor, "N"],
+        seen: Bool[Tensor, "N S"],
+        cache: TargetCache,
+        earlier: Int[Tensor, "P"] | None = None,
+    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
+        """Run rows through the first `layers` layers, whose cache they are appended to.
+
+        Args:
+            layers: how many, less than all.
+            token: the rows' tokens.
+            position: their positions.
+            seen: which of those layers' cached rows, and of these, each row attends to.
+            cache: the sequence's cache.
+            earlier: the cached rows' positions; None for 0, 1, 2, …
+
+        Returns:
+            The states after these layers, and their logits through the final norm and the lm_head.
+        """
+        left: list[Tensor] = []
+
+        def note(hidden: Tensor) -> Tensor:
+            left.append(hidden)
+            return hidden
+
+        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[layers:], _same)
+        with self._answering(answers | {self.layers[layers]: note}):
+            column = None if earlier is None else torch.cat([earlier, position])[None]
+            out = self.target.run(token[None], position[None], seen[None], cache, column)
+        return left[0][0], self.target.ends.logits(out.last[0])
+
+    @torch.inference_mode()
+    def score_from(self, entered: Entered, drafted: DraftTree, cache: TargetCache) -> Pass:
+        """Verify a tree as `Target.score` does, running the remaining layers alone.
+
+        Feature layers below `entered.layers` are not run, so their outputs are not those of the full pass.
+        """
+        prefix = cache.length - len(drafted.token)
+        position, seen = tree.layout(drafted, prefix)
+        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: entered.layers], _same)
+        with self._answering(answers | {self.layers[0]: lambda _: entered.hidden[None]}):
+            out = self.target.run(drafted.token[None], position[None], seen[None], cache)
+        return out._replace(logits=self.target.ends.logits(out.last))
+
+    @torch.inference_mode()
+    def skim(
+        self,
+        skipped: Skips,
+        token: Int[Tensor, "N"],
+        position: Int[Tensor, "N"],
+        seen: Bool[Tensor, "N S"],
+        cache: TargetCache,
+    ) -> Float[Tensor, "N V"]:
+        """Return the logits of rows that run through all layers but without the skipped sub-layers.
+
+        They are appended to the cache of the layers whose attention runs; the cached rows' positions are 0, 1, 2, …
+        """
+        left_out = [_sublayers(self.layers[i])[0] for i in skipped.attention]
+        left_out += [_sublayers(self.layers[i])[1] for i in skipped.mlp]
+        with self._answering(dict.fromkeys(left_out, torch.zeros_like)):
+            out = self.target.run(token[None], position[None], seen[None], cache)
+        return self.target.ends.logits(out.last[0])
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return the parameters of each layer's attention and of its MLP.
+
+        Raises:
+            ValueError: a layer is not made of one attention and one MLP.
+        """
+        return [(_size(attention), _size(mlp)) for attention, mlp in map(_sublayers, self.layers)]
+
+    @contextmanager
+    def _answering(self, answers: dict[nn.Module, Answer]) -> Iterator[None]:
+        """Let modules answer for themselves during a pass, from their first input, instead of running."""
+        before = {module: vars(module).get("forward") for module in answers}  # other tools set it on an instance too
+        for module, answer in answers.items():
+            vars(module)["forward"] = _in_form(answer, self.forms[module])
+        try:
+            yield
+        finally:
+            for module, forward in before.items():
+                if forward is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = forward
+
+    def _forms(self, modules: Iterable[nn.Module]) -> dict[nn.Module, int | None]:
+        """Return what each module gives in a plain pass: None for a tensor, else the length of its tuple."""
+        forms: dict[nn.Module, int | None] = {}
+
+        def note(module: nn.Module, _args: Any, output: Any) -> None:
+            forms[module] = len(output) if isinstance(output, tuple) else None
+
+        handles = [module.register_forward_hook(note) for module in modules]
+        try:
+            self.target.prefill(torch.zeros(1, dtype=torch.long, device=self.target.device), self.target.cache())
+        finally:
+            for handle in handles:
+                handle.remove()
+        return forms
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _in_form(answer: Answer, form: int | None) -> Callable[..., Any]:
+    """Return a forward method that gives the answer where the module gives its hidden states."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = answer(args[0] if args else kwargs["hidden_states"])
+        return hidden if form is None else (hidden, *[None] * (form - 1))
+
+    return forward
+
+
+def _sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Return a decoder layer's attention, which knows the layer's index for its cache, and its MLP."""
+    heavy = [child for child in layer.children() if any(p.ndim > 1 for p in child.parameters())]
+    attention = [child for child in heavy if hasattr(child, "layer_idx")]
+    mlp = [child for child in heavy if not hasattr(child, "layer_idx")]
+    if len(attention) != 1 or len(mlp) != 1:
+        raise ValueError(
+            f"{type(layer).__name__} is not made of one attention and one MLP: its sub-layers cannot be skipped"
+        )
+    return attention[0], mlp[0]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

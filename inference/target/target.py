@@ -1,0 +1,125 @@
+"""Load a target and prove on the loaded model what the engine relies on."""
+
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from inference.target import adapter as adapters
+from inference.target import loading, probe
+from inference.target.adapter import Adapter
+from inference.target.compiled import Compiled
+from inference.target.model import TargetModel
+from inference.target.packed import packing
+from inference.target.placed import Placed
+from inference.target.placed import placed as place_whole
+from inference.target.placement import HERE, REPLICATE, Placement
+from inference.target.placement import check as check_placement
+from inference.target.stack import Parts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class Target(TargetModel):
+    """A target whose masks, cache and teacher are proven; it can be compiled, and run in parts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        adapter: Adapter | None = None,
+        placed: Placed | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer, name, adapter, placed)
+        self.takes_trees = probe.check(self)
+        self.packing = packing(model)
+        if self.packing is not None and not probe.packs(self):
+            self.packing = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        dtype: str = "auto",
+        device: str | None = None,
+        trust_remote_code: bool = False,
+        quantize: str | None = None,
+        adapter: str | None = None,
+        where: Placement = HERE,
+    ) -> "Target":
+        """Load a target from a folder or the Hub.
+
+        Args:
+            path: folder or Hub name.
+            dtype: a name in DTYPES, or "auto" for the one that is fast on the device.
+            device: torch device; None takes an accelerator if there is one.
+            trust_remote_code: passed to transformers.
+            quantize: a key of `loading.METHODS`; None or "none" for the weights as the checkpoint has them.
+            adapter: folder or Hub name of a PEFT adapter to merge into the weights; None or "none" for none.
+            where: how it is placed, for a target that does not fit one device; features come on `device` all the same.
+
+        Raises:
+            ValueError: the model or its tokenizer cannot be loaded, placed or verified, and why.
+        """
+        if dtype != "auto" and dtype not in DTYPES:
+            raise ValueError(f"model.dtype is {dtype!r}: choose auto or one of {', '.join(DTYPES)}")
+        place = device_named(device)
+        kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
+        if dtype == "auto":
+            loading.note_dtype(path, trust_remote_code, kind)
+        if adapter in (None, loading.AS_IT_IS):
+            model, tokenizer = loading.load(path, kind, place, trust_remote_code, quantize, where)
+            if where.placement == REPLICATE:
+                return cls(model, tokenizer, path)
+            return cls(model, tokenizer, path, None, place_whole(model, where, path, place, trust_remote_code))
+        check_placement(where, None, adapter, place)
+        adapters.check(adapter, quantize)
+        model, tokenizer = loading.load(path, kind, place, trust_remote_code, quantize)
+        merged, carried = adapters.merge(model, path, adapter)
+        return cls(merged, tokenizer, path, carried)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Its decoder stack in parts, for drafting with some of them."""
+        return Parts(self)
+
+    def compile(self) -> None:
+        """Compile the passes that verify; those that take in prompts stay as they are.
+
+        Raises:
+            ValueError: its attention takes no mask of ours, without which the passes have too many forms.
+        """
+        self.compiled = Compiled(self)
+
+
+def default_device() -> str:
+    """Return the accelerator if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_named(wanted: str | None) -> torch.device:
+    """Return a device by its name, None being the accelerator if there is one.
+
+    Raises:
+        ValueError: torch knows no such device, or sees none here.
+    """
+    try:
+        place = torch.device(wanted or default_device())
+    except RuntimeError:
+        raise ValueError(f"model.device is {wanted!r}: give cpu, cuda or cuda:N, or null") from None
+    count = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= count:
+        raise ValueError(
+            f"model.device is {wanted}, and torch sees {count} accelerators on this machine: give cpu, or null for "
+            "what there is"
+        )
+    return place
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return bf16 where the device multiplies it natively, else fp32: a CPU without such units emulates it slowly."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return torch.bfloat16 if able.get("amx_bf16") or able.get("avx512_bf16") else torch.float32

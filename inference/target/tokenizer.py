@@ -1,0 +1,62 @@
+"""A target's tokenizer without its model: enough for the draft sources that read the text and nothing else."""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from inference.target import loading
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """What a source that drafts from the text alone asks of a target; a `Target` has it too."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos: frozenset[int]
+    device: torch.device
+    takes_trees: bool
+
+
+@dataclass
+class Reader:
+    """A tokenizer, and the tokens that end an answer."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos: frozenset[int]
+    device: torch.device
+    takes_trees: bool
+
+    @classmethod
+    def load(cls, path: str, trust_remote_code: bool) -> "Reader":
+        """Load the tokenizer of a folder or Hub name; weights are not looked at.
+
+        Raises:
+            ValueError: none loads from there, and why.
+        """
+        tokenizer = loading.load_tokenizer(path, trust_remote_code)
+        configured = _configured(path, trust_remote_code)
+        return cls(path, tokenizer, end_tokens(configured, tokenizer), torch.device("cpu"), True)
+
+
+def _configured(path: str, trust_remote_code: bool) -> GenerationConfig | None:
+    """Return a model's generation config, as loading the model would make it; None where only a tokenizer is there."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        pass
+    try:
+        own = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+    return GenerationConfig.from_model_config(own)
+
+
+def end_tokens(configured: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end an answer: those of the generation config, and the tokenizer's."""
+    own = configured.eos_token_id if configured else None
+    ends = own if isinstance(own, list) else [own]
+    return frozenset(token for token in [*ends, tokenizer.eos_token_id] if isinstance(token, int))

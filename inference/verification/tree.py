@@ -1,0 +1,191 @@
+"""Draft trees: a frozen pair of tensors, and pure functions on it.
+
+Node 0 is the root, the last committed token, whose target law is not known yet. Parents come before children.
+N counts the nodes, the root included; P the committed tokens before the root; R the riders.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from heads.common.untrusted import shown
+
+LARGEST = 1 << 14  # nodes of a tree, or the children of a node: far more than a target pass is worth
+DEEPEST = 1 << 10  # of its nodes
+
+
+class DraftTree(NamedTuple):
+    """Tokens and parents of a draft tree; the root's parent is -1."""
+
+    token: Int[Tensor, "N"]
+    parent: Int[Tensor, "N"]
+
+
+class Riders(NamedTuple):
+    """Tokens that ride along in a verification pass and are neither verified nor committed.
+
+    They see all committed rows and what `seen` says of the N tree nodes and the R riders; nodes never see riders, so
+    the target's answer at the nodes, and with it the output, is what it would be without them. `stack` is called in
+    the place of the target's decoder stack; it must treat the nodes' rows as that does, and gives no feature layers.
+    """
+
+    token: Int[Tensor, "R"]
+    offset: Int[Tensor, "R"]  # position, counted from the root's
+    seen: Bool[Tensor, "R M"]  # M = N + R
+    stack: Callable[..., Any] | None = None
+
+
+def check_numbers(held: Mapping[str, Sequence[int]], least: int) -> None:
+    """Check the numbers of a tree that is asked for, maybe by a file of somebody else's.
+
+    Raises:
+        ValueError: one is below `least`, or larger than any tree.
+    """
+    for name, numbers in held.items():
+        most = DEEPEST if name == "depth" else LARGEST
+        if any(not least <= number <= most for number in numbers):
+            raise ValueError(f"tree.{name} is {shown(list(numbers))}: give numbers from {least} to {most}")
+
+
+def check_shapes(paths: Sequence[Sequence[int]], widths: Sequence[int]) -> None:
+    """Check that a fixed shape has ranks, is no deeper than `DEEPEST`, and has no more than `LARGEST` nodes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if (deepest := max(map(len, (widths, *paths)))) > DEEPEST:
+        raise ValueError(f"tree.{'widths' if deepest == len(widths) else 'paths'} is {deepest} deep: at most {DEEPEST}")
+    if any(not path or min(path) < 0 or max(path) > LARGEST for path in paths):
+        raise ValueError(f"tree.paths holds a path without ranks, or with one below 0 or above {LARGEST}: correct it")
+    size, level = len(paths), 1
+    for width in widths:
+        level *= width
+        size += level
+        if size > LARGEST:
+            raise ValueError(f"tree.widths is {shown(list(widths))}: more than {LARGEST} nodes; give smaller ones")
+    if size > LARGEST:
+        raise ValueError(f"tree.paths holds {size} nodes: give at most {LARGEST}")
+
+
+def root(token: int, device: torch.device) -> DraftTree:
+    """Return the tree that drafts nothing: plain decoding."""
+    return DraftTree(torch.tensor([token], device=device), torch.tensor([-1], device=device))
+
+
+def ancestors(tree: DraftTree) -> Bool[Tensor, "N N"]:
+    """Return for each node which nodes lie on its path from the root, itself included.
+
+    By doubling: who is known to see `reach` nodes upwards sees, with what the last of them sees, twice as many. So the
+    host need not know the tree, for which it would have to wait until a device has drafted it.
+    """
+    size = len(tree.parent)
+    seen = torch.eye(size, dtype=torch.bool, device=tree.parent.device)
+    up, reach = tree.parent.clamp_min(0), 1  # the root is its own parent, which adds nothing
+    while reach < size:
+        seen |= seen.index_select(0, up)
+        up, reach = up.index_select(0, up), 2 * reach
+    return seen
+
+
+def depth(tree: DraftTree) -> Int[Tensor, "N"]:
+    """Return each node's distance from the root."""
+    return ancestors(tree).sum(-1) - 1
+
+
+def seen_tokens(tree: DraftTree, before: Bool[Tensor, "V"]) -> Bool[Tensor, "N V"]:
+    """Return for each node which tokens stand in its prefix: those `before` the tree's and those on its path."""
+    node, above = ancestors(tree).nonzero(as_tuple=True)
+    found = before.expand(len(tree.token), -1).clone()
+    found[node, tree.token[above]] = True
+    return found
+
+
+def layout(
+    tree: DraftTree, prefix: int, riders: Riders | None = None, window: int | None = None
+) -> tuple[Int[Tensor, "M"], Bool[Tensor, "M S"]]:
+    """Return the position of each of the M = N + R nodes and riders, and which of the S = P + M rows it attends to.
+
+    Args:
+        tree: the draft tree.
+        prefix: committed rows before the root.
+        riders: tokens that ride along behind the nodes.
+        window: sliding-window width in positions, the query's own included; None for full attention.
+    """
+    lineage = ancestors(tree)
+    position = prefix + lineage.sum(-1) - 1
+    if riders is not None:
+        position = torch.cat([position, prefix + riders.offset])
+        blind = lineage.new_zeros(len(lineage), len(riders.token))  # nodes never see riders
+        lineage = torch.cat([torch.cat([lineage, blind], 1), riders.seen])
+    seen = torch.cat([lineage.new_ones(len(lineage), prefix), lineage], 1)
+    if window is not None:
+        key = torch.cat([torch.arange(prefix, device=position.device), position])
+        seen = seen & (position[:, None] - key < window)
+    return position, seen
+
+
+def children(tree: DraftTree) -> list[list[int]]:
+    """Return each node's children in the order in which they were drafted."""
+    result: list[list[int]] = [[] for _ in range(len(tree.parent))]
+    for node, parent in enumerate(tree.parent.tolist()):
+        if parent >= 0:
+            result[parent].append(node)
+    return result
+
+
+def ranks(tree: DraftTree, path: list[int]) -> tuple[int, ...]:
+    """Return the rank of each node of a path from the root, which has none, among its siblings as they were drafted."""
+    parent = tree.parent.tolist()
+    return tuple(parent[:node].count(parent[node]) for node in path[1:])
+
+
+def agreed(tree: DraftTree, following: list[int]) -> int:
+    """Return how many of the following tokens lie on a path of the tree."""
+    node, below, token = 0, children(tree), tree.token.tolist()
+    for count, wanted in enumerate(following):
+        child = next((one for one in below[node] if token[one] == wanted), None)
+        if child is None:
+            return count
+        node = child
+    return len(following)
+
+
+def paths(tree: DraftTree) -> list[list[int]]:
+    """Return every path from the root to a leaf, as node indices."""
+    parent, below = tree.parent.tolist(), children(tree)
+    result = []
+    for leaf in (node for node, kids in enumerate(below) if not kids):
+        path, node = [], leaf
+        while node >= 0:
+            path.append(node)
+            node = parent[node]
+        result.append(path[::-1])
+    return result
+
+
+def keep(tree: DraftTree, wanted: Bool[Tensor, "N"]) -> tuple[DraftTree, Int[Tensor, "K"]]:
+    """Return the subtree of the nodes that are wanted together with all their ancestors, and their old indices."""
+    lineage = ancestors(tree)
+    alive = (lineage & ~wanted).sum(-1) == 0
+    index = alive.nonzero()[:, 0]
+    renumber = alive.cumsum(0) - 1
+    parent = tree.parent[index]
+    return DraftTree(tree.token[index], torch.where(parent < 0, parent, renumber[parent.clamp_min(0)])), index
+
+
+def best_n(tree: DraftTree, score: Float[Tensor, "N"], count: int) -> tuple[DraftTree, Int[Tensor, "K"]]:
+    """Return the root and the `count` best-scored other nodes, and their old indices.
+
+    Scores must not rise from parent to child (cumulative probabilities do not), so the best nodes form a tree; ties
+    go to the earlier node, which is the ancestor.
+    """
+    rank = score.clone()
+    rank[0] = float("inf")
+    index = rank.sort(descending=True, stable=True).indices[: count + 1].sort().values
+    number = torch.full_like(tree.parent, -1)
+    number[index] = torch.arange(len(index), device=index.device)
+    parent = tree.parent[index]
+    return DraftTree(tree.token[index], torch.where(parent < 0, parent, number[parent.clamp_min(0)])), index

@@ -1,0 +1,184 @@
+"""Verification: which rule is right for which drafts, and its verdict on what the target made of them.
+
+At temperature 0 the target's law is one-hot and every lossless rule is the same walk along its best tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from heads.modules.top_k import likeliest
+from inference.verification import rules
+from inference.verification.rng import Generator, Rng
+from inference.verification.rules import Chosen, Laws
+from inference.verification.sample import Sampling, distribution
+from inference.verification.tree import DraftTree
+
+__all__ = ["RULES", "Generator", "Rng", "Rule", "Verdict", "check_rule", "decide", "verify"]
+
+AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"
+
+
+Walk = Callable[[DraftTree, Laws, Any, Rng], Chosen]  # tree, p, q, rng
+
+
+def blind(rule: Callable[[DraftTree, Laws, Rng], Chosen]) -> Walk:
+    """Return a rule that reads no q in the form of those that do."""
+    return lambda tree, p, _, rng: rule(tree, p, rng)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule, and the drafts that it is right for.
+
+    Attributes:
+        walk: the rule itself.
+        drawn: whether it needs drafts that were drawn from known laws q; without, any choice will do.
+        chain: whether it takes at most one child a node.
+        replacement: how siblings must have been drawn, with replacement or without; None where it does not matter.
+        lossy: whether it changes the target's law.
+    """
+
+    walk: Walk
+    drawn: bool
+    chain: bool
+    replacement: bool | None
+    lossy: bool
+
+
+RULES = {
+    "match": Rule(blind(rules.match), False, False, None, False),
+    "point_mass": Rule(blind(rules.point_mass), False, False, None, False),
+    "token": Rule(partial(rules.recursive, replacement=False), True, True, None, False),
+    "block": Rule(partial(rules.traversal, replacement=False), True, True, None, False),
+    "recursive": Rule(partial(rules.recursive, replacement=False), True, False, False, False),
+    "recursive_replacement": Rule(partial(rules.recursive, replacement=True), True, False, True, False),
+    "traversal": Rule(partial(rules.traversal, replacement=False), True, False, False, False),
+    "traversal_replacement": Rule(partial(rules.traversal, replacement=True), True, False, True, False),
+    "coupled": Rule(blind(rules.match), False, False, None, False),
+    "typical": Rule(blind(rules.typical), False, False, None, True),
+    "threshold": Rule(blind(rules.threshold), False, False, None, True),
+}
+COUPLED = "coupled"
+
+
+class Verdict(NamedTuple):
+    """The accepted nodes from the root on, the next token (not part of the tree), and the rule's label for reports."""
+
+    path: list[int]
+    token: int
+    rule: str
+
+
+class Rows:
+    """The target's laws, each worked out when a rule looks at it: most nodes of a tree are never visited."""
+
+    def __init__(self, logits: Float[Tensor, "N V"], sampling: Sampling) -> None:
+        self.logits, self.sampling = logits, sampling
+
+    def __getitem__(self, node: int, /) -> Float[Tensor, "V"]:
+        """Return the law after a node."""
+        return distribution(self.logits[node], self.sampling)
+
+
+def check_rule(rule: str, lossy: bool) -> None:
+    """Check that a rule exists, and that a lossy one is asked for as such.
+
+    Raises:
+        ValueError: naming the rule and the remedy.
+    """
+    if rule != AUTO and rule not in RULES:
+        raise ValueError(f"rule is {rule!r}: choose {AUTO} or one of {', '.join(RULES)}")
+    if is_lossy(rule) and not lossy:
+        raise ValueError(f"rule={rule} changes the target's law: set lossy=true to allow it, or choose rule={AUTO}")
+
+
+def is_lossy(rule: str) -> bool:
+    """Return whether a rule changes the target's law."""
+    return rule != AUTO and RULES[rule].lossy
+
+
+def label(rule: str) -> str:
+    """Return what reports call a rule."""
+    return f"{rule} (lossy)" if is_lossy(rule) else rule
+
+
+def decide(
+    tree: DraftTree,
+    logits: Float[Tensor, "N V"],
+    q: Float[Tensor, "N V"] | None,
+    sampling: Sampling,
+    rng: Rng,
+    rule: str = AUTO,
+    replacement: bool = False,
+) -> Verdict:
+    """Verify a draft.
+
+    Args:
+        tree: the draft tree.
+        logits: the target's at each node, the repetition penalty applied.
+        q: the laws from which each node's children were drawn; None if they were chosen in any other way.
+        sampling: how the target is sampled.
+        rng: the randomness; a `Coupled` one for the coupled rule.
+        rule: a key of `RULES`, or auto.
+        replacement: whether siblings were drawn with replacement.
+
+    Raises:
+        ValueError: the rule is not right for such a draft.
+    """
+    if len(tree.token) == 1:
+        rule, shown = "match", NOTHING
+    else:
+        rule = fitting(rule, tree, q is not None, replacement, sampling.temperature == 0)
+        shown = label(rule)
+    chosen = RULES[rule]
+    if sampling.temperature > 0:
+        return Verdict(*chosen.walk(tree, Rows(logits, sampling), q, rng), shown)
+    if chosen.lossy:  # a one-hot law leaves nothing to be lenient about: they judge by the law at temperature 1
+        path, _ = chosen.walk(tree, Rows(logits, replace(sampling, temperature=1.0)), q, rng)
+        return Verdict(path, int(logits[path[-1]].argmax()), shown)
+    best = likeliest(logits).tolist()
+    return Verdict(*rules.follow(tree, lambda node, _: best[node]), NOTHING if shown == NOTHING else GREEDY_WALK)
+
+
+def verify(
+    tree: DraftTree,
+    p: Float[Tensor, "N V"],
+    q: Float[Tensor, "N V"] | None,
+    rng: Rng,
+    rule: str = AUTO,
+    replacement: bool = False,
+) -> Chosen:
+    """Verify a draft by the target's laws p after each node; otherwise as `decide`."""
+    return RULES[fitting(rule, tree, q is not None, replacement, False)].walk(tree, p, q, rng)
+
+
+def fitting(rule: str, tree: DraftTree, drawn: bool, replacement: bool, greedy: bool) -> str:
+    """Return the rule for a draft: the one that accepts most for auto (`benchmarks/rules.py` measures them).
+
+    Raises:
+        ValueError: a rule that is not right for the draft. At temperature 0 any choice of drafts will do.
+    """
+    if rule == AUTO and not drawn:
+        return "point_mass"
+    chain = tree.parent.tolist() == list(range(-1, len(tree.parent) - 1))
+    if rule == AUTO:
+        return "block" if chain else "traversal_replacement" if replacement else "traversal"
+    asked = RULES[rule]
+    if asked.chain and not chain:
+        raise ValueError(f"rule={rule} verifies chains, and this draft is a tree: choose rule={AUTO}, or tree=chain")
+    if greedy:
+        return rule
+    if asked.drawn and not drawn:
+        raise ValueError(
+            f"rule={rule} needs drafts drawn from known laws, and these are chosen without drawing: choose "
+            f"rule={AUTO}, or a chain or sampled tree"
+        )
+    if asked.drawn and not chain and asked.replacement is not replacement:
+        drawn_how = "with" if replacement else "without"
+        raise ValueError(f"rule={rule} is not for siblings drawn {drawn_how} replacement: choose rule={AUTO}")
+    return rule

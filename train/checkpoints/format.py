@@ -1,0 +1,183 @@
+"""Checkpoints on disk: whole or not at all, checked by checksums, written by all processes together.
+
+    checkpoints/step-N/rank-R-of-W.safetensors   the tensors that process R wrote, of all named tensors of a run
+    checkpoints/step-N/index.json                which shard holds which tensor, and the SHA-256 of every shard
+    checkpoints/step-N/state.json                the step, what was measured so far, what the run must go on with
+
+Tensors are whole under their names (state.py), so the number of processes and what cuts tensors up between them may
+differ when a run goes on. A checkpoint grows in a folder `.partial-…`, where each process leaves a note when its
+shard is on the disk; the main process then renames the folder. The data position is the step number, and all other
+randomness is derived from seeds and step, so this is all there is to resume.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.features.store_files import read_checked, write_checked, write_whole
+from data.text.files import content_hash
+from heads.common.errors import one_line
+from heads.common.untrusted import inside, shown
+from heads.formats.store import flush
+
+FORMAT = 2
+NAME = re.compile(r"step-[0-9]{8,}")
+INDEX, STATE = "index.json", "state.json"
+PARTIAL, DAMAGED, FAILED = ".partial-", "damaged-", ".failed"
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(path.name.rsplit("-", 1)[1])
+
+
+def found(folder: Path) -> list[Path]:
+    """Return the checkpoints, oldest first; what else lies there, as a copy under another name, is none."""
+    return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
+
+
+def note_of(partial: Path, rank: int) -> Path:
+    """Return the note that a process leaves when its shard is on the disk."""
+    return partial / f"rank-{rank:05d}.json"
+
+
+def write_share(partial: Path, rank: int, world: int, tensors: dict[str, Tensor]) -> None:
+    """Write a process's tensors and then its note, which says what the shard holds and its checksum.
+
+    Raises:
+        OSError: the disk refused.
+        SafetensorError: likewise.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    shard = partial / f"rank-{rank:05d}-of-{world:05d}.safetensors"
+    save_file(tensors, shard)
+    flush(shard)
+    held = {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for name, t in tensors.items()}
+    note = {"shard": shard.name, "bytes": shard.stat().st_size, "checksum": content_hash(shard), "tensors": held}
+    write_checked(note_of(partial, rank), note)
+
+
+def write_failure(partial: Path, rank: int, reason: str) -> None:
+    """Leave word that a process could not write its shard, whose place on the disk it gives back first."""
+    with contextlib.suppress(OSError):
+        for shard in partial.glob(f"rank-{rank:05d}-of-*"):
+            shard.unlink()
+        write_whole(note_of(partial, rank).with_suffix(FAILED), reason.encode())
+
+
+def failure(partial: Path, rank: int) -> str:
+    """Return why a process could not write its shard, nothing as long as it did not fail."""
+    path = note_of(partial, rank).with_suffix(FAILED)
+    return path.read_text() if path.exists() else ""
+
+
+def commit(partial: Path, final: Path, world: int, names: list[str], content: dict[str, Any]) -> None:
+    """Make a checkpoint of the shards of all processes, whose notes are there: one rename.
+
+    Args:
+        partial: the folder that they wrote to.
+        final: the checkpoint's folder; an earlier one of the same step gives way.
+        world: the number of processes.
+        names: all tensors, in the order in which they are read back.
+        content: what state.json says.
+    """
+    notes = [read_checked(note_of(partial, rank)) for rank in range(world)]
+    held = {name: {"shard": note["shard"], **about} for note in notes for name, about in note["tensors"].items()}
+    shards = {note["shard"]: {"bytes": note["bytes"], "sha256": note["checksum"]} for note in notes}
+    index = {"format": FORMAT, "shards": shards, "tensors": {name: held[name] for name in names}}
+    write_checked(partial / INDEX, index)
+    write_checked(partial / STATE, content)
+    for rank in range(world):
+        note_of(partial, rank).unlink()
+    flush(partial)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    flush(final.parent)
+
+
+def tidy(folder: Path, keep: int, best: int) -> None:
+    """Remove all but the newest `keep` checkpoints and that of step `best`."""
+    for old in found(folder)[:-keep]:
+        if step_of(old) != best:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def clear(folder: Path) -> None:
+    """Remove what a killed run left half written."""
+    for left in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints after a step, none of which loads: they must not pass for the newest ones."""
+    for path in found(folder):
+        if step_of(path) > step:
+            aside = path.with_name(DAMAGED + path.name)
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
+
+
+def complaint(path: Path, rank: int, world: int) -> str:
+    """Return what is wrong with a checkpoint, nothing if it is good; each process looks at its share of the shards."""
+    try:
+        index = read_checked(path / INDEX)
+        if index["format"] != FORMAT:
+            return f"{path / INDEX}: format {index['format']!r} where this version reads {FORMAT}"
+        read_checked(path / STATE)
+        for name, about in sorted(index["shards"].items())[rank::world]:
+            if content_hash(inside(path, name)) != about["sha256"]:
+                return f"{path / name}: damaged, its checksum is not that of its content"
+        if lost := [name for name, about in index["tensors"].items() if about["shard"] not in index["shards"]]:
+            return f"{path / INDEX}: damaged, no shard holds {shown(lost[0])}"
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"{path / INDEX}: damaged ({one_line(error)})"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint's state.json says.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return read_checked(path / STATE)
+    except OSError as error:
+        raise ValueError(f"{path / STATE}: cannot be read ({error})") from error
+
+
+def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield a checkpoint's tensors, one at a time and on every process in the same order.
+
+    Raises:
+        ValueError: a shard cannot be read.
+    """
+    index = read_checked(path / INDEX)
+    shards: dict[str, Any] = {}
+    for shard in index["shards"]:
+        try:
+            shards[shard] = safe_open(inside(path, shard), framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path / shard}: cannot be read ({error})") from error
+    for name, about in index["tensors"].items():
+        try:
+            yield name, shards[about["shard"]].get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path / about['shard']}: holds no tensor {shown(name)}, though the index has it"
+            ) from error

@@ -1,0 +1,105 @@
+"""What a run must keep to go on: weights, optimiser state and running average, as named whole tensors.
+
+Names are `weight/…`, `state/…/KEY` and `average/…`, with the head's own parameter names. A tensor is whole whatever
+strategy cuts it up between processes, so what is kept does not depend on the strategy nor on the number of processes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.distributed.shards import held, master_state, put, put_master, whole, zero_stage
+from train.optim import Average, trained_state
+
+
+class TrainState:
+    """The state of a head, its optimiser and the average of its weights, under any strategy."""
+
+    def __init__(self, head: nn.Module, optimizer: Any, average: Average) -> None:
+        self.head, self.optimizer, self.average = head, optimizer, average
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in the same order on every process."""
+        parameters = trained_state(self.head)
+        found = [f"weight/{name}" for name in self.head.state_dict()]
+        found += [f"state/{name}/{key}" for name, p in parameters.items() for key in sorted(self._of(p))]
+        return found + [f"average/{name}" for name in self.average.weights]
+
+    def read(self, name: str) -> Tensor:
+        """Return a copy of one tensor on the CPU; every process calls this, for the same name."""
+        kind, rest, key = split(name)
+        p = self._weight(rest)
+        if kind == "weight":
+            found = whole(p, held(p))
+        elif kind == "average":
+            found = whole(p, self.average.weights[rest])
+        elif zero_stage(p) and key != "step":
+            found = master_state(p, key)
+        else:
+            found = whole(p, self._of(p)[key])
+        copy: Tensor = found.detach().to("cpu", copy=True).contiguous()
+        return copy
+
+    @torch.no_grad()
+    def write(self, name: str, value: Tensor) -> None:
+        """Take one tensor; every process calls this, for the same name and with the same value.
+
+        Raises:
+            KeyError: the head or its optimiser has no such tensor.
+            RuntimeError: it has another shape.
+        """
+        kind, rest, key = split(name)
+        p = self._weight(rest)
+        shape = vars(p).get("ds_shape", p.shape)
+        if value.ndim and value.shape != shape:
+            raise RuntimeError(f"{name} is {tuple(value.shape)}, and its parameter {tuple(shape)}")
+        if kind == "weight":
+            put(p, held(p), value)
+            if zero_stage(p) and p.requires_grad:
+                put_master(p, value)
+        elif kind == "average":
+            put(p, self.average.weights[rest], value)
+        elif not value.ndim:  # step counts stay on the CPU
+            for state in self._states(p):
+                state[key] = value.clone()
+        elif zero_stage(p):
+            put_master(p, value, key)
+        else:
+            state = self._of(p)
+            state[key] = torch.empty_like(p)
+            put(p, state[key], value)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the whole weights to evaluate and to keep, on the CPU: the average's if there is one."""
+        averaged = self.average.weights
+        kinds = {name: "average" if name in averaged else "weight" for name in self.head.state_dict()}
+        return {name: self.read(f"{kind}/{name}") for name, kind in kinds.items()}
+
+    def _weight(self, name: str) -> Tensor:
+        found: Tensor = self.head.state_dict(keep_vars=True)[name]
+        return found
+
+    def _of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the optimiser's state of one parameter, empty before its first step."""
+        return self._states(parameter)[0]
+
+    def _states(self, parameter: Tensor) -> list[dict[str, Any]]:
+        """Return the optimiser's states that one parameter is in: under ZeRO those of all flat partitions.
+
+        They step together, so that each of them tells the count of steps.
+        """
+        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate or DeepSpeed wraps it
+        if zero_stage(parameter):
+            return list(plain.state.values())
+        for part in getattr(plain, "parts", [plain]):
+            if any(parameter is each for group in part.param_groups for each in group["params"]):
+                return [part.state[parameter]]
+        raise KeyError("no optimiser has this parameter")
+
+
+def split(name: str) -> tuple[str, str, str]:
+    """Return what a name says: the kind of tensor, the parameter, and the key of its state or nothing."""
+    kind, rest = name.split("/", 1)
+    parameter, _, key = rest.rpartition("/") if kind == "state" else (rest, "", "")
+    return kind, parameter, key

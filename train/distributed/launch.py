@@ -1,0 +1,229 @@
+"""Start the processes that `launcher=` asks for; this command then runs again inside each.
+
+Here `accelerate launch` does it, and submitit where they are a job of SLURM.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from heads.common.resolvers import ROOT
+from train.config import LauncherConfig, SlurmConfig
+
+SAID = 2  # the status of a process that has printed what was wrong (heads/common/errors.py)
+AFTER = 5  # seconds that the other processes leave to the main one, to say its error and to end
+GRACE = 90  # seconds before the end of a job's time that SLURM tells it
+PARENT = "HEADSTART_LAUNCHER"  # in the environment: the process that starts the next ones
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process already."""
+    return "LOCAL_RANK" in os.environ
+
+
+def check_mode() -> None:
+    """Refuse a multirun in processes that are started already.
+
+    Raises:
+        ValueError: each of them would go through all the runs for itself.
+    """
+    if launched() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ValueError(
+            "a multirun (-m) inside processes that are started already: run `python train/run.py -m launcher=ddp …` "
+            "itself, and each of its runs starts its own processes"
+        )
+
+
+def missing(launcher: LauncherConfig) -> bool:
+    """Whether the processes that are asked for have still to be started.
+
+    Raises:
+        ValueError: they are to find each other on several nodes, and it is not said where.
+    """
+    if launched() or (launcher.slurm is None and launcher.num_processes * launcher.num_nodes == 1):
+        return False
+    if launcher.num_nodes > 1 and launcher.main_process_ip is None and launcher.slurm is None:
+        raise ValueError(
+            "launcher.main_process_ip is missing: set it, or MASTER_ADDR, to the address of node 0 on every node"
+        )
+    return True
+
+
+def leaves(launcher: LauncherConfig) -> bool:
+    """Whether this command only puts the run into a queue, and does not wait for it."""
+    return not launched() and launcher.slurm is not None and launcher.slurm.cluster != "local"
+
+
+def end_with_parent() -> None:
+    """Let Linux send this process a SIGTERM when its launcher ends, which a SIGKILL does not let it pass on.
+
+    A process that was started by something else than a launcher is left alone: its shell may end before it.
+
+    Raises:
+        SystemExit: the launcher has ended already.
+    """
+    if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or PARENT in os.environ):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
+            raise SystemExit(128 + signal.SIGTERM)
+
+
+def overrides() -> list[str]:
+    """Return the overrides of this run as they were given, for its processes: an interpolation is theirs to resolve."""
+    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(given, list)
+    return [str(word) for word in given]
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """Let the main process say first what is wrong: where that is wrong for all, its launcher then ends the others."""
+    try:
+        yield
+    except (ValueError, OSError):
+        if int(os.environ.get("RANK", "0")):
+            time.sleep(AFTER)
+        raise
+
+
+def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list[str]:
+    """Return the `accelerate launch` command line that runs `script` with these Hydra overrides."""
+    words = [sys.executable, "-m", "train.distributed.launch"]
+    words += ["--num_processes", str(launcher.num_processes * launcher.num_nodes)]
+    words += ["--num_machines", str(launcher.num_nodes), "--machine_rank", str(launcher.machine_rank)]
+    words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # precision is the trainer's own setting
+    port = launcher.main_process_port
+    if launcher.main_process_ip is not None:
+        words += ["--main_process_ip", launcher.main_process_ip]
+    elif port is None:
+        port = 0  # any that is free, so that two runs on one machine do not meet
+    if port is not None:
+        words += ["--main_process_port", str(port)]
+    # Also on CPU: `--cpu` starts one process whatever the count, and accelerate finds gloo by itself. Strategies are
+    # not accelerate's either (train/distributed/strategy.py).
+    return [*words, "--multi_gpu", script, *overrides]
+
+
+def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
+    """Start the processes and return their status once they have ended, or 0 once they are a job of SLURM."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if launcher.slurm is not None:
+        return submit(launcher, launcher.slurm, script, overrides)
+    os.environ[PARENT] = str(os.getpid())
+    with subprocess.Popen(command(launcher, script, overrides)) as job, passing_on(job):
+        return job.wait()
+
+
+@contextmanager
+def passing_on(job: "subprocess.Popen[Any]") -> Iterator[None]:
+    """Hand a SIGTERM to a process that was started, which ends by it, so that none is left behind."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: list[str]) -> int:
+    """Make one job of all processes and say where it is; one on this machine is waited for.
+
+    Raises:
+        ValueError: submitit is not installed, or this machine has no SLURM.
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise ValueError("launcher=slurm needs submitit: pip install 'headstart[cluster]'") from None
+    asked = {
+        "nodes": launcher.num_nodes,
+        "tasks_per_node": launcher.num_processes,
+        "timeout_min": slurm.minutes,
+        "gpus_per_node": slurm.gpus_per_node,
+        "cpus_per_task": slurm.cpus_per_task,
+        "mem_gb": slurm.mem_gb,
+        "slurm_partition": slurm.partition,
+        "slurm_account": slurm.account,
+        "slurm_setup": slurm.setup,
+        "slurm_signal_delay_s": GRACE,
+        "slurm_additional_parameters": slurm.extra,
+    }
+    try:
+        executor = submitit.AutoExecutor(Path(slurm.folder).absolute() / "%j", cluster=slurm.cluster)
+        executor.update_parameters(name="headstart", **{key: value for key, value in asked.items() if value})
+        job = executor.submit(Task(script, overrides))
+    except (RuntimeError, TypeError, submitit.core.utils.FailedJobError) as error:
+        raise ValueError(f"launcher.slurm: no job could be made ({error}); run this where sbatch is") from None
+    sys.stdout.write(f"job {job.job_id}: what it prints is in {job.paths.stdout.parent}" + "\n")
+    return 0 if leaves(launcher) else max(job.results())
+
+
+class Task:
+    """One process of a job: this command again, told by its environment which one it is.
+
+    When the job's time is over, SLURM having said so `GRACE` seconds before, a checkpoint is written, and submitit puts
+    the job in the queue again, to go on from there.
+    """
+
+    def __init__(self, script: str, overrides: list[str]) -> None:
+        self.script, self.overrides = script, overrides
+        self.job: subprocess.Popen[Any] | None = None
+
+    def __call__(self) -> int:
+        """Run the command."""
+        import submitit
+
+        submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        ignored = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM tells every process; this one answers
+        self.job = subprocess.Popen([sys.executable, self.script, *self.overrides])
+        signal.signal(signal.SIGUSR2, ignored)
+        status = self.job.wait()
+        if status:
+            raise RuntimeError(f"{self.script} ended with status {status}")
+        return status
+
+    def checkpoint(self, *_: Any) -> Any:
+        """Stop the command and return what goes on with the run."""
+        import submitit
+
+        if self.job is not None:
+            self.job.terminate()
+            self.job.wait()
+        kept = [each for each in self.overrides if each.split("=")[0] not in ("resume", "overwrite")]
+        return submitit.helpers.DelayedSubmission(Task(self.script, [*kept, "resume=true"]))
+
+
+def main() -> None:
+    """Run `accelerate launch` with this process's arguments; end with the status of the process that failed first."""
+    from accelerate.commands import launch as accelerate
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    end_with_parent()
+    os.environ[PARENT] = str(os.getpid())
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it reports is said below
+    try:
+        accelerate.launch_command(accelerate.launch_command_parser().parse_args())
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        if first.exitcode != SAID:
+            sys.stderr.write(f"error: process {rank} ended with status {first.exitcode}\n")
+        raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval.value) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What to change first when a run does not fit: each change planned by itself, and the mildest ones together."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from inference.target.placement import TOGETHER
+from train.config import RunConfig, checked
+from train.planning.plan import plan
+
+PRUNED = 32000  # EAGLE-3's draft vocabulary
+
+Change = Callable[[RunConfig], RunConfig]
+
+
+class Advice(NamedTuple):
+    """Overrides that make a run smaller, the bytes that they save on the fullest device, and whether it then fits."""
+
+    overrides: str
+    saves: int
+    fits: bool
+
+
+def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
+    """Return what makes the fullest device hold less, the most effective first.
+
+    Where no single change is enough, the last entry is several of them: those that change nothing of what is learned
+    come before those that do. There is no such entry where all of them are not enough.
+    """
+    most, single = planned["peak_bytes"], []
+    for words, change in changes(run):
+        there = attempt(change(run))
+        if there is not None and there["peak_bytes"] < most:
+            single.append(Advice(words, most - there["peak_bytes"], there["fits"]))
+    single.sort(key=lambda each: -each.saves)
+    if any(each.fits for each in single):
+        return single
+    enough = together(run, most)
+    return single if enough is None else [*single, enough]
+
+
+def together(run: RunConfig, most: int) -> Advice | None:
+    """Return the first changes, in their order, that are enough together; each is taken that saves something then."""
+    chosen: list[str] = []
+    left = most
+    for words, change in changes(run):
+        if any(words.split("=")[0] == each.split("=")[0] for each in chosen):
+            continue
+        there = attempt(change(run))
+        if there is not None and there["peak_bytes"] < left:
+            run, left = change(run), there["peak_bytes"]
+            chosen += [word for word in words.split() if word not in chosen]
+            if there["fits"]:
+                return Advice(" ".join(chosen), most - left, True)
+    return None
+
+
+def attempt(run: RunConfig) -> dict[str, Any] | None:
+    """Return the plan of a changed run, None where it is refused."""
+    try:
+        return plan(checked(run))
+    except ValueError:
+        return None
+
+
+def changes(run: RunConfig) -> Iterator[tuple[str, Change]]:
+    """Yield what may be changed of a run, as it is written on the command line; what costs least comes first."""
+    world, length = run.launcher.num_processes * run.launcher.num_nodes, run.data.length
+    if run.eval.prompts:
+        yield "eval.prompts=0", lambda r: replace(r, eval=replace(r.eval, prompts=0))
+    if run.trainer.micro_tokens >= 2 * length:
+        yield f"trainer.micro_tokens={length}", trainer(micro_tokens=length)
+    if world > 1 and run.launcher.strategy == "ddp":
+        yield "launcher.strategy=zero2", strategy("zero2")
+        yield "launcher.strategy=fsdp2", strategy("fsdp2")
+    alone = run.model.placement == "replicate"
+    if alone and world > 1:
+        for kind in TOGETHER:
+            apart = " eval.prompts=0" if run.eval.prompts else ""
+            yield f"model.placement={kind}{apart}", together_placed(kind)
+    if not run.trainer.recompute:
+        yield "trainer.recompute=true", trainer(recompute=True)
+    if run.features.mode == "live":
+        yield "features=stored trainer.eval_prompts=0", stored
+    if run.trainer.optimizer == "adamw" and run.launcher.strategy == "ddp":
+        yield "trainer.optimizer=muon", trainer(optimizer="muon")
+    if alone:
+        yield "model.placement=offload", model(placement="offload")
+    if run.model.quantize is None:
+        yield "model.quantize=int8", model(quantize="int8")
+    yield from _smaller(run)
+
+
+def _smaller(run: RunConfig) -> Iterator[tuple[str, Change]]:
+    """Yield smaller heads and shorter rows."""
+    known, length = {field.name for field in fields(run.head)}, run.data.length
+    if "draft_vocab" in known and run.head.draft_vocab is None:
+        yield f"head.draft_vocab={PRUNED}", lambda r: replace(r, head=replace(r.head, draft_vocab=PRUNED))
+    if "lm_head" in known and run.head.lm_head == "own":
+        yield "head.lm_head=shared", lambda r: replace(r, head=replace(r.head, lm_head="shared"))
+    if length > 512:
+        half = length // 2
+        yield (
+            f"data.length={half} trainer.micro_tokens={half}",
+            lambda r: replace(trainer(micro_tokens=half)(r), data=replace(r.data, length=half)),
+        )
+
+
+def trainer(**values: Any) -> Change:
+    """Return a change of the trainer."""
+    return lambda run: replace(run, trainer=replace(run.trainer, **values))
+
+
+def model(**values: Any) -> Change:
+    """Return a change of the target's placement or weights."""
+    return lambda run: replace(run, model=replace(run.model, **values))
+
+
+def together_placed(kind: str) -> Change:
+    """Return a change to a placement under which no process evaluates alone."""
+    return lambda run: replace(model(placement=kind)(run), eval=replace(run.eval, prompts=0))
+
+
+def strategy(name: str) -> Change:
+    """Return a change of how the head is shared."""
+    return lambda run: replace(run, launcher=replace(run.launcher, strategy=name))
+
+
+def stored(run: RunConfig) -> RunConfig:
+    """Return a run that reads its features from a store and needs no layer of the target."""
+    return replace(
+        trainer(eval_prompts=0)(run), features=replace(run.features, mode="stored", on_missing="fail", path=run.out)
+    )

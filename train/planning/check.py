@@ -1,0 +1,85 @@
+"""What is known of a run before anything is loaded: from its configuration, the file system, the target's own."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.features.store import FeatureStore
+from data.text.prompts import locate
+from data.text.sources import check_source, check_sources
+from eval.config import EvalConfig, eval_config
+from eval.inputs.runs import find_heads
+from heads import HEADS
+from heads.common.context import check_rows, context_of
+from heads.common.files import check_writable
+from heads.formats.hub import kind_of, resolve_head
+from inference.target import adapter
+from inference.target.embeddings import layer_shape
+from inference.target.loading import AS_IT_IS, check_method, configuration
+from train.config import RunConfig
+from train.distributed import processes
+from train.planning.trace import Ends
+from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_start
+
+
+def check_run(run: RunConfig) -> None:
+    """Check a run that is to start here.
+
+    Raises:
+        ValueError: naming the key and the remedy.
+    """
+    processes.check_machine(run.launcher, run.model)
+    check_out(Path(run.out), replaces=run.resume or run.overwrite)
+    check_writable(Path(run.out), "out")
+    check_sources(run.data)
+    if run.workload:
+        check_source(locate(run.workload))
+    if run.features.mode == "stored":
+        FeatureStore(Path(run.features.path))
+    if run.eval.prompts:
+        find_heads(run.compare)
+        evaluation(run)
+    check_start(run.peft, run.init, run.model.placement)
+    check_target(run)
+
+
+def check_out(out: Path, *, replaces: bool) -> None:
+    """Refuse an output folder that holds a run, unless that is resumed or overwritten.
+
+    What failed before its first step has left nothing of worth, and is in nobody's way.
+    """
+    begun = [path for path in (out / "metrics.jsonl", out / "report.json") if path.exists() and path.stat().st_size]
+    if (begun or (out / "head").exists() or any(out.glob("checkpoints/step-*"))) and not replaces:
+        raise ValueError(
+            f"{out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
+        )
+
+
+def evaluation(run: RunConfig) -> EvalConfig:
+    """Return the evaluation that ends a run: of the kept head beside those of `compare`."""
+    trust = {"trust_remote_code": run.model.trust_remote_code}
+    return eval_config(run=run.out, compare=run.compare, workload=run.workload, model=trust, **asdict(run.eval))
+
+
+def check_target(run: RunConfig) -> None:
+    """Check that data and head fit the target, as its configuration describes it.
+
+    Raises:
+        ValueError: the target is not there, reads shorter rows, or the head does not fit it.
+    """
+    model = run.model
+    check_method(model.quantize)
+    if model.adapter not in (None, AS_IT_IS):
+        adapter.check(model.adapter, model.quantize)
+    config = configuration(model.path, model.trust_remote_code)
+    check_rows(run.data.length, context_of(config), model.path)
+    if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
+        kind_of(resolve_head(str(run.init)))
+        return
+    text: Any = config.get_text_config()
+    with torch.device("meta"):
+        ends = Ends(text.hidden_size, text.vocab_size, text.num_hidden_layers, layer_shape(text), torch.float32)
+        kind: Any = HEADS[run.head.name]
+        kind(run.head, ends)

@@ -1,0 +1,133 @@
+"""A target's shape from its configuration alone: parameters, where they are, and what a pass over tokens takes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from heads.base import LayerShape
+from inference.target.embeddings import layer_shape
+from inference.target.packed import packing
+from train.config import ModelConfig
+
+QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}  # bytes a weight, scales included
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a plan knows of a target.
+
+    Attributes:
+        layer: the shape of a decoder layer, from which a head takes its own.
+        feed: inner width of the feed-forward part that a token passes through, of all its experts.
+        layers: how many.
+        width, vocab: of its states and of its lm_head.
+        ends: parameters of embedding and lm_head, counted once where they are tied.
+        inner: all other parameters, those of the layers and norms.
+        active: those of `inner` that a token passes through.
+        packs: whether its attention goes document by document, without a mask of a row's length squared.
+    """
+
+    layer: LayerShape
+    feed: int
+    layers: int
+    width: int
+    vocab: int
+    ends: int
+    inner: int
+    active: int
+    packs: bool
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return self.ends + self.inner
+
+    def flops(self, tokens: int, length: int) -> int:
+        """Return the floating-point operations of a pass over rows of `length` tokens, without the lm_head.
+
+        Attention counts every query with every key of its row, as if that were one document: the most it can be.
+        """
+        attention = 4 * tokens * length * self.layer.num_heads * self.layer.head_dim * self.layers
+        return 2 * self.active * tokens + attention
+
+    def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
+        """Return the bytes of a pass without gradient, above weights and above the features that it returns.
+
+        A layer frees what the one before it made, so the widest moment of one layer counts: attention, with keys and
+        values repeated for every query head and rotated copies beside the originals, or the feed-forward part, with
+        both its inner states and their product. Beside it stand the layers' states that are kept, and the mask
+        of an attention that needs one.
+
+        Args:
+            tokens: of the micro-batch.
+            length: of its rows.
+            item: bytes of a value.
+            features: layers whose states are kept.
+            group: devices that share a layer's inner states.
+        """
+        queries, keys = self.layer.num_heads * self.layer.head_dim, self.layer.num_kv_heads * self.layer.head_dim
+        attention = 2 * self.width + (6 * queries + 3 * keys) // group
+        feed = 2 * self.width + 3 * self.feed // group
+        norm = self.width * (2 + 8 // item)
+        # Of the mask: same document, not later, both of them, and the additive form.
+        mask = 0 if self.packs else tokens * length * (3 + item)
+        return tokens * item * (max(attention, feed, norm) + features * self.width) + mask
+
+    def cache(self, tokens: int, item: int) -> int:
+        """Return the bytes of keys and values of so many tokens."""
+        return 2 * self.layers * self.layer.num_kv_heads * self.layer.head_dim * tokens * item
+
+
+def configuration(model: ModelConfig) -> PretrainedConfig:
+    """Return a target's configuration: from its folder, from what was downloaded, from `shape`, or from the Hub.
+
+    Raises:
+        ValueError: it can be read nowhere.
+    """
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    try:
+        return AutoConfig.from_pretrained(model.path, local_files_only=True, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+    shape = dict(model.shape or {})
+    if shape.pop("of", None) == model.path:
+        try:
+            return AutoConfig.for_model(**shape)
+        except (TypeError, ValueError, KeyError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(f"model.shape of {model.path}: no configuration of transformers ({reason})") from error
+    try:
+        return AutoConfig.from_pretrained(model.path, **options)
+    except (OSError, ValueError):
+        raise ValueError(
+            f"model.path={model.path}: its configuration cannot be read ({reason}), and model.shape is not of it; give "
+            "a folder that holds its config.json, or its values as model.shape, with of: the path"
+        ) from None
+
+
+def target_shape(model: ModelConfig) -> TargetShape:
+    """Return a target's shape; its parameters are counted on the meta device.
+
+    Raises:
+        ValueError: its configuration cannot be read.
+    """
+    config = configuration(model)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    built.tie_weights()
+    text: Any = config.get_text_config()
+    ends = {id(part.weight): part.weight for part in (built.get_input_embeddings(), built.get_output_embeddings())}
+    inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in ends}
+    experts = sum(count for name, count in inner.items() if ".experts." in name)
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    there = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    layer = layer_shape(text)
+    expert = getattr(text, "moe_intermediate_size", None) or layer.intermediate_size
+    return TargetShape(
+        layer, chosen * expert if experts else layer.intermediate_size,
+        text.num_hidden_layers, text.hidden_size, text.vocab_size,
+        sum(weight.numel() for weight in ends.values()), sum(inner.values()),
+        sum(inner.values()) - experts + experts * chosen // there, packing(built) is not None,
+    )  # fmt: skip

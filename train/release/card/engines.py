@@ -1,0 +1,183 @@
+"""How a head is served: the command line of every engine that reads its format, and which engines do not.
+
+What engines read was tried with the versions named here; `shared` layers, names and keys are in heads/export/.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from heads import HEADS
+from heads.formats.export import FORMATS, dflash, eagle, eagle3, hydra, medusa
+from heads.formats.export.files import LAYERS
+from train.release.card.facts import Facts
+from train.release.card.text import block, code, quoted
+
+VLLM, VLLM_OLD, SGLANG, TRTLLM = "vLLM 0.33.0", "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.4.0rc"
+Part = tuple[str, str]  # an engine, and how it serves the head
+
+# What vLLM takes a head for where no method is given, by what the lower-cased path of the head holds: the first counts.
+GUESSES = {"eagle-": "eagle", "eagle3": "eagle3"}
+METHODS = {"hass": "eagle"}  # heads that are served as another
+
+
+def section(facts: Facts) -> str:
+    """Return how to serve the head: engines, transformers, headstart."""
+    parts = list(_engines(facts))
+    parts.append(("transformers, without further packages", _plain(facts)))
+    parts.append(("headstart", _headstart(facts)))
+    warned = misleading(facts.repo, facts.kind)
+    text = "\n\n".join(f"**{name}**\n\n{how}" for name, how in parts)
+    return f"{warned[0].upper()}{warned[1:]}.\n\n{text}" if warned else text
+
+
+def misleading(repo: str, head: str) -> str | None:
+    """Return a remark where the repository's name says another head: vLLM guesses the method from the name."""
+    method = METHODS.get(head, head)
+    taken = next((guess for sign, guess in GUESSES.items() if sign in repo.lower()), None)
+    if taken is not None and taken != method:
+        sign = next(sign for sign in GUESSES if sign in repo.lower())
+        kind = "EAGLE-1" if taken == "eagle" else "EAGLE-3"
+        better = ", such as …-eagle3" if method == "eagle3" else ""
+        return (
+            f'note: vLLM takes a path that holds "{sign}", such as {repo}, for {kind}, but the head is {head}; give it '
+            f"another name{better}, or always give the method"
+        )
+    words = set(re.split(r"[^a-z0-9]+", repo.split("/")[1].lower().replace("eagle-3", "eagle3")))
+    others = sorted(words & {*HEADS, "eagle3"} - {head, method})
+    if not others:
+        return None
+    return f"note: {repo} says {others[0]} but the head is {head}; serving engines guess the method from the name"
+
+
+def _engines(facts: Facts) -> Iterator[Part]:
+    if facts.form is None:
+        forms = ", ".join(form for form, kinds in FORMATS.items() if facts.kind in kinds)
+        remedy = f"publish it with format= one of {forms}" if forms else "no format of theirs holds this kind of head"
+        yield "Serving engines", f"vLLM, SGLang and TensorRT-LLM do not read headstart's own layout: {remedy}."
+        return
+    yield from SERVED[FORMATS[facts.form][facts.kind]](facts)
+
+
+def _eagle3(facts: Facts) -> Iterator[Part]:
+    yield VLLM, _vllm(facts, "eagle3", facts.draft_tokens) + _alone(facts)
+    if facts.served["norm_before_residual"]:
+        yield "Not served by", f"{SGLANG} and {TRTLLM}, which know no norm_before_residual=true."
+        return
+    yield SGLANG, _sglang(facts, "EAGLE3")
+    yield TRTLLM, _trtllm(facts)
+
+
+def _eagle(facts: Facts) -> Iterator[Part]:
+    yield VLLM, _vllm(facts, "eagle", facts.draft_tokens)
+    yield SGLANG, _sglang(facts, "EAGLE")
+    yield "Not served by", f"{TRTLLM}, which reads EAGLE-3 alone."
+
+
+def _medusa(facts: Facts) -> Iterator[Part]:
+    yield f"{VLLM_OLD} and earlier", _vllm(facts, "medusa", facts.served["num_heads"])
+    yield (
+        "Not served by",
+        f"{VLLM}, which has removed Medusa; SGLang, which never had it; TensorRT-LLM, which has removed it with its "
+        "TensorRT backend: 1.2.x builds an engine of the authors' layout (format=medusa).",
+    )
+
+
+def _dflash(facts: Facts) -> Iterator[Part]:
+    method = "dspark" if "DSpark" in facts.served["architectures"][0] else "dflash"
+    idle = 0 if facts.served["dflash_config"]["sample_from_anchor"] else 1  # the anchor's slot
+    yield VLLM, _vllm(facts, method, facts.served["block_size"] - idle)
+    if "draft_vocab_size" in facts.served:
+        yield "Not served by", f"{SGLANG}, which reads no pruned vocabulary of these heads."
+    else:
+        flags = ["--model-path", facts.path, "--speculative-algorithm", method.upper()]
+        flags += ["--speculative-draft-model-path", facts.repo]
+        yield SGLANG, block(shlex.join(["python", "-m", "sglang.launch_server", *flags]))
+    yield "Not tried", f"{TRTLLM}, which has a loader of its own for these heads."
+
+
+def _authors(reader: str) -> Callable[[Facts], Iterator[Part]]:
+    def parts(facts: Facts) -> Iterator[Part]:
+        others = [form for form, kinds in FORMATS.items() if facts.kind in kinds and form != facts.form]
+        engines = f"; for engines publish it with format= one of {', '.join(others)}" if others else ""
+        yield "The authors' own code", f"{reader} reads this layout, for {code(facts.path)}{engines}."
+
+    return parts
+
+
+SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Part]]] = {
+    eagle3.engines: _eagle3,
+    eagle.engines: _eagle,
+    medusa.engines: _medusa,
+    dflash.engines: _dflash,
+    eagle3.authors: _authors("SafeAILab/EAGLE"),
+    eagle.authors: _authors("SafeAILab/EAGLE"),
+    medusa.authors: _authors("FasterDecoding/Medusa"),
+    hydra.authors: _authors("zankner/Hydra"),
+}
+
+
+def _vllm(facts: Facts, method: str, tokens: int) -> str:
+    said = json.dumps({"method": method, "model": facts.repo, "num_speculative_tokens": tokens})
+    return block(f"vllm serve {shlex.quote(facts.path)} --speculative-config {shlex.quote(said)}")
+
+
+def _alone(facts: Facts) -> str:
+    """Return the short line, which takes the target from the head and so needs it on the Hub."""
+    return (
+        f"\n\nor, with the same target and number of tokens:\n\n{block(f'vllm serve {facts.repo}')}"
+        if facts.hub
+        else ""
+    )
+
+
+def _sglang(facts: Facts, algorithm: str) -> str:
+    base = ["python", "-m", "sglang.launch_server", "--model-path", facts.path, "--speculative-algorithm", algorithm]
+    base += ["--speculative-draft-model-path", facts.repo]
+    tokens = facts.draft_tokens
+    chain = shlex.join([*base, *_shape(tokens, 1, tokens + 1)])
+    tree = shlex.join([*base, *_shape(5, 4, 8)])
+    return f"{block(chain)}\n\nor with a tree:\n\n{block(tree)}"
+
+
+def _shape(steps: int, wide: int, tokens: int) -> list[str]:
+    flags = {"num-steps": steps, "eagle-topk": wide, "num-draft-tokens": tokens}
+    return [word for name, value in flags.items() for word in (f"--speculative-{name}", str(value))]
+
+
+def _trtllm(facts: Facts) -> str:
+    layers, count = facts.served["eagle_config"][LAYERS], facts.config["target"]["num_layers"]
+    said = ["speculative_config:", "  decoding_type: Eagle3", f"  max_draft_len: {facts.draft_tokens}"]
+    said.append(f"  speculative_model: {facts.repo}")
+    if layers != [1, count // 2 - 1, count - 4]:  # which it reads unless others are said
+        said.append(f"  eagle3_layers_to_capture: {layers}")
+    line = f"trtllm-serve {shlex.quote(facts.path)} --config draft.yaml"
+    return f"with this as draft.yaml:\n\n{block(chr(10).join(said), 'yaml')}\n\n{block(line)}"
+
+
+def _plain(facts: Facts) -> str:
+    return block(
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({quoted(facts.path)})\n"
+        f"model = AutoModelForCausalLM.from_pretrained({quoted(facts.path)})\n"
+        'inputs = tokenizer("…", return_tensors="pt")\n'
+        f'out = model.generate(**inputs, custom_generate="{facts.repo}", trust_remote_code=True, max_new_tokens=64)',
+        "python",
+    )
+
+
+def _headstart(facts: Facts) -> str:
+    adapter = facts.config["target"].get("adapter")
+    model = f" model.path={shlex.quote(facts.path)}" + (f" model.adapter={shlex.quote(adapter)}" if adapter else "")
+    model += " tree=chain" if facts.form else ""  # which foreign formats do not hold
+    carried = f", adapter={quoted(adapter)}" if adapter else ""
+    said = f"run={facts.repo}{model}"  # no workload of its own: the held-out prompts are not published
+    lines = f"python eval/run.py {said} workload=my_log.jsonl\npython inference/run.py {said} prompt='...'"
+    code = (
+        "from heads.formats.hub import load_found, resolve_head\nfrom inference.target.target import Target\n\n"
+        f"target = Target.load({quoted(facts.path)}{carried})\n"
+        f'head = load_found(resolve_head("{facts.repo}"), target.ends, target.spec)'
+    )
+    return f"{block(lines)}\n\nor from Python, in a checkout of headstart:\n\n{block(code, 'python')}"

@@ -1,0 +1,64 @@
+"""What the card is made of."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heads.formats.hub import on_hub
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was recorded of a head; an empty mapping where the run has nothing of the kind.
+
+    Attributes:
+        repo: where it goes, OWNER/NAME.
+        license: of the head, as the Hub abbreviates licences.
+        run: the run's folder.
+        config: the head's own config.json.
+        served: the published config.json, another one in a foreign format.
+        tokenizer_sha256: of the target's tokenizer.json.
+        form: the format, None for our own.
+        draft_tokens: a pass, in the command lines of engines.
+        report: its report.json.
+        provenance: its provenance.json.
+        settings: its config.yaml.
+    """
+
+    repo: str
+    license: str
+    run: Path
+    config: dict[str, Any]
+    served: dict[str, Any]
+    tokenizer_sha256: str | None
+    form: str | None
+    draft_tokens: int
+    report: dict[str, Any]
+    provenance: dict[str, Any]
+    settings: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """What kind of head it is."""
+        return str(self.config["head"]["name"])
+
+    @property
+    def hub(self) -> bool:
+        """Whether the target is on the Hub."""
+        return on_hub(self.config["target"]["name"])
+
+    @property
+    def base(self) -> str:
+        """The target: its Hub id, or the last part of its folder."""
+        name = str(self.config["target"]["name"])
+        return name if self.hub else Path(name).name
+
+    @property
+    def path(self) -> str:
+        """Where a command line finds the target."""
+        return self.base if self.hub else f"path/to/{self.base}"
+
+    def own(self, drafter: str) -> bool:
+        """Whether a row's drafter is this head, which is called by its kind, and by its run too beside another."""
+        kind, _, run = drafter.partition(" ")
+        return kind == self.kind and (not run or Path(run).name == self.run.resolve().name)

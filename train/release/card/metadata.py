@@ -1,0 +1,73 @@
+"""The card's YAML metadata, by which the Hub finds a head and shows what was measured of it."""
+
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from heads.formats.export import FORMATS
+from heads.formats.hub import REPO
+from train.release.card.facts import Facts
+from train.release.card.measured import clocked
+
+TASK = "text-generation"
+METRICS = {"tau": "τ, tokens of a target pass", "speedup": "speedup over plain decoding"}
+ENGINES = ("vllm", "sglang", "trtllm", "speculators")
+
+
+def of(facts: Facts) -> ModelCardData:
+    """Return the metadata, checked by huggingface_hub's own types."""
+    found = results(facts)
+    return ModelCardData(
+        license=facts.license,
+        base_model=facts.base if facts.hub else None,
+        datasets=datasets(facts) or None,
+        library_name="headstart",
+        pipeline_tag=TASK,
+        tags=["speculative-decoding", "draft-head", facts.kind, *_readers(facts)],
+        model_name=facts.repo.split("/")[1] if found else None,
+        eval_results=found or None,
+    )
+
+
+def datasets(facts: Facts) -> list[str]:
+    """Return the Hub data sets that the head was trained on, as its provenance names them."""
+    sources = facts.provenance.get("sources") or []
+    names = [str(each["name"]).partition(":")[0] for each in sources if "revision" in each]
+    return sorted({name for name in names if REPO.fullmatch(name)})
+
+
+def results(facts: Facts) -> list[EvalResult]:
+    """Return the head's own rows; a row whose gate failed has no speedup."""
+    found = []
+    for row in clocked(facts.report):
+        if not facts.own(row["drafter"]):
+            continue
+        workload, rate = Path(row["workload"]).stem, row.get("request_rate")
+        where = f"T={row['temperature']:g}, batch {row['batch_size']}, tree {row['tree']}"
+        where += f", {rate:g} requests a second" if rate is not None else ""
+        where += f", {row['category']}" if row.get("category") else ""
+        for metric, name in METRICS.items():
+            if row[metric] is None or (metric == "speedup" and row["lossless"]["failed"]):
+                continue
+            interval = row[f"{metric}_ci"]
+            found.append(
+                EvalResult(
+                    task_type=TASK,
+                    dataset_type=workload,
+                    dataset_name=workload,
+                    dataset_config=where,
+                    metric_type=metric,
+                    metric_name=name,
+                    metric_value=round(row[metric], 4),
+                    metric_args=None if interval is None else {"interval_95": [round(each, 4) for each in interval]},
+                )
+            )
+    return found
+
+
+def _readers(facts: Facts) -> list[str]:
+    """Return the engines whose format this is: those that share a format's writer read the same folder."""
+    if facts.form is None:
+        return []
+    writer = FORMATS[facts.form][facts.kind]
+    return [name for name in ENGINES if FORMATS[name].get(facts.kind) is writer]

@@ -1,0 +1,75 @@
+"""The checks by measurement, in one go: the head decodes a few prompts, and is tried otherwise along the answers."""
+
+from typing import Any
+
+from eval.inputs.texts import of_answer
+from eval.inputs.workloads import Selection, read_workload, short_name
+from eval.measures.results import Row
+from heads import HEADS
+from inference.decode import Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig, check_tree
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
+from train.release.doctor import card, layers, measured
+from train.release.doctor.against import Against
+from train.release.doctor.config import CheckupConfig
+from train.release.doctor.examined import Examined
+from train.release.doctor.finding import Finding, unknown
+from train.release.doctor.trials import Trials
+
+BUNDLED = "tiny"
+CHECKS = ("layers, measured", "tokens, measured", "positions, measured", "rope, measured", "acceptance")
+
+
+def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig) -> list[Finding]:
+    """Return what the checks by measurement find.
+
+    Args:
+        head: as it lies on disk.
+        against: its target.
+        loaded: the head, as `heads.formats.hub.load_found` gives it.
+        config: how much is measured.
+
+    Raises:
+        ValueError: the workload that is given cannot be read.
+    """
+    target = against.whole
+    assert target is not None
+    drafting = loaded.to(device=target.device, dtype=target.dtype).eval()
+    told = layers.as_read(head)
+    if told is not None and len(told) == len(drafting.feature_layers) and 0 <= min(told) <= max(told) < against.layers:
+        drafting.feature_layers = tuple(told)  # our own reader forgives ids that are counted in the other way
+    try:
+        decoded, said = _decoded(head, target, drafting, config)
+    except ValueError as error:
+        if config.workload is not None:
+            raise
+        return [unknown(f"nothing to measure on ({error})")._replace(check=name) for name in CHECKS]
+    pairs = zip(decoded.prompts, decoded.made, strict=True)
+    answered = [of_answer(target, prompt, made.tokens, decoded.settings) for prompt, made in pairs]
+    trials = Trials(target, drafting, [text for text in answered if text.made > 1])
+    found = {
+        CHECKS[0]: measured.layers(head, trials),
+        CHECKS[1]: measured.tokens(head, trials),
+        CHECKS[2]: measured.moved(head, trials),
+        CHECKS[3]: measured.rope(head, against, trials),
+        CHECKS[4]: card.acceptance(head, said, decoded),
+    }
+    return [each._replace(check=name) for name, findings in found.items() for each in findings]
+
+
+def _decoded(head: Examined, target: Target, drafting: Any, config: CheckupConfig) -> tuple[card.Measured, Row | None]:
+    """Decode greedily, as the report did where it says how."""
+    kind = next(name for name, each in HEADS.items() if type(drafting) is each)
+    workload = config.workload or head.prompts or BUNDLED
+    chain = TreeConfig("chain", min(config.depth, drafting.max_depth), 0, 0, [], [])
+    said = card.row(head, kind, short_name(workload)) if target.takes_trees else None
+    tree = chain if said is None else card.tree(head, said.tree) or chain
+    check_tree(target, tree, kind)
+    read = read_workload(workload, target, Selection(config.prompts, 0, True, "first", True))
+    limit = head.report.get("settings", {}).get("max_new_tokens") if said is not None else None
+    settings = Settings(min(limit or config.max_new_tokens, config.max_new_tokens), GREEDY)
+    prompts = [prompt.token for prompt in read.prompts]
+    made = speculate(target, HeadDrafter(drafting, tree, kind), prompts, settings)
+    return card.Measured(tree, read.name, settings, prompts, made), said

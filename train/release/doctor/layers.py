@@ -1,0 +1,212 @@
+"""Checks of the layers that a head says it reads: each engine has its own place for them and its own way of counting.
+
+hs[j] is the target's hidden state j, counted from the embedding: the output of layer j - 1. vLLM and speculators read
+ids at the top level as hs[j]; SGLang reads them within `eagle_config` as hs[j + 1].
+"""
+
+from typing import Any
+
+from heads.formats.export.eagle3 import COUNTED_BY_FIRST
+from heads.formats.export.files import LAYERS
+from heads.modules.fusion import FUSED, chosen_layers
+from train.release.doctor.against import Against
+from train.release.doctor.examined import OWN, Examined
+from train.release.doctor.finding import Findings, ok, wrong
+
+WITHIN = f"eagle_config.{LAYERS}"
+BLOCK, FLAT = "dflash_config.target_layer_ids", "aux_hidden_state_layer_ids"
+SILENT = "it reads other layers than those it was trained on: acceptance falls, often to nothing, without an error"
+
+
+def declared(head: Examined, against: Against) -> Findings:
+    """Whether the ids are layers of the target, and the same ones at each place."""
+    if head.form == "eagle3":
+        found = list(_eagle3(head, against))
+    elif head.form == "dflash":
+        found = list(_dflash(head, against))
+    elif head.form == OWN:
+        found = list(_own(head, against))
+    else:
+        yield ok("reads the target's last state alone")
+        return
+    yield from found or list(_recorded(head, against)) or [ok(_said(head))]
+
+
+def _recorded(head: Examined, against: Against) -> Findings:
+    """Compare the ids with the layers that the training's own config.yaml names."""
+    if "feature_layers" not in head.trained or head.form == OWN:
+        return
+    said = head.trained["feature_layers"]
+    count = FUSED if head.form == "eagle3" else _joined(head, against)
+    right = sorted(chosen_layers(said, count, against.layers))
+    read = as_read(head) if head.form == "eagle3" else head.part("dflash_config")["target_layer_ids"]
+    if read is not None and read != right:
+        remedy = (
+            f"set {LAYERS} to {[i + 1 for i in right]} and {WITHIN} to {right}"
+            if head.form == "eagle3"
+            else f"set {BLOCK} to {right}"
+        )
+        yield wrong(
+            f"engines read the outputs of layers {read}, and it was trained on {right} (config.yaml)",
+            SILENT,
+            remedy,
+        )
+
+
+def as_read(head: Examined) -> list[int] | None:
+    """Return whose outputs the engines read, vLLM first, None where no ids say it."""
+    top, nested = head.config.get(LAYERS), head.part("eagle_config").get(LAYERS)
+    if head.form != "eagle3" or (top is None and nested is None):
+        return None
+    return [i - 1 for i in top] if top is not None else list(nested or [])
+
+
+def _said(head: Examined) -> str:
+    if head.form == "eagle3":
+        top, nested = head.config.get(LAYERS), head.part("eagle_config").get(LAYERS)
+        return "the default three" if top is None and nested is None else f"{top} for vLLM, {nested} for SGLang"
+    said = head.part("dflash_config").get("target_layer_ids") or head.part("head").get("feature_layers")
+    return f"outputs of layers {said}" if said else "the last state, or the default layers"
+
+
+def _own(head: Examined, against: Against) -> Findings:
+    said = head.part("head").get("feature_layers")
+    if said is not None:
+        yield from _in_range(said, "head.feature_layers", 0, against.layers - 1, ordered=False)
+
+
+def _eagle3(head: Examined, against: Against) -> Findings:
+    top, nested = head.config.get(LAYERS), head.part("eagle_config").get(LAYERS)
+    layers = against.layers
+    default = [2, layers // 2, layers - 3]
+    joined = _joined(head, against)
+    both = [(top, LAYERS, 1), (nested, WITHIN, 0)]
+    broken = [f for ids, key, first in both if ids is not None for f in _in_range(ids, key, first, layers - 2 + first)]
+    yield from broken
+    if broken:
+        return
+    if top is None and nested is None:
+        if joined != FUSED or sorted(set(default)) != default or default[0] > layers - 1 or default[-1] < 1:
+            yield wrong(
+                f"{LAYERS} is missing, and fc.weight joins {joined} layers of a target of {layers}",
+                f"every engine takes {default} for it, and {SILENT}, or stops at the shape of fc",
+                f"set {LAYERS} to what it was trained on, counted from the embedding, and {WITHIN} one lower each",
+            )
+        return
+    yield from _places(top, nested, default)
+    ids: list[int] = top if top is not None else nested or []
+    yield from _counted(head, ids, nested, joined)
+    shifted = COUNTED_BY_FIRST & set(against.config.get("architectures") or [])
+    if shifted and nested is not None and nested[0] != 1:
+        yield wrong(
+            f"{WITHIN} begins with {nested[0]}",
+            f"SGLang counts those of {min(shifted)} one lower unless the first is 1: {SILENT}",
+            "train on layers of which the first is 1, or serve it in vLLM: python train/publish.py format=vllm",
+            "sglang",
+        )
+
+
+def _places(top: Any, nested: Any, default: list[int]) -> Findings:
+    """Compare the two places."""
+    if top is None:
+        if [i + 1 for i in nested] != default:
+            yield wrong(
+                f"{LAYERS} is missing at the top level, {WITHIN} is {nested}",
+                f"vLLM does not look there and takes {default}: {SILENT}",
+                f"set {LAYERS} to {[i + 1 for i in nested]}",
+                "vllm", "speculators",
+            )  # fmt: skip
+    elif nested is None:
+        if top != default:
+            yield wrong(
+                f"{WITHIN} is missing, {LAYERS} is {top}",
+                f"SGLang looks there alone and takes the states {default}: {SILENT}",
+                f"set {WITHIN} to {[i - 1 for i in top]}",
+                "sglang",
+            )
+    elif nested != [i - 1 for i in top]:
+        yield wrong(
+            f"{LAYERS} is {top}, {WITHIN} is {nested}: not the same layers",
+            f"vLLM reads the states {top} and SGLang {[i + 1 for i in nested]}; in one of them {SILENT}",
+            f"set {WITHIN} to {[i - 1 for i in top]} if {LAYERS} is right, else {LAYERS} to {[i + 1 for i in nested]}",
+        )
+
+
+def _counted(head: Examined, ids: list[int], nested: Any, joined: int) -> Findings:
+    """Compare how many there are with what fc joins and with what config.json counts."""
+    count = head.config.get("num_aux_hidden_states")
+    if joined and len(ids) != joined:
+        yield wrong(
+            f"there are {len(ids)} ids and fc.weight joins {joined} layers",
+            "every engine stops at the shape of fc, or reads too few columns",
+            f"name {joined} layers, those that it was trained on",
+        )
+    elif count is not None and count != len(ids):
+        yield wrong(
+            f"num_aux_hidden_states is {count} and there are {len(ids)} ids",
+            "vLLM and SGLang make fc of the wrong shape and stop",
+            f"set num_aux_hidden_states to {len(ids)}",
+            "vllm", "sglang",
+        )  # fmt: skip
+    elif count is None and len(ids) != FUSED and (nested is None or len(nested) != len(ids)):
+        yield wrong(
+            f"num_aux_hidden_states is missing and there are {len(ids)} ids",
+            "vLLM does not count those at the top level, makes fc for three and stops at its shape",
+            f"set num_aux_hidden_states to {len(ids)}",
+            "vllm",
+        )
+
+
+def _dflash(head: Examined, against: Against) -> Findings:
+    nested, flat = head.part("dflash_config").get("target_layer_ids"), head.config.get(FLAT)
+    if nested is None:
+        meant = [i - 1 for i in flat] if isinstance(flat, list) else "the layers that it was trained on"
+        yield wrong(
+            f"{BLOCK} is missing",
+            "SGLang looks there alone and stops",
+            f"set {BLOCK} to {meant}",
+            "sglang",
+        )
+        return
+    broken = list(_in_range(nested, BLOCK, 0, against.layers - 2))
+    yield from broken
+    if broken:
+        return
+    joined = _joined(head, against)
+    if joined and len(nested) != joined:
+        yield wrong(
+            f"{BLOCK} names {len(nested)} layers and fc.weight joins {joined}",
+            "every engine stops at the shape of fc",
+            f"name {joined} layers, those that it was trained on",
+        )
+    if flat is not None and flat != [i + 1 for i in nested]:
+        yield wrong(
+            f"{FLAT} is {flat}, {BLOCK} is {nested}: not the same layers",
+            f"speculators counts from the embedding, and {SILENT}",
+            f"set {FLAT} to {[i + 1 for i in nested]}",
+            "speculators", "vllm",
+        )  # fmt: skip
+
+
+def _in_range(ids: Any, key: str, first: int, last: int, *, ordered: bool = True) -> Findings:
+    """Check that these are increasing numbers of layers."""
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        yield wrong(f"{key} is {ids!r}", "no engine reads it", f"set {key} to a list of layers")
+    elif any(not first <= i <= last for i in ids):
+        yield wrong(
+            f"{key} is {ids}, and of this target {first} to {last} can be read",
+            "engines stop, or never fill the state that is not there: no draft is accepted",
+            f"set {key} to the layers that it was trained on, from {first} to {last}; is this its target?",
+        )
+    elif len(set(ids)) != len(ids) or (ordered and sorted(ids) != ids):
+        yield wrong(
+            f"{key} is {ids}, which does not increase",
+            "engines sort the ids and drop repeated ones, and fc reads the layers in another order than it was trained",
+            f"set {key} to {sorted(set(ids))}, and put the columns of fc.weight in the same order",
+        )
+
+
+def _joined(head: Examined, against: Against) -> int:
+    """Return how many layers fc joins, 0 where it is not there."""
+    fc = head.bare.get("fc.weight")
+    return 0 if fc is None or fc.ndim != 2 else fc.shape[1] // against.width

@@ -1,0 +1,124 @@
+"""Checks of rotary positions and of the length of texts, as config.json says them: what the training had decides."""
+
+from typing import Any
+
+from heads.formats.published.decoder import THETA
+from heads.formats.store import CONFIG
+from heads.modules.rope import SCALINGS, Rope, scaling_of
+from train.release.doctor.against import Against
+from train.release.doctor.examined import OWN, Examined
+from train.release.doctor.finding import Findings, ok, unknown, wrong
+
+ROTATED = ("eagle3", "eagle", "dflash")
+LENGTH = "max_position_embeddings"
+SILENT_LENGTH = 2048  # what transformers takes for a Llama where config.json is silent
+TWICE = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    "vocab_size", "rope_theta", "rope_scaling", LENGTH,
+)  # fmt: skip
+
+
+def ropes(config: dict[str, Any]) -> dict[str, Rope]:
+    """Return the rotary positions that a config.json says, by the key that says them: none, one, or two."""
+    parameters, found = config.get("rope_parameters"), {}
+    if isinstance(parameters, dict) and parameters.get("rope_theta") is not None:
+        found["rope_parameters"] = Rope(float(parameters["rope_theta"]), scaling_of(parameters))
+    scaling = config.get("rope_scaling")
+    if config.get("rope_theta") is not None or isinstance(scaling, dict):
+        theta = config.get("rope_theta") or (parameters or {}).get("rope_theta") or THETA
+        found["rope_theta"] = Rope(float(theta), scaling_of(scaling if isinstance(scaling, dict) else {}))
+    return found
+
+
+def effective(head: Examined) -> Rope | None:
+    """Return the positions that the head runs with, None where it has none or of a kind not known here."""
+    if head.form == OWN:
+        said = head.part("head")
+        return Rope(said["rope_theta"], said.get("rope_scaling")) if "rope_theta" in said else None
+    if head.form not in ROTATED:
+        return None
+    found = ropes(head.layer)
+    rope = found.get("rope_theta") or found.get("rope_parameters") or Rope(THETA, None)
+    return rope if known(rope) else None
+
+
+def known(rope: Rope) -> bool:
+    """Say whether a head here can run with these positions."""
+    return rope.scaling is None or rope.scaling["rope_type"] in SCALINGS
+
+
+def theta(head: Examined, against: Against) -> Findings:
+    """Whether theta and scaling are said once, and are those of the training where that is on record."""
+    own = effective(head)
+    if head.form == OWN or head.form not in ROTATED:
+        yield ok("none" if own is None else f"{shown(own)}, as it was trained")
+        return
+    said = ropes(head.layer)
+    recorded = ropes(head.trained).get("rope_theta")
+    if len(set(map(shown, said.values()))) > 1:
+        right = recorded or against.rope
+        yield wrong(
+            " and ".join(f"{key} says {shown(rope)}" for key, rope in said.items()),
+            "engines on transformers 5 take the one, older SGLang and TensorRT-LLM the other: in one of them attention "
+            "is turned by wrong angles, and acceptance falls with the distance",
+            f"set both to what it was trained with{'' if right is None else f', {shown(right)} by all that is known'}",
+        )
+    elif recorded is not None and shown(recorded) != shown(own or Rope(THETA, None)):
+        yield wrong(
+            f"{CONFIG} says {shown(own or Rope(THETA, None))}, the training's config.yaml {shown(recorded)}",
+            "attention is turned by other angles than in training: acceptance falls with the distance, no error",
+            f"set {remedy(recorded)} in {CONFIG}",
+        )
+    elif own is None:
+        yield unknown("rope_scaling is of a kind that heads here do not have")
+    elif recorded is not None or against.rope is None or shown(own) == shown(against.rope):
+        yield ok(f"{shown(own)}, {'as it was trained' if recorded is not None else 'as the target has it'}")
+    else:
+        yield unknown(f"{shown(own)} where the target has {shown(against.rope)}: right only if it was trained so")
+
+
+def remedy(rope: Rope) -> str:
+    """Return the keys that say these positions."""
+    scaling = "null" if rope.scaling is None else str(rope.scaling).replace("'", '"')
+    return f'"rope_theta": {rope.theta:g} and "rope_scaling": {scaling}'
+
+
+def shown(rope: Rope) -> str:
+    """Return positions for reading."""
+    return f"theta {rope.theta:g}" + ("" if rope.scaling is None else f" scaled by {rope.scaling}")
+
+
+def length(head: Examined, against: Against) -> Findings:
+    """Whether the head may be asked about texts as long as the target reads."""
+    if head.form not in ROTATED:
+        yield ok("no limit of its own")
+        return
+    said, wanted = head.layer.get(LENGTH), against.context
+    if wanted is None:
+        yield unknown("the target does not say how long a text it reads")
+        return
+    limit = said if isinstance(said, int) else SILENT_LENGTH
+    if limit < wanted:
+        what = f"{LENGTH} is {said}" if isinstance(said, int) else f"{LENGTH} is missing, which stands for {limit}"
+        yield wrong(
+            f"{what}, the target reads {wanted} tokens",
+            f"older vLLM caps the context that it serves at {limit} or gathers out of bounds beyond it (0.32 raises "
+            "the length, but for scalings that depend on it), SGLang crashes or slows down there",
+            f'set "{LENGTH}": {wanted} in {CONFIG}',
+        )
+    else:
+        yield ok(f"{limit} tokens, the target reads {wanted}")
+
+
+def twice(head: Examined, _against: Against) -> Findings:
+    """Whether what config.json says at two places is the same."""
+    inner = head.part("transformer_layer_config")
+    odd = [key for key in TWICE if key in inner and key in head.config and inner[key] != head.config[key]]
+    for key in odd:
+        yield wrong(
+            f"{key} is {head.config[key]}, and within transformer_layer_config {inner[key]}",
+            "vLLM, SGLang and TensorRT-LLM read the one and speculators the other",
+            "set both to the one that it was trained with",
+        )
+    if not odd:
+        yield ok("nothing is said twice and differently")

@@ -1,0 +1,201 @@
+"""Checks of the tensors by themselves: that they can be read, that they are those of the format, and their values."""
+
+from typing import Any
+
+import torch
+
+from heads import HEADS
+from heads.common.errors import one_line
+from heads.formats.export import dflash, eagle, eagle3
+from heads.formats.store import CONFIG, WEIGHTS, read_config
+from heads.formats.store import head_config as own_config
+from heads.formats.weights import outline
+from train.release.doctor.against import Against
+from train.release.doctor.examined import OWN, Examined
+from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
+
+EXPORT = "write it again: python train/publish.py run=… format=…"
+LOST = "train again from an earlier checkpoint, or export again from a good one"
+# Tensors that engines make themselves, or that a check of their own speaks of.
+ELSEWHERE = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "fc.bias", "input_norm.weight", "mask_hidden")
+SKIPPED = ("rotary_emb.inv_freq", ".q_norm.weight", ".k_norm.weight")  # by every loader, or of a Qwen3 draft
+FEW = 3  # names that are shown
+CHAINED = ("eagle", "eagle3", "dflash")  # the forms that engines read by names without a prefix
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+DTYPES = {"float32", "bfloat16", "float16"}
+
+
+def readable(head: Examined, _against: Against) -> Findings:
+    """Whether the files can be read at all."""
+    for name in (CONFIG, WEIGHTS):
+        if name in head.trouble:
+            said, _, remedy = head.trouble[name].rpartition("; ")
+            yield wrong(said or remedy, "nothing loads it", remedy if said else "download or export it again")
+    if WEIGHTS not in head.trouble and not head.form:
+        some = ", ".join(sorted(head.tensors)[:3])
+        yield wrong(f"tensors such as {some} are of no format known here", "no engine finds its head", EXPORT)
+    elif not head.trouble.keys() & {CONFIG, WEIGHTS}:
+        yield ok(f"{CONFIG} and {len(head.tensors)} tensors, the form of {head.form}")
+
+
+def names(head: Examined, against: Against) -> Findings:
+    """Whether the names and shapes are those of the format."""
+    prefixed = sorted(name for name in head.tensors if name.startswith("model."))
+    if head.form in CHAINED and prefixed:
+        yield wrong(
+            f"{prefixed[0]} and {len(prefixed) - 1} more begin with model.",
+            "vLLM stops at the first; SGLang loads nothing of an EAGLE-1 head and drafts from random weights",
+            f"take model. from the front of every name in {WEIGHTS}",
+            "vllm", "sglang",
+        )  # fmt: skip
+    try:
+        shapes = expected(head, against)
+    except (ValueError, OSError) as error:
+        yield wrong(one_line(error), "no loader can make the head", f"correct {CONFIG}, or {EXPORT}")
+        return
+    if shapes is None:  # the check of loading says it
+        return
+    found = list(_differences(head, shapes))
+    yield from found or ([] if prefixed and head.form in CHAINED else [ok(f"{len(head.tensors)} as {CONFIG} has them")])
+
+
+def expected(head: Examined, against: Against) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes that config.json demands, None where the form's are not known by config.json alone.
+
+    Raises:
+        ValueError: config.json lacks what they are made of.
+    """
+    if head.form == OWN:
+        if against.ends is None:
+            return None
+        config = own_config(head.folder, read_config(head.folder))
+        made = outline(HEADS[config.name], config, against.ends, f"{head.folder}/{CONFIG}: ")
+        return {name: tuple(tensor.shape) for name, tensor in made.items()}
+    if head.form not in CHAINED:
+        return None
+    config = completed(head)
+    if head.form == "eagle3":
+        first = "midlayer." if any(name.startswith("midlayer.") for name in head.bare) else "layers.0."
+        return eagle3.shapes(config, first)
+    return eagle.shapes(config) if head.form == "eagle" else dflash.shapes(config)
+
+
+def completed(head: Examined) -> dict[str, Any]:
+    """Return config.json with what engines take where it is silent.
+
+    Raises:
+        ValueError: a number is missing for which they take one of another model.
+    """
+    config = head.layer
+    lacking = [key for key in NEEDED if not isinstance(config.get(key), int)]
+    if lacking:
+        raise ValueError(f"{CONFIG} does not say {lacking[0]}, for which engines take that of Llama-2-7B")
+    fc, width = head.bare.get("fc.weight"), config["hidden_size"]
+    silent = {
+        "num_hidden_layers": 1,
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": width // max(config["num_attention_heads"], 1),
+        "num_aux_hidden_states": 3 if fc is None or fc.ndim != 2 else fc.shape[1] // max(width, 1),
+        "draft_vocab_size": config["vocab_size"],
+    }
+    return {**config, **{key: config.get(key) or value for key, value in silent.items()}}
+
+
+def _differences(head: Examined, shapes: dict[str, tuple[int, ...]]) -> Findings:
+    own = head.form == OWN
+    tensors = {name: tensor for name, tensor in head.bare.items() if name in shapes or not name.endswith(SKIPPED)}
+    exempt = () if own else ELSEWHERE
+    missing = [name for name in sorted(shapes.keys() - tensors.keys()) if name not in exempt]
+    extra = [name for name in sorted(tensors.keys() - shapes.keys()) if own or not name.endswith(exempt)]
+    other = [name for name in sorted(tensors.keys() & shapes.keys()) if tuple(tensors[name].shape) != shapes[name]]
+    if missing:
+        yield wrong(
+            f"{_few(missing)} missing",
+            "vLLM leaves it as memory happened to be and SGLang makes it random: no draft is accepted, no error",
+            f"{EXPORT}, or add {', '.join(f'{name} {shapes[name]}' for name in missing[:FEW])}",
+        )
+    if extra:
+        yield wrong(
+            f"{_few(extra)} none of the format's",
+            "vLLM stops at it, SGLang passes over it",
+            f"remove {', '.join(extra)} from {WEIGHTS}",
+        )
+    if other:
+        name = other[0]
+        yield wrong(
+            f"{name} is {tuple(tensors[name].shape)} where {CONFIG} makes it {shapes[name]}"
+            + (f", and {len(other) - 1} more" if other[1:] else ""),
+            "engines stop at it",
+            f"correct the number in {CONFIG} that says so, or {EXPORT}",
+        )
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if names[FEW:] else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+
+
+def values(head: Examined, _against: Against) -> Findings:
+    """Whether every tensor holds finite numbers that are not all zero."""
+    odd = False
+    for name, tensor in sorted(head.tensors.items()):
+        if not tensor.is_floating_point():
+            continue
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            odd = True
+            yield wrong(
+                f"{name} holds {bad} values that are NaN or infinite of {tensor.numel()}",
+                "engines load it and no draft of its is accepted",
+                LOST,
+            )
+        elif tensor.ndim > 1 and not bool(tensor.any()):
+            odd = True
+            yield wrong(f"{name} is all zero", "what it reads is lost: drafts are not accepted", LOST)
+    if not odd:
+        yield ok("all finite, no matrix all zero") if head.tensors else unknown("no tensors were read")
+
+
+def dtype(head: Examined, against: Against) -> Findings:
+    """Whether config.json says the dtype, and says that of the tensors and of the target."""
+    kinds = sorted({str(t.dtype).removeprefix("torch.") for t in head.tensors.values() if t.is_floating_point()})
+    if head.form == OWN:
+        yield ok(f"{', '.join(kinds)}; this form is loaded in the target's dtype")
+        return
+    if head.form == "medusa" or not head.architectures:
+        yield ok(f"{', '.join(kinds)}; whoever reads this form casts it to the target's dtype")
+        return
+    said = head.config.get("torch_dtype") or head.config.get("dtype")
+    served = str(against.config.get("dtype") or "").removeprefix("torch.")
+    actual = kinds[0] if len(kinds) == 1 else "bfloat16"
+    wanted = served if served in DTYPES - {"float32"} else actual
+    if said is None:
+        yield wrong(
+            f"{CONFIG} has no torch_dtype",
+            "SGLang takes float32 for it and runs the head in float16, whose range features overflow",
+            f'set "torch_dtype": "{wanted}" in {CONFIG}',
+            "sglang",
+        )
+    elif kinds and kinds != [said]:
+        yield wrong(
+            f"torch_dtype is {said} and the tensors are {', '.join(kinds)}",
+            "engines cast every tensor as they load, so that what runs is not what was measured",
+            f'set "torch_dtype": "{actual}" in {CONFIG}, or export with dtype={said}',
+        )
+    elif served in DTYPES - {"float32"} and said != served:
+        yield wrong(
+            f"torch_dtype is {said} and the target's {served}",
+            "SGLang runs the head in another dtype than the features it reads; vLLM casts it",
+            f"export with dtype={served}",
+            "sglang", "trtllm",
+        )  # fmt: skip
+    else:
+        yield ok(f"{said}, as the tensors are; the target's files are in {served or 'a dtype that they do not say'}")
+
+
+def loads(why: str) -> Finding:
+    """Return what our own loader makes of it."""
+    if not why:
+        return ok("headstart loads it for this target")
+    said, _, remedy = why.rpartition("; ")
+    return wrong(said or why, "headstart refuses it, so that nothing can be measured", remedy if said else EXPORT)

@@ -1,0 +1,115 @@
+"""A published head tried out: what it accepts on a few prompts must be what the run's own head accepts.
+
+Decoding is greedy, by the head's own tree, or by a chain in a format that holds no tree. An export is tried before
+anything is uploaded, the same files once they are back.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from data.text.prompts import load_prompts
+from eval.inputs.runs import own_prompts
+from heads.common.errors import one_line
+from heads.common.typed import typed
+from heads.formats.hub import load_found, on_hub, target_path
+from heads.formats.store import last_good, read_config
+from inference.decode import Generation, Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig, check_tree
+from inference.target.target import DTYPES, Target
+from inference.verification.sample import Sampling
+from train.release.config import PublishConfig
+
+# By how much τ may differ in a format that multiplies two of the head's matrices into one: rounding turns few drafts.
+SLACK = 0.05
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A head and how it drafts: the target, the prompts, the tree, and what was decoded with the run's own head."""
+
+    target: Target
+    prompts: list[list[int]]
+    tree: TreeConfig
+    settings: Settings
+    own: list[Generation]
+    exact: bool
+
+    @property
+    def tau(self) -> float:
+        """Tokens of a target pass with the run's own head."""
+        return tau(self.own)
+
+    def check(self, folder: Path) -> float:
+        """Decode with the head of another folder and return its τ.
+
+        Raises:
+            ValueError: other tokens came out, or other drafts were accepted.
+        """
+        made = self._decode(load_found(folder, self.target.ends, self.target.spec))
+        same = [each.tokens for each in made] == [each.tokens for each in self.own]
+        near = abs(tau(made) - self.tau) <= SLACK * self.tau
+        alike = _accepted(made) == _accepted(self.own) if self.exact else near
+        if not (same and alike):
+            what = "τ is" if same else "other tokens came out, τ is"
+            raise ValueError(f"{what} {tau(made):.2f} by it, and {self.tau:.2f} by the run's own head")
+        return tau(made)
+
+    def _decode(self, head: Any, dtype: str | None = None) -> list[Generation]:
+        if dtype is not None:
+            head = head.to(dtype=DTYPES[dtype])
+        head = head.to(device=self.target.device, dtype=self.target.dtype).eval()
+        return speculate(self.target, HeadDrafter(head, self.tree, "head"), self.prompts, self.settings)
+
+
+def begin(run: Path, config: PublishConfig) -> Trial | str:
+    """Decode with the run's own head, or say in a few words why that cannot be done here.
+
+    Raises:
+        ValueError: the head is of another target.
+    """
+    head, file = last_good(run / "head"), own_prompts(str(run))
+    if not config.verify_prompts:
+        return "verify_prompts=0"
+    if file is None:
+        return "the run holds no prompts.jsonl"
+    content = read_config(head)
+    target = _target(config.target or target_path(content["target"]["name"]), content["target"].get("adapter"))
+    if isinstance(target, str):
+        return target
+    tree = typed(TreeConfig, content["tree"])
+    if config.format is not None:
+        tree = TreeConfig("chain", config.draft_tokens, 0, 0, [], [])
+    check_tree(target, tree, "head")
+    prompts = [each.token for each in load_prompts(file, target.tokenizer, config.verify_prompts)]
+    prompts = [token for token in prompts if len(token) < target.context - 1]
+    if not prompts:
+        return "no prompt of the run leaves room in the target's context"
+    settings = Settings(config.verify_tokens, Sampling(0.0, 0, 1.0))
+    trial = Trial(target, prompts, tree, settings, [], config.format is None)
+    loaded = load_found(head, target.ends, target.spec)
+    own = trial._decode(loaded, None if config.format is None else config.dtype)
+    return Trial(target, prompts, tree, settings, own, config.format is None)
+
+
+def tau(made: list[Generation]) -> float:
+    """Return tokens of a target pass, those of the prefill left out."""
+    passes = sum(len(each.steps) for each in made)
+    return sum(len(each.tokens) - 1 for each in made) / passes if passes else 0.0
+
+
+def _target(path: str, adapter: str | None) -> Target | str:
+    """Return the target if this machine has it, else why not; a download of the whole is not begun for this."""
+    if on_hub(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return f"{path} is not on this machine; give target=FOLDER of it"
+    try:
+        return Target.load(path, adapter=adapter)
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        return f"the target cannot be loaded here ({one_line(error)})"
+
+
+def _accepted(made: list[Generation]) -> list[list[int]]:
+    return [[step.accepted for step in each.steps] for each in made]

@@ -1,0 +1,114 @@
+"""The runs of a Hydra multirun: one table of what each cost and what it is worth, and the τ that is searched."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from rich.console import Console
+from rich.table import Table
+
+from eval.measures.results import LIVE
+from eval.report.reading import read_report
+
+TABLE, WIDTH = "table.json", 140
+COLUMNS = ("head", "parameters", "tokens", "GFLOP", "seconds", "T", "τ [95%]", "P(a≥1) P(a≥2) …", "speedup", "lossless")
+
+
+def sweeping() -> bool:
+    """Whether this run is one of a multirun."""
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def check(prompts: int, *, waits: bool) -> None:
+    """Refuse to search for the largest τ where no run tells one.
+
+    Args:
+        prompts: how many a run measures on.
+        waits: whether this command sees the end of a run.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if not sweeping() or "direction" not in HydraConfig.get().sweeper:
+        return
+    if prompts == 0:
+        raise ValueError(
+            "trainer.eval_prompts is 0, and sweep=optuna is after the τ that a run measures: give 1 or more"
+        )
+    if not waits:
+        raise ValueError(
+            "launcher=slurm puts a run into the queue and does not wait for the τ that sweep=optuna is after: search "
+            "inside one job with another launcher, or sweep without sweep=optuna"
+        )
+
+
+def best_tau(out: Path) -> float | None:
+    """Return the best τ that a finished run measured while it trained; None where it measured none."""
+    cost = json.loads((out / "training.json").read_text())
+    return float(cost["best_tau"]) or None
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let a run of a multirun that fails, and has said why, fail alone: the others go on. A signal ends them all."""
+    try:
+        yield
+    except SystemExit as ended:
+        if sweeping() and ended.code in (1, 2):
+            raise HydraException("a run of the multirun failed") from None
+        raise
+
+
+def note(name: str, drafter: str, out: Path) -> None:
+    """Add a finished run to its multirun's table and print it; outside a multirun, do nothing.
+
+    The last run's table is whole, and one that fails takes nothing from the others.
+
+    Args:
+        name: the run's.
+        drafter: what its report calls the head.
+        out: the run's folder.
+    """
+    if not sweeping():
+        return
+    path = Path(HydraConfig.get().sweep.dir, TABLE)
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in rows if row["out"] != str(out)] + rows_of(name, drafter, out)
+    path.write_text(json.dumps(rows, indent=2) + "\n")
+    Console(width=max(WIDTH, Console().width)).print(table(rows))
+
+
+def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
+    """Return what a finished run cost and each of its own rows of the report that a clock measured."""
+    cost = json.loads((out / "training.json").read_text())
+    report = read_report(out / "report.json")
+    live = [row for row in report["rows"] if row.get("tier", LIVE) == LIVE]
+    mine = [row for row in live if row["drafter"] == drafter and not row.get("category")]
+    return [{"name": name, "out": str(out), "cost": cost, **row} for row in mine]
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return the table for the terminal."""
+    shown = Table(*COLUMNS, title="the runs of this multirun")
+    for row in rows:
+        cost, gate = row["cost"], row["lossless"]
+        interval = "" if row["tau_ci"] is None else " [{:.2f}, {:.2f}]".format(*row["tau_ci"])
+        shown.add_row(
+            row["name"],
+            f"{cost['parameters']:,}",
+            f"{cost['tokens']:,}",
+            "-" if cost["flops"] is None else f"{cost['flops'] / 1e9:,.0f}",
+            f"{cost['seconds']:,.0f}",
+            f"{row['temperature']:g}",
+            "-" if row["tau"] is None else f"{row['tau']:.2f}{interval}",
+            " ".join(f"{share:.2f}" for share in row["accepted_by_depth"]),
+            "-" if row["speedup"] is None else f"{row['speedup']:.2f}",
+            "failed" if gate["failed"] else f"{gate['identical']}/{gate['checked']}",
+        )
+    return shown

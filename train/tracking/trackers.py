@@ -1,0 +1,170 @@
+"""Where a run's numbers can go, one class each: `log` takes a record, `close` ends it. Any of them may fail.
+
+A record is a dict with the `step` that it belongs to. metrics.jsonl takes it as it is; wandb and TensorBoard take its
+numbers alone, those of an inner list or dict under a name and a place: `accuracy/1` is that of depth 1.
+"""
+
+import json
+import logging
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from omegaconf import OmegaConf
+
+from heads.common.errors import one_line
+from heads.common.untrusted import parse_json
+
+log = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+WAIT = 10.0  # seconds that wandb's server may take to answer before training begins
+
+
+class Start(NamedTuple):
+    """What a tracker starts from: the run's folder, the steps done before, and the whole configuration."""
+
+    out: Path
+    step: int
+    config: dict[str, Any]
+
+
+class Sink(Protocol):
+    """What takes records."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Take one record."""
+        ...
+
+    def close(self) -> None:
+        """Finish."""
+        ...
+
+
+def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the finite numbers of a record under flat names; the places of a list count from 1, as depths do."""
+    for name, value in record.items():
+        if isinstance(value, dict | list | tuple):
+            inner = value if isinstance(value, dict) else {str(i): each for i, each in enumerate(value, 1)}
+            yield from ((f"{name}/{key}", number) for key, number in numbers(inner))
+        elif isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value)
+
+
+def plain(value: Any) -> Any:
+    """Return a value that JSON can hold: what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def step_of(line: bytes) -> int | None:
+    """Return the step of a record's line, None of a line that is no record."""
+    try:
+        step = parse_json(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+class Jsonl:
+    """One JSON object a line, in full precision.
+
+    A resumed run drops the lines after the step it resumes from, so that each step stands there once, and what is no
+    record of a step, as the line is that a killed run was writing.
+    """
+
+    def __init__(self, start: Start) -> None:
+        path = start.out / METRICS
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        steps = [step_of(line) for line in lines]
+        if odd := steps.count(None):
+            log.warning("%s: lines that hold no step are left out: %d", path, odd)
+        fresh = path.with_suffix(".partial")
+        kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start.step]
+        fresh.write_bytes(b"".join(line + b"\n" for line in kept))
+        os.replace(fresh, path)
+        self.file, self.refused = path.open("a"), False
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write a line; one that a full disk refuses stays in the file's buffer, and goes with a later one."""
+        self.file.write(json.dumps(plain(record)) + "\n")
+        try:
+            self.file.flush()
+        except OSError as error:
+            if not self.refused:
+                log.warning("%s: %s; its lines are kept until there is room", self.file.name, one_line(error))
+            self.refused = True
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class Wandb:
+    """Weights & Biases; offline, a folder that `wandb sync` uploads. A resumed run goes on under the same id.
+
+    Where no server answers in time the run is written offline.
+    """
+
+    def __init__(self, start: Start, *, offline: bool) -> None:
+        import wandb
+
+        kept = start.out / "wandb-id.txt"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:8])
+        begin = partial(
+            wandb.init, project="headstart", dir=str(start.out), config=start.config, name=start.out.name,
+            id=kept.read_text().strip(), resume="allow", settings=wandb.Settings(init_timeout=WAIT),
+        )  # fmt: skip
+        try:
+            self.run: Any = begin(mode="offline" if offline else "online")
+        except wandb.errors.CommError as error:
+            log.warning("wandb: %s; the run is written to %s, for `wandb sync`", one_line(error), start.out / "wandb")
+            wandb.teardown()  # else it holds the run's id
+            self.run = begin(mode="offline")
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Log at the record's step."""
+        self.run.log({name: value for name, value in numbers(record) if name != "step"}, step=record["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self.run.finish()
+
+
+class TensorBoard:
+    """Event files in `tensorboard/`; what stands there after the step that a run resumes from is taken back."""
+
+    def __init__(self, start: Start) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = start.step + 1 if start.step else None
+        writer: Any = SummaryWriter
+        self.writer: Any = writer(log_dir=str(start.out / "tensorboard"), purge_step=purge)
+        written = OmegaConf.to_yaml(OmegaConf.create(start.config))
+        self.writer.add_text("config", "".join(f"    {line}\n" for line in written.splitlines()), start.step)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Add the numbers at the record's step."""
+        for name, value in numbers(record):
+            if name != "step":
+                self.writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.writer.close()
+
+
+TRACKERS: dict[str, Callable[[Start], Sink]] = {
+    "jsonl": Jsonl,
+    "tensorboard": TensorBoard,
+    "wandb": lambda start: Wandb(start, offline=False),
+    "wandb_offline": lambda start: Wandb(start, offline=True),
+}
