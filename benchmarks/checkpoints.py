@@ -43,7 +43,6 @@ def loop_of(run: RunConfig) -> Loop:
     run = settled(run, target)
     head: Any = first_head(run, target).to(accelerator.device)
     run = replace(run, head=head.config)
-    target.feature_layers = head.feature_layers
     samples, _, _ = load_training(run.data, target.tokenizer, run.trainer.eval_prompts, run.workload)
     prune(head, token_counts(samples, target.ends.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)

@@ -72,12 +72,11 @@ def live(case: Case) -> None:
     """Print the throughput of live features over that of the bare model."""
     target, token = case.target, case.packed.token[:MICRO].long()
     document = case.packed.document[:MICRO].long()
-    target.feature_layers = case.layers
     with torch.inference_mode():
         bare, whole, masked = fastest(
             lambda: target.base(input_ids=token, use_cache=False),
-            lambda: target.features(token, torch.zeros_like(token)),
-            lambda: target.features(token, document),
+            lambda: target.features(token, torch.zeros_like(token), case.layers),
+            lambda: target.features(token, document, case.layers),
         )
     print(f"live features over the bare forward pass: a document a row {bare / whole:.3f}, packed {bare / masked:.3f}")
 
@@ -121,10 +120,9 @@ def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
     target, rows = case.target, list(range(MICRO))
     token, document = case.packed.token[rows].long(), case.packed.document[rows].long()
     wanted = Wanted(case.layers, target.dtype)
-    target.feature_layers = case.layers
     spent = fastest(
         lambda: to_given(join(store.read(row) for row in rows), token, document, wanted, store.spec),
-        lambda: target.features(token, document),
+        lambda: target.features(token, document, case.layers),
     )
     reading, computing = (each / token.numel() for each in spent)
     return reading, computing

@@ -61,15 +61,12 @@ class Extracted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name)
 
-    def features(self, token: Tensor, document: Tensor) -> Features:
+    def features(self, token: Tensor, document: Tensor, wanted: tuple[int, ...]) -> Features:
         """Return the features of packed rows, from the target at first and then from memory."""
         keys = [row.numpy().tobytes() for row in token]
         new = [i for i, key in enumerate(keys) if key not in self.kept]
-        wanted = self.target.feature_layers
         if new:
-            self.target.feature_layers = self.layers
-            made = self.target.features(token[new], document[new])
-            self.target.feature_layers = wanted
+            made = self.target.features(token[new], document[new], self.layers)
             for j, i in enumerate(new):
                 self.kept[keys[i]] = (made.hidden[j].bfloat16(), made.last[j].bfloat16())
         hidden = torch.stack([self.kept[key][0][:, [self.layers.index(i) for i in wanted]] for key in keys])
@@ -82,11 +79,10 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     set_seed(run.trainer.seed)
     run = settled(run, target.target)
     head: Any = first_head(run, target.target)
-    target.target.feature_layers = head.feature_layers
     prune(head, token_counts(samples, target.ends.vocab_size))
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
-    loop = Loop(run, accelerator, target, head, batches, Live(target, batches), [], {})
+    loop = Loop(run, accelerator, target, head, batches, Live(target, batches, head.feature_layers), [], {})
     begin = time.process_time()
     for step in range(run.trainer.steps):
         loop.step(step, halted=lambda: False)

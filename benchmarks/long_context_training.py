@@ -76,7 +76,6 @@ def features(dtype: str) -> None:
     """Print the throughput of the features of packed rows over that of the bare model."""
     run = composed("head=eagle3")
     target = Target.load(run.model.path, dtype, "cpu")
-    target.feature_layers = (2, target.spec.num_layers // 2, target.spec.num_layers - 3)
     packing = target.packing
     for length in (512, 2048):
         packed = pack(load_samples(run.data, target.tokenizer, 300), length)
@@ -91,7 +90,7 @@ def features(dtype: str) -> None:
                     if name == "bare":
                         target.base(input_ids=token, use_cache=False)
                     else:
-                        target.features(token, document)
+                        target.features(token, document, (2, target.spec.num_layers // 2, target.spec.num_layers - 3))
                 times.append(time.perf_counter() - begin)
         bare, by, masked = (min(times[1:]) for times in found.values())
         print(f"{dtype}, rows of {length}: over the bare forward {bare / by:.2f}, under a mask {bare / masked:.2f}")

@@ -125,10 +125,9 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
     run = composed(f"head={name}")
     torch.manual_seed(0)
     head = HEADS[name](run.head, target.ends)
-    target.feature_layers = head.feature_layers
     token = torch.randint(target.ends.vocab_size, (tokens // LENGTH, LENGTH))
     document, config = torch.zeros_like(token), run.objective
-    features = target.features(token, document)
+    features = target.features(token, document, head.feature_layers)
     anchors = draw_anchors(document == 0, config.anchors, 0, torch.arange(len(token)))
     weight = weights(document, torch.ones_like(token), anchors, config).row / token.numel()
 
@@ -153,11 +152,10 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
 def features_over_forward(target: Target, tokens: int) -> float:
     """Return the throughput of feature extraction over that of the bare model."""
     token = torch.randint(target.ends.vocab_size, (tokens // LENGTH, LENGTH))
-    target.feature_layers = (1, 2)
     with torch.inference_mode():
         bare, ours = fastest(
             lambda: target.base(input_ids=token, use_cache=False),
-            lambda: target.features(token, torch.zeros_like(token)),
+            lambda: target.features(token, torch.zeros_like(token), (1, 2)),
         )
     return bare / ours
 

@@ -41,7 +41,6 @@ def row(target: Target, head: str, tree: TreeConfig, settings: Settings) -> Call
     drafter = HeadDrafter(found.eval().to(target.device, target.dtype), tree, head)
 
     def decode(prompt: list[int]) -> Generation:
-        target.feature_layers = drafter.feature_layers
         return speculate(target, drafter, prompt, settings)
 
     return decode

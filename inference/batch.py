@@ -66,7 +66,7 @@ class Batch:
                 session.verify(proposal)
             return
         begin = sessions[0].clock()
-        outs = self.target.score_all([(each.tree, each.riders) for each in proposals], self.cache)
+        outs = self.target.score_all([(each.tree, each.riders) for each in proposals], self.cache, sessions[0].layers)
         share = (sessions[0].clock() - begin) / len(sessions)
         for session, proposal, out in zip(sessions, proposals, outs, strict=True):
             session.settle(proposal, out, share)

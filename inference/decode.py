@@ -62,7 +62,6 @@ def speculate(
             another number of prompts; a batch size below 1; a tree that the context cannot hold; a rule that is not
             right for the drafts; or a batch on a target whose attention takes no mask of ours.
     """
-    target.feature_layers = drafter.feature_layers
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give 1 or more")
     one = isinstance(settings, Settings)

@@ -101,6 +101,8 @@ class Session:
     ) -> None:
         check_prompt(target, prompt)
         self.target, self.drafter, self.settings = target, drafter, settings
+        self.layers = drafter.feature_layers
+        self.layers = drafter.feature_layers
         self.cache = target.cache() if cache is None else cache
         self.context = list(prompt)
         self.rng: Rng = Generator(settings.seed, target.device)
@@ -126,7 +128,7 @@ class Session:
         start = self.clock()
         self.drafter.reset(self.context)
         token = torch.tensor(self.context, device=self.target.device)
-        out = self.target.prefill(token, self.cache)
+        out = self.target.prefill(token, self.cache, self.layers)
         root = trees.root(self.context[-1], self.target.device)
         scores = self.processed(_logits(out), root)
         first = decide(root, scores, None, self.settings.sampling, self.rng).token
@@ -157,15 +159,15 @@ class Session:
         if self.target.switch is not None and self.target.switch.renews(self.prefix):
             out = self.renew()
         elif proposal.entered is None:
-            out = self.target.score(proposal.tree, self.cache, proposal.riders)
+            out = self.target.score(proposal.tree, self.cache, proposal.riders, self.layers)
         else:
-            out = self.target.parts.score_from(proposal.entered, proposal.tree, self.cache)
+            out = self.target.parts.score_from(proposal.entered, proposal.tree, self.cache, self.layers)
         self.settle(proposal, out, self.clock() - begin)
 
     def renew(self) -> Pass:
         """Compute all rows anew, under the other side of the rope's switch; return the root's."""
         self.cache.keep(0, [])
-        out = self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache)
+        out = self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache, self.layers)
         return Pass(out.hidden[:, -1:], out.last[:, -1:], out.logits)
 
     def settle(self, proposal: Proposal, out: Pass, verify_s: float) -> None:

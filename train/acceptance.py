@@ -40,7 +40,6 @@ class Judge:
             if halted():
                 return None
             made.append(speculate(self.target, drafter, prompt, self.settings))
-        self.target.feature_layers = drafter.feature_layers
         found = metrics.acceptance(made)
         return {
             "tau": found.tau or 1.0,  # answers of one token take no step
@@ -56,10 +55,9 @@ class Judge:
         """
         if self.texts is None:
             written = write(self.target, self.prompts, self.settings)
-            self.target.feature_layers = head.feature_layers
             tokens = [torch.tensor(text.token, device=self.target.device)[None] for text in written]
             self.texts = [
-                (self.target.features(each, torch.zeros_like(each)), text.start)
+                (self.target.features(each, torch.zeros_like(each), head.feature_layers), text.start)
                 for each, text in zip(tokens, written, strict=True)
             ]
         depths = min(self.run.tree.deepest, head.max_depth)

@@ -65,7 +65,7 @@ def source_for(run: RunConfig, target: Target | Bare, head: DraftHead, batches: 
     config = run.features
     if config.mode == "live":
         assert isinstance(target, Target)
-        return Live(target, batches)
+        return Live(target, batches, head.feature_layers)
     folder = Path(config.path)
     here = spec_of(target, batches.packed, head.feature_layers, config)
     if config.mode == "hybrid" and not (folder / META).exists():

@@ -135,7 +135,6 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     head: Any = first_head(run, target).to(accelerator.device)
     run = replace(run, head=head.config)
     resolved = {**resolved, "head": asdict(head.config), "init": run.init}
-    target.feature_layers = head.feature_layers
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute

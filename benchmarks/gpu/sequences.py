@@ -83,7 +83,6 @@ class Sequences:
     def stepper(self, drafters: Sequence[Drafter]) -> Callable[[], Parts]:
         """Return what takes a step, goes back to where it began, and tells what the step took."""
         target = self.target
-        target.feature_layers = drafters[0].feature_layers
         batch = Batch(target, drafters)
         batch.cache = self.cache
         known = [dict(vars(each)) for each in drafters]

@@ -76,13 +76,12 @@ def stepper(bench: Bench, run: RunConfig) -> Stepper:
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     torch.manual_seed(0)
     head: Any = first_head(run, target).to(target.device)
-    target.feature_layers = head.feature_layers
     length, rows = run.data.length, run.trainer.batch_tokens // run.data.length
     token = torch.randint(target.ends.vocab_size, (2 * rows, length)).tolist()
     samples = [Sample(str(i), row, [1] * length) for i, row in enumerate(token)]
     prune(head, token_counts(samples, target.ends.vocab_size))
     batches = batches_for(run, pack(samples, length), accelerator)
-    return Stepper(run, accelerator, head, batches, Live(target, batches), target.ends.hidden_size)
+    return Stepper(run, accelerator, head, batches, Live(target, batches, head.feature_layers), target.ends.hidden_size)
 
 
 def steps(bench: Bench, run: RunConfig, count: int) -> list[dict[str, Any]]:
@@ -157,13 +156,15 @@ def feature_rows(bench: Bench, lengths: list[int]) -> tuple[dict[str, Any], Tabl
     """Measure the extraction of three layers' features beside the bare forward pass."""
     target, numbers, rows = bench.target, {}, []
     last = target.spec.num_layers - 1
-    target.feature_layers = (1, last // 2, last - 3)
+    layers = (1, last // 2, last - 3)
     for length in lengths:
         token = torch.randint(target.ends.vocab_size, (ROWS, length), device=target.device)
         document = torch.zeros_like(token)
         with torch.inference_mode():
             bare = seconds(lambda token=token: target.base(input_ids=token, use_cache=False), target.device, 5)
-            ours = seconds(lambda token=token, document=document: target.features(token, document), target.device, 5)
+            ours = seconds(
+                lambda token=token, document=document: target.features(token, document, layers), target.device, 5
+            )
         numbers[str(length)] = {"bare_seconds": bare, "features_seconds": ours, "ratio": ours / bare}
         tokens = token.numel()
         rows.append([f"{ROWS} x {length}", f"{tokens / bare:,.0f}", f"{tokens / ours:,.0f}", f"{ours / bare:.3f}"])

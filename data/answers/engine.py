@@ -41,7 +41,6 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerBase = target.tokenizer
         self.context = target.context
         self.sampling = Sampling(settings.temperature, 0, settings.top_p)
-        target.feature_layers = drafter.feature_layers
         self.batch = Batch(target, [drafter, *(twin(drafter) for _ in range(batch_size - 1))])
         self.tokens = self.passes = 0
 

@@ -38,11 +38,7 @@ def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B 
     Raises:
         ValueError: a hidden state is not finite.
     """
-    wanted, target.feature_layers = target.feature_layers, spec.layers
-    try:
-        made = forward(target, token, document)
-    finally:
-        target.feature_layers = wanted
+    made = forward(target, token, document, spec.layers)
     return to_row(States(made.hidden, made.last), target.ends, spec)
 
 

@@ -76,8 +76,8 @@ class Forward(Protocol):
 
     device: torch.device
 
-    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
-        """Return the features of packed rows."""
+    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
+        """Return the features of packed rows, of these decoder layers."""
         ...
 
 
@@ -103,25 +103,27 @@ class FeatureSource(Protocol):
 class Live:
     """Features by a pass of the target, a micro-batch at a time."""
 
-    def __init__(self, target: Forward, batches: Batches) -> None:
-        self.target, self.batches, self.stall = target, batches, 0.0
+    def __init__(self, target: Forward, batches: Batches, layers: tuple[int, ...]) -> None:
+        self.target, self.batches, self.layers, self.stall = target, batches, layers, 0.0
 
     def __call__(self, step: int) -> Iterator[Given]:
         """Yield each micro-batch's features."""
         for batch in self.batches(step):
-            yield Given(batch_features(self.target, batch), None)
+            yield Given(batch_features(self.target, batch, self.layers), None)
 
     def close(self) -> str:
         """There is nothing to end."""
         return ""
 
 
-def batch_features(target: Forward, batch: Batch) -> Features:
+def batch_features(target: Forward, batch: Batch, layers: tuple[int, ...]) -> Features:
     """Return the target's features of a batch, on the target's device. The loss mask stays behind in `batch`."""
-    return forward(target, batch.token, batch.document)
+    return forward(target, batch.token, batch.document, layers)
 
 
-def forward(target: Forward, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
+def forward(
+    target: Forward, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]
+) -> Features:
     """Return the target's features of packed rows, on the target's device."""
     with torch.no_grad():
-        return target.features(token.to(target.device), document.to(target.device))
+        return target.features(token.to(target.device), document.to(target.device), layers)

@@ -103,9 +103,8 @@ def chances(target: Target, drafter: Drafter, prompt: list[int], run: Generation
         run: the answer to it.
         temperature: of both laws, above 0.
     """
-    target.feature_layers = drafter.feature_layers
     token = torch.tensor(prompt + run.tokens, device=target.device)
-    features = target.features(token[None], torch.zeros_like(token)[None])
+    features = target.features(token[None], torch.zeros_like(token)[None], drafter.feature_layers)
     begin, found = len(prompt), []
     head = head_of(drafter)
     q = {} if head is None or len(token) > LONGEST else drafted(head, features, begin, run, temperature)

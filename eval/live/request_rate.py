@@ -124,7 +124,6 @@ def measure(
         for name in shuffle.sample(list(together), len(together)):
             drafter = together[name]
             drafter.forget()
-            target.feature_layers = drafter.feature_layers
             batch = batch_of(target, drafter, tokens[0], min(batch_size, len(tokens)))
             for each, served in zip(rounds[name], serve(batch, tokens, when, settings), strict=True):
                 each.append(served)

@@ -148,7 +148,6 @@ def law_test(
     Returns:
         The test; or None, and why there is none.
     """
-    target.feature_layers = drafter.feature_layers
     found = [place for text in candidates if (place := _place(target, drafter, text, settings, tv)) is not None]
     if any(place.proposal.q is not None for place in found) and not isinstance(drafter, HeadDrafter):
         return None, "no draws: its drafts are drawn by a model with a state of its own"
@@ -194,7 +193,7 @@ def _placed(target: Target, drafter: Drafter, of: Session, settings: Settings) -
     session = _session(target, drafter, text[: len(text) - made], text[len(text) - made :], settings)
     drafter.reset(text[:-1])
     token = torch.tensor(text, device=target.device)
-    out = target.prefill(token[:-1], session.cache)
+    out = target.prefill(token[:-1], session.cache, drafter.feature_layers)
     drafter.observe(Commit(token[1:], out, None))
     root = trees.root(text[-1], target.device)
     expected = distribution(_scored(session, Proposal(root)), settings.sampling)[0]

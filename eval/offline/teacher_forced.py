@@ -70,9 +70,8 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
             only fixed shapes are asked for.
         depth: how many depths to rank.
     """
-    target.feature_layers = head.feature_layers
     token = torch.tensor(text.token, device=target.device)
-    features = target.features(token[None], torch.zeros_like(token)[None])
+    features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     depth = min(depth, head.max_depth)
     drafts = unrolled(head, features, depth)
     begin = text.start - 1  # the row whose root is the first token of the answer
@@ -199,9 +198,8 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
     probability q(x), accepted with min(1, p(x) / q(x)), so both with min(p(x), q(x)), of x's own p(x) (Leviathan et
     al., arXiv 2211.17192, theorem 3.5, for each token).
     """
-    target.feature_layers = head.feature_layers
     token = torch.tensor(text.token, device=target.device)
-    features = target.features(token[None], torch.zeros_like(token)[None])
+    features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     begin = text.start - 1
     law = distribution(target.ends.logits(features.last[0, begin:]), sampling)
     places = text.made - 1

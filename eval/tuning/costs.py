@@ -206,7 +206,6 @@ def decode(
     """
     batch, waiting = Batch(target, drafters), enumerate(itertools.cycle(texts))
     while True:
-        target.feature_layers = drafters[0].feature_layers
         while batch.free:
             number, text = next(waiting)
             batch.admit(number, text.token[: text.start], settings)
@@ -226,7 +225,6 @@ def verification(
     Contexts that leave no room for the largest tree are left out. The committed rows are those of random tokens.
     """
     shuffle, vocabulary = random.Random(seed), target.ends.vocab_size
-    target.feature_layers = ()
     caches = {context: target.cache() for context in contexts if 0 < context < target.context - max(sizes)}
     for context, cache in caches.items():
         target.prefill(torch.tensor(shuffle.choices(range(vocabulary), k=context), device=target.device), cache)

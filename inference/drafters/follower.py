@@ -81,7 +81,7 @@ class Follower:
             seen[..., :text] = True
             for row, node in enumerate(self.level):
                 seen[0, row, [text + one for one in self.path[node]]] = True
-        logits = model.ends.logits(model.run(token[None].to(device), own, seen, self.cache, column).last)
+        logits = model.ends.logits(model.run(token[None].to(device), own, seen, self.cache, column=column).last)
         return logits[0]
 
     def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:

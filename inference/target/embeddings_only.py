@@ -24,7 +24,6 @@ class Bare:
     Attributes:
         ends: embedding and lm_head; norm: the final norm.
         spec: the same as the whole target's.
-        feature_layers: as of a target; nothing computes them here.
         quantized: None, since a quantised target is not loaded in this way.
     """
 
@@ -38,7 +37,6 @@ class Bare:
         self.dtype: torch.dtype = self.ends.lm_head.weight.dtype
         sizes = self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers
         self.spec = TargetSpec(name, *sizes, fingerprint_on_disk(model, name))
-        self.feature_layers: tuple[int, ...] = ()
         self.quantized: str | None = None
 
     @classmethod

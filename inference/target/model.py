@@ -6,6 +6,7 @@ how a tree mask reaches its attention. `Target` (target.py) proves these before 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -81,7 +82,6 @@ class TargetModel:
     """A frozen causal LM with its tokenizer: the forward passes that everything else is made of.
 
     Attributes:
-        feature_layers: the decoder layers whose outputs every pass returns; set by whoever knows the head.
         packing: how its attention runs over packed documents one by one; None where it needs a mask.
         takes_trees: whether its attention honours a tree's or a batch's mask; else only chains are verified, one
             sequence at a time. `Target` proves it.
@@ -109,7 +109,6 @@ class TargetModel:
         self.base: nn.Module = model.base_model
         self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
         self._noted = LayerOutputs(self.decoder_layers)
-        self.feature_layers: tuple[int, ...] = ()
         self.context: int = context_of(self.config)
         self.eos = end_tokens(model.generation_config, tokenizer)
         self.quantized = loading.method_of(model)
@@ -132,35 +131,40 @@ class TargetModel:
         return BatchCache(size) if self.compiled is None else self.compiled.pool.batch(size)
 
     @torch.no_grad()
-    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"]) -> Features:
+    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
         """Return the features of packed rows; documents do not see each other and each starts at position 0.
+
+        `layers` are the decoder layers whose outputs are wanted, here and in every pass below.
 
         Where passes take all processes, all call this as often, each for rows of its own.
         """
         token, document = token.to(self.device), document.to(self.device)
         if self.placed.group is None:
-            return self.own_features(token, document)
-        return by_turns(self.placed.group, self.own_features, token, document)
+            return self.own_features(token, document, layers)
+        return by_turns(self.placed.group, partial(self.own_features, layers=layers), token, document)
 
-    def own_features(self, token: Tensor, document: Tensor) -> Features:
+    def own_features(self, token: Tensor, document: Tensor, layers: tuple[int, ...]) -> Features:
         """Return the features of rows that all processes of a pass have alike."""
         position, spans = rows.positions(document), spans_of(document)
         if self.packing is not None and self.packing.needed(spans, len(token)):
             with by_documents(self.packing, spans):
-                out = self.run(token, position, None, None)
+                out = self.run(token, position, None, None, layers)
         else:  # a document a row has the causal pattern, which needs no mask
-            out = self.run(token, position, None if len(spans) == len(token) else rows.visible(document), None)
+            seen = None if len(spans) == len(token) else rows.visible(document)
+            out = self.run(token, position, seen, None, layers)
         return Features(token, out.hidden, out.last, document)
 
     @torch.inference_mode()
-    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache) -> Pass:
+    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: tuple[int, ...] = ()) -> Pass:
         """Append a sequence of committed tokens; logits of the last one alone (R = 1)."""
         position = torch.arange(cache.length, cache.length + len(token), device=self.device)
-        out = self.run(token[None], position[None], None, cache)
+        out = self.run(token[None], position[None], None, cache, layers)
         return out._replace(logits=self.ends.logits(out.last[:, -1:]))
 
     @torch.inference_mode()
-    def score(self, drafted: DraftTree, cache: TargetCache, riders: Riders | None = None) -> Pass:
+    def score(
+        self, drafted: DraftTree, cache: TargetCache, riders: Riders | None = None, layers: tuple[int, ...] = ()
+    ) -> Pass:
         """Verify a tree in one pass: append its N nodes, then the riders, to the cache and return the logits of all.
 
         The caller compacts the cache to the accepted path afterwards.
@@ -173,15 +177,20 @@ class TargetModel:
             position, seen = self._layout(drafted, prefix, riders)
         stack = None if riders is None else riders.stack
         if self.compiled is None or stack is not None:
-            out = self.run(token[None], position, seen, cache, stack=stack)
+            out = self.run(token[None], position, seen, cache, layers, stack=stack)
         else:
             columns = torch.arange(prefix, prefix + len(token), device=self.device)
-            out = self.run(token[None], position, seen, cache.over(columns[None], prefix + len(token)))
+            out = self.run(token[None], position, seen, cache.over(columns[None], prefix + len(token)), layers)
             cache.append(len(token))
         return out._replace(logits=self.ends.logits(out.last))
 
     @torch.inference_mode()
-    def score_all(self, drafted: Sequence[tuple[DraftTree, Riders | None]], cache: BatchCache) -> list[Pass]:
+    def score_all(
+        self,
+        drafted: Sequence[tuple[DraftTree, Riders | None]],
+        cache: BatchCache,
+        layers: tuple[int, ...] = (),
+    ) -> list[Pass]:
         """Verify a tree with its riders of each active sequence in one pass; the caller compacts the caches afterwards.
 
         A sequence's nodes and riders stand behind its own prefix, padded behind to the widest. Padding is seen by
@@ -203,7 +212,7 @@ class TargetModel:
             seen[row, count:, :prefix] = True
             column[row, prefix : prefix + count] = place
         written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        out = self.run(token, position, seen, cache.over(written, end), column)
+        out = self.run(token, position, seen, cache.over(written, end), layers, column)
         for own, count in zip(cache.active, counts, strict=True):
             own.append(count)
         logits = self.ends.logits(out.last)
@@ -227,6 +236,7 @@ class TargetModel:
         position: Int[Tensor, "B T"],
         seen: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | BatchPass | None,
+        layers: tuple[int, ...] = (),
         column: Int[Tensor, "B S"] | None = None,
         stack: Callable[..., Any] | None = None,
     ) -> Pass:
@@ -237,10 +247,12 @@ class TargetModel:
             position: their positions.
             seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
             cache: the rows are appended to it.
+            layers: the decoder layers whose outputs are wanted; a `stack` of its own gives none.
+            layers: the decoder layers whose outputs are wanted; a `stack` of its own gives none.
             column: the positions of all S rows; None for 0, 1, 2, … of the cached ones, and then these rows'.
             stack: what to run in place of the decoder stack.
         """
-        layers = self.feature_layers if stack is None else ()
+        layers = layers if stack is None else ()
         if self.compiled is not None and stack is None and isinstance(cache, BatchPass):
             return Pass(*self.compiled.run(token, position, seen, cache, column, layers), None)
         mask = None if seen is None else self.attention_mask(seen, position, column)

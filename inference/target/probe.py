@@ -134,7 +134,7 @@ def packs(target: TargetModel) -> bool:
         for part in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
     ]
     try:
-        packed = target.own_features(token, document).last
+        packed = target.own_features(token, document, ()).last
     except UNFIT:
         return False  # an attention that is not what it seemed says so in its own way
     return _close(packed, torch.cat(alone, 1))

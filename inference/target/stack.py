@@ -84,11 +84,13 @@ class Parts:
         answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[layers:], _same)
         with self._answering(answers | {self.layers[layers]: note}):
             column = None if earlier is None else torch.cat([earlier, position])[None]
-            out = self.target.run(token[None], position[None], seen[None], cache, column)
+            out = self.target.run(token[None], position[None], seen[None], cache, column=column)
         return left[0][0], self.target.ends.logits(out.last[0])
 
     @torch.inference_mode()
-    def score_from(self, entered: Entered, drafted: DraftTree, cache: TargetCache) -> Pass:
+    def score_from(
+        self, entered: Entered, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()
+    ) -> Pass:
         """Verify a tree as `Target.score` does, running the remaining layers alone.
 
         Feature layers below `entered.layers` are not run, so their outputs are not those of the full pass.
@@ -97,7 +99,7 @@ class Parts:
         position, seen = tree.layout(drafted, prefix)
         answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: entered.layers], _same)
         with self._answering(answers | {self.layers[0]: lambda _: entered.hidden[None]}):
-            out = self.target.run(drafted.token[None], position[None], seen[None], cache)
+            out = self.target.run(drafted.token[None], position[None], seen[None], cache, layers)
         return out._replace(logits=self.target.ends.logits(out.last))
 
     @torch.inference_mode()

@@ -13,16 +13,17 @@ def test_the_target_sees_tokens_and_documents_and_no_gradient_is_kept() -> None:
     weight = torch.ones(1, requires_grad=True)
     seen: dict[str, Any] = {}
 
-    def features(token: Tensor, document: Tensor) -> Features:
-        seen.update(token=token, document=document)
+    def features(token: Tensor, document: Tensor, layers: tuple[int, ...]) -> Features:
+        seen.update(token=token, document=document, layers=layers)
         last = token[..., None] * weight
         return Features(token, last[:, :, None], last, document)
 
     target = SimpleNamespace(device=torch.device("cpu"), features=features)
     token = torch.tensor([[1, 2, 3, 0]])
     document, mask = torch.tensor([[0, 0, 1, -1]]), torch.tensor([[0, 1, 1, 0]])
-    made = batch_features(target, Batch(token, document, mask, torch.tensor([4])))
+    made = batch_features(target, Batch(token, document, mask, torch.tensor([4])), (3,))
     assert torch.equal(seen["token"], token)
     assert torch.equal(seen["document"], document)
+    assert seen["layers"] == (3,)
     assert torch.equal(made.last[..., 0], token.float())
     assert not made.last.requires_grad

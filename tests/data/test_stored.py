@@ -43,9 +43,7 @@ def packed() -> Packed:
 
 @pytest.fixture
 def target() -> Target:
-    made = toys.target()
-    made.feature_layers = LAYERS
-    return made
+    return toys.target()
 
 
 def batches(packed: Packed, rank: int = 0, world: int = 1) -> Batches:
@@ -98,19 +96,18 @@ def test_stored_features_are_the_live_ones_up_to_rounding(
 ) -> None:
     store = extracted(tmp_path, target, packed, dtype=dtype)
     source = stored(store, batches(packed))
-    same(steps(source, 9), steps(Live(target, batches(packed)), 9), share)
+    same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), share)
     assert source.read == 36
     assert "36 rows read, 0 computed" in source.close()
 
 
 def test_bf16_of_a_bf16_target_is_bit_for_bit(tmp_path: Path, packed: Packed) -> None:
     target = toys.target("llama", torch.bfloat16)
-    target.feature_layers = LAYERS
     store = extracted(tmp_path, target, packed, dtype="bf16")
     rows = [0, 1]
-    given = Live(target, Batches(packed, 2, 2, 0, 0, 1))
+    given = Live(target, Batches(packed, 2, 2, 0, 0, 1), LAYERS)
     token, document = packed.token[rows].long(), packed.document[rows].long()
-    live = given.target.features(token, document)
+    live = given.target.features(token, document, LAYERS)
     held = join(store.read(row) for row in rows)
     assert torch.equal(held["hidden"], live.hidden)
     assert torch.equal(held["last"], live.last)
@@ -133,7 +130,7 @@ def test_layers_come_in_the_heads_own_order(tmp_path: Path, target: Target, pack
 
 def test_the_top_of_the_law_stands_in_for_the_last_state(tmp_path: Path, target: Target, packed: Packed) -> None:
     store = extracted(tmp_path, target, packed, teacher="top_k", k=toys.VOCAB)
-    (given, *_), (live, *_) = steps(stored(store, batches(packed)), 1), steps(Live(target, batches(packed)), 1)
+    (given, *_), (live, *_) = steps(stored(store, batches(packed)), 1), steps(Live(target, batches(packed), LAYERS), 1)
     assert given.top is not None
     assert given.features.last.shape == (2, 16, 0)
     true = target.ends.logits(live.features.last).log_softmax(-1)
@@ -145,12 +142,12 @@ def test_every_rank_reads_its_own_rows(tmp_path: Path, target: Target, packed: P
     store = extracted(tmp_path, target, packed)
     for rank in range(3):
         of = batches(packed, rank, 3)
-        same(steps(stored(FeatureStore(tmp_path), of), 4), steps(Live(target, of), 4), 1e-5)
+        same(steps(stored(FeatureStore(tmp_path), of), 4), steps(Live(target, of, LAYERS), 4), 1e-5)
     assert store.missing() == []
 
 
 def test_a_step_may_be_any(tmp_path: Path, target: Target, packed: Packed) -> None:
-    source, live = stored(extracted(tmp_path, target, packed), batches(packed)), Live(target, batches(packed))
+    source, live = stored(extracted(tmp_path, target, packed), batches(packed)), Live(target, batches(packed), LAYERS)
     for step in (5, 6, 2, 2, 9):
         same(list(source(step)), list(live(step)), 1e-5)
 
@@ -162,7 +159,7 @@ def test_a_missing_row_is_named_or_computed(tmp_path: Path, target: Target, pack
     with pytest.raises(DamagedError, match=r"row [012] is in no shard; extract it, or give features.on_missing"):
         steps(stored(store, batches(packed)), 9)
     source = stored(store, batches(packed), fallback(target, store))
-    same(steps(source, 9), steps(Live(target, batches(packed)), 9), 1e-5)
+    same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
     assert 0 < source.computed < source.read
 
 
@@ -175,7 +172,7 @@ def test_a_damaged_row_is_named_or_computed_with_a_warning(
         steps(stored(store, batches(packed)), 9)
     with caplog.at_level(logging.WARNING):
         source = stored(store, batches(packed), fallback(target, store))
-        same(steps(source, 9), steps(Live(target, batches(packed)), 9), 1e-5)
+        same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
     assert "000001.safetensors" in caplog.text
     assert source.computed > 0
 
@@ -197,13 +194,13 @@ def test_a_hybrid_run_keeps_what_it_computes(tmp_path: Path, target: Target, pac
     rows = len(packed.token)
     source = hybrid(tmp_path, target, packed, None)
     epoch = -(-rows // 4)
-    same(steps(source, epoch), steps(Live(target, batches(packed)), epoch), 1e-5)
+    same(steps(source, epoch), steps(Live(target, batches(packed), LAYERS), epoch), 1e-5)
     said = source.close()
     store = FeatureStore(tmp_path)
     assert store.missing() == []
     assert f"{rows} kept in {tmp_path}" in said
     again = hybrid(tmp_path, target, packed, None)
-    same(steps(again, epoch), steps(Live(target, batches(packed)), epoch), 1e-5)
+    same(steps(again, epoch), steps(Live(target, batches(packed), LAYERS), epoch), 1e-5)
     again.close()
     assert again.computed == 0
     for row in range(rows):
@@ -231,7 +228,7 @@ def test_the_budget_is_kept_and_training_goes_on(
     spec = spec_of(target, packed, LAYERS, config(mode="hybrid"))
     with caplog.at_level(logging.WARNING):
         source = hybrid(tmp_path, target, packed, budget=7.5 * spec.row_bytes)
-        same(steps(source, 9), steps(Live(target, batches(packed)), 9), 1e-5)
+        same(steps(source, 9), steps(Live(target, batches(packed), LAYERS), 9), 1e-5)
         source.close()
     assert "the disk budget is used up" in caplog.text
     store = FeatureStore(tmp_path)

@@ -27,10 +27,11 @@ def as_vllm(target: Target, folder: Path, packed: Packed, ids: list[int]) -> Non
     out = folder.parent / "prompts.jsonl"
     assert write_prompts(packed, out) == sum(len(list(pieces(packed, row))) for row in range(len(packed.token)))
     folder.mkdir(exist_ok=True)
-    target.feature_layers = tuple(range(target.spec.num_layers))
     for number, line in enumerate(out.read_text().splitlines()):
         token = torch.tensor(json.loads(line)["prompt_token_ids"])
-        made = target.features(token[None], torch.zeros(1, len(token), dtype=torch.long))
+        made = target.features(
+            token[None], torch.zeros(1, len(token), dtype=torch.long), tuple(range(target.spec.num_layers))
+        )
         states = [target.ends.embed(token), *made.hidden[0].unbind(1)]
         content = {"token_ids": token, "hidden_states": torch.stack([states[i] for i in ids], 1)}
         save_file(content, folder / f"{number}-abc.safetensors")
@@ -42,11 +43,10 @@ def test_its_files_give_the_targets_own_features(tmp_path: Path, name: str) -> N
     target, packed = toys.target(name), stores.packed(count=6)
     as_vllm(target, tmp_path / "vllm", packed, IDS)
     files = VllmFiles(tmp_path / "vllm", IDS, (0,), 3)
-    target.feature_layers = (0,)
     spec = spec_of(target, packed, (0,), config())
     for row in range(len(packed.token)):
         states = files.row(packed, row, final_norm(target.base, 3), 32)
-        live = target.features(packed.token[row : row + 1].long(), packed.document[row : row + 1].long())
+        live = target.features(packed.token[row : row + 1].long(), packed.document[row : row + 1].long(), (0,))
         real = live.document >= 0
         assert torch.allclose(states.hidden[real], live.hidden[real], atol=1e-3)
         assert torch.allclose(states.last[real], live.last[real], atol=1e-3)

@@ -25,8 +25,7 @@ def test_features_are_those_of_the_cpu(name: str, target_on: On) -> None:
     document[0, 9:], document[1, 12:] = 1, -1
     found = []
     for target in (toys.target(name), target_on(name, torch.float32)):
-        target.feature_layers = (0, 2)
-        found.append(target.features(token, document))
+        found.append(target.features(token, document, (0, 2)))
     assert found[1].last.device == target_on(name, torch.float32).device
     real = document >= 0
     torch.testing.assert_close(found[1].hidden.cpu()[real], found[0].hidden[real], rtol=1e-3, atol=1e-3)

@@ -42,9 +42,8 @@ def drafter(name: str) -> HeadDrafter:
 def naive(head: Any, token: list[int], temperature: float) -> list[float]:
     """Return what the head gave each drafted token: it reads the true rows up to the root, then the true path."""
     target = toys.target()
-    target.feature_layers = head.feature_layers
     whole = torch.tensor(token)
-    features = target.features(whole[None], torch.zeros_like(whole)[None])
+    features = target.features(whole[None], torch.zeros_like(whole)[None], head.feature_layers)
     found = []
     for place, depth in zip(PLACES, DEPTHS, strict=True):
         root = len(PROMPT) + place - depth

@@ -83,9 +83,8 @@ def test_shares_are_of_the_laws_of_every_row_by_itself() -> None:
     head = toys.head("eagle", target)
     (text,) = write(target, [toys.prompt(3)], Settings(12, sampling, seed=5))
     found = overlap(target, head, text, sampling, 3)
-    target.feature_layers = head.feature_layers
     token = torch.tensor(text.token)
-    features = target.features(token[None], torch.zeros_like(token)[None])
+    features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     seen = 0
     with torch.inference_mode():
         for made in range(1, text.made):

@@ -79,9 +79,8 @@ def test_a_text_that_ends_early_is_replayed_to_its_end(monkeypatch: pytest.Monke
 def naive(head: Any, text: Text) -> torch.Tensor:
     """Return the acceptance by depth and rank, each row by itself: the head reads the true rows, then the true path."""
     target = toys.target()
-    target.feature_layers = head.feature_layers
     token = torch.tensor(text.token)
-    features = target.features(token[None], torch.zeros_like(token)[None])
+    features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     hits, seen = torch.zeros(DEPTH, 5, dtype=torch.float64), torch.zeros(DEPTH, 1, dtype=torch.float64)
     for root in range(text.start, len(token) - 1):
         rows = Features(*(part[:, :root] for part in features))

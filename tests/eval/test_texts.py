@@ -88,11 +88,10 @@ def test_a_text_has_no_more_room_than_the_context() -> None:
 def test_what_the_target_never_draws_was_not_accepted() -> None:
     target, sampling = toys.target(), Sampling(1.0, 1, 1.0)  # of each law its likeliest token alone
     head = toys.head("eagle", target)
-    target.feature_layers = head.feature_layers
     parted = 0
     for seed in range(8):
         token = torch.tensor([toys.prompt(seed, 9)])
-        features = target.features(token, torch.zeros_like(token))
+        features = target.features(token, torch.zeros_like(token), head.feature_layers)
         (draft,) = unrolled(head, features, 1)
         best, guess = target.ends.logits(features.last[0, 8]).argmax(), head.score(draft.state[0, 7], 1).argmax()
         found = overlap(target, head, Text([*token[0].tolist(), int(guess)], 8, 12), sampling, 1)

@@ -67,8 +67,7 @@ def chain(head: Any, steps: int) -> list[Tensor]:
     """Return our own logits of a greedy chain."""
     of, token, drafted = target(), torch.tensor([TOKENS[:-1]]), head
     assert isinstance(drafted, DraftHead)
-    of.feature_layers = head.feature_layers
-    features = of.features(token, torch.zeros_like(token))
+    features = of.features(token, torch.zeros_like(token), head.feature_layers)
     state, level = drafted.extend(None, features, torch.tensor(TOKENS[1:]))
     found = [level.logits[0]]
     for step in range(1, steps):

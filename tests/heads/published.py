@@ -262,8 +262,7 @@ def publish(folder: Path, tensors: Tensors, config: dict[str, Any], file: str = 
 def drafts(head: Any) -> list[Tensor]:
     """Return the logits of three levels of a small tree behind a prompt."""
     target, token = toys.target(), torch.tensor([toys.prompt(4, 9)])
-    target.feature_layers = head.feature_layers
-    features = target.features(token, torch.zeros_like(token))
+    features = target.features(token, torch.zeros_like(token), head.feature_layers)
     drafted: DraftHead = head
     state, root = drafted.extend(None, features, torch.tensor([*token[0, 1:].tolist(), 3]))
     eye = torch.eye(2, dtype=torch.bool)

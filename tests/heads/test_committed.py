@@ -33,8 +33,7 @@ def head(name: str, length: int | None) -> Any:
 
 def features(of: Any, length: int = 14) -> Features:
     target, token = toys.target("llama", DOUBLE), torch.tensor([toys.prompt(1, length)])
-    target.feature_layers = of.feature_layers
-    return target.features(token, torch.zeros_like(token))
+    return target.features(token, torch.zeros_like(token), of.feature_layers)
 
 
 def part(of: Features, start: int, end: int) -> Features:

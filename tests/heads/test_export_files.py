@@ -156,8 +156,7 @@ def test_a_block_whose_slots_hold_a_token_stays_one_that_engines_serve(tmp_path:
     head: Any = HEADS["block"](HEADS["block"].Config(**config), target().ends)
     optimizer = torch.optim.SGD([each for each in head.parameters() if each.requires_grad], 1.0)
     token = torch.tensor([TOKENS[:-1]])
-    target().feature_layers = head.feature_layers
-    features = target().features(token, torch.zeros_like(token))
+    features = target().features(token, torch.zeros_like(token), head.feature_layers)
     sum(draft.state.square().mean() for draft in head.unroll(features, 4)).backward()
     optimizer.step()
     folder = exported(head.requires_grad_(False), "dflash", tmp_path)

@@ -22,8 +22,7 @@ def features(length: int = 14, layers: tuple[int, ...] = ()) -> Features:
     document[0, 6:] = 1
     document[1, -3:] = -1
     token = torch.tensor([toys.prompt(1, length), toys.prompt(2, length)])
-    target.feature_layers = layers
-    return target.features(token, document)
+    return target.features(token, document, layers)
 
 
 @pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])

@@ -54,8 +54,7 @@ def test_a_head_drafts_the_same_here_and_there(name: str, tmp_path: Path, monkey
     loaded = load(str(published(tmp_path / "head", head, target)), target.model, {})
     assert loaded.draft_tokens == CHAIN["depth"]
     token = torch.tensor([toys.prompt(7, LENGTH + MORE)])
-    target.feature_layers = head.feature_layers
-    features = target.features(token, torch.zeros_like(token))
+    features = target.features(token, torch.zeros_like(token), head.feature_layers)
     assert loaded.drafts.feature_layers == head.feature_layers
     state, before = None, torch.empty(0)
     for part in (slice(0, LENGTH - 1), slice(LENGTH - 1, LENGTH + MORE - 1)):  # the drafts in between leave no trace
@@ -73,9 +72,8 @@ def test_a_head_drafts_the_same_here_and_there(name: str, tmp_path: Path, monkey
 def given(reading: Any) -> Seen:
     """Return what a head is given of the text that exported heads are tried on."""
     of = exporting.target()
-    of.feature_layers = reading.feature_layers
     token = torch.tensor([exporting.TOKENS[:-1]])
-    features = of.features(token, torch.zeros_like(token))
+    features = of.features(token, torch.zeros_like(token), reading.feature_layers)
     return Seen(features.hidden[0], features.last[0], torch.empty(0))
 
 

@@ -67,7 +67,7 @@ def test_pruning_leaves_heads_without_a_vocabulary_alone() -> None:
 def test_what_is_not_drafted_is_never_drafted() -> None:
     target = toys.target()
     head: Any = toys.head("hass", target)
-    packed = target.features(torch.tensor([toys.prompt(1, 8)]), torch.zeros(1, 8, dtype=torch.long))
+    packed = target.features(torch.tensor([toys.prompt(1, 8)]), torch.zeros(1, 8, dtype=torch.long), ())
     _, level = head.extend(None, packed, torch.tensor(toys.prompt(2, 8)))
     assert level.logits.shape == (1, toys.VOCAB)
     assert level.logits.isfinite().sum() == 30

@@ -28,8 +28,7 @@ def compared(ours: Target, alone: Target) -> dict[str, float | bool]:
     generator = torch.Generator().manual_seed(rank)
     token = torch.randint(toys.VOCAB, (1 + rank, 20), generator=generator)  # every process has rows of its own
     document = (torch.arange(20) > 6).long().expand_as(token)
-    ours.feature_layers = alone.feature_layers = (0, 2)
-    found, expected = ours.features(token, document), alone.features(token, document)
+    found, expected = ours.features(token, document, (0, 2)), alone.features(token, document, (0, 2))
     assert isinstance(found, Features)
     layer = whole(ours.decoder_layers[-1])
     answers = [autoregress(each, toys.prompt(0), Settings(12, GREEDY)).tokens for each in (ours, alone)]

@@ -30,8 +30,7 @@ def test_the_ends_are_the_whole_targets(tmp_path: Path, name: str, dtype: str) -
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
 def test_the_final_norm_makes_the_last_state(name: str) -> None:
     target, token = toys.target(name), torch.tensor([toys.prompt(0)])
-    target.feature_layers = (2,)
-    made = target.features(token, torch.zeros_like(token))
+    made = target.features(token, torch.zeros_like(token), (2,))
     normed = final_norm(target.base, 3)(made.hidden[:, :, 0])
     assert torch.allclose(normed, made.last, atol=1e-5)
     assert not torch.allclose(made.hidden[:, :, 0], made.last, atol=1e-2)

@@ -110,19 +110,18 @@ def test_features_of_compiled_passes() -> None:
     def passes() -> list[torch.Tensor]:
         found = []
         for layers in ((), (0, 2), (1,)):
-            target.feature_layers = layers
             cache = target.cache()
-            target.prefill(torch.tensor(text), cache)
-            out = target.score(tree, cache)
+            target.prefill(torch.tensor(text), cache, layers=layers)
+            out = target.score(tree, cache, layers=layers)
             cache.keep(len(text), [0, 2])
-            after = target.score(DraftTree(torch.tensor([3]), torch.tensor([-1])), cache)
+            after = target.score(DraftTree(torch.tensor([3]), torch.tensor([-1])), cache, layers=layers)
             found += [out.hidden, out.last, after.hidden, after.last]
         return found
 
     before = passes()
     target.compiled = Compiled(target)
     after = passes()
-    target.compiled, target.feature_layers = None, ()
+    target.compiled = None
     assert [each.shape[2] for each in before[::4]] == [0, 2, 1]
     for found, expected in zip(after, before, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

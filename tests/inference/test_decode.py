@@ -125,7 +125,6 @@ def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> 
     """What a head reads of a token, also of one whose wrong sibling was drafted before it, is what the target gives."""
     target, text = toys.target(), plain()
     sources = [Recorder(text, 3, wrong_first=True) for _ in range(batch_size)]
-    target.feature_layers = Recorder.feature_layers
     batch = Batch(target, sources)
     with torch.inference_mode():
         for number in range(batch_size):
@@ -136,7 +135,7 @@ def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> 
         token = torch.cat([torch.tensor(toys.prompt(0)[:1]), *(commit.token for commit in source.commits)])
         assert token.tolist() == (toys.prompt(0) + text)[: len(token)]
         assert len(token) > len(toys.prompt(0)) + 12
-        alone = target.features(token[None, :-1], torch.zeros_like(token)[None, :-1])
+        alone = target.features(token[None, :-1], torch.zeros_like(token)[None, :-1], Recorder.feature_layers)
         for part in ("hidden", "last"):
             rows = torch.cat([getattr(commit.rows, part) for commit in source.commits], 1)
             torch.testing.assert_close(rows, getattr(alone, part), rtol=1e-4, atol=1e-4)

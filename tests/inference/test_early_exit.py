@@ -34,7 +34,6 @@ def proposal(target: Target, exit_layer: int, tree: str, sampling: Sampling = GR
     """Draft after a prompt, and compare what verification makes of it with the full pass, there and after rollback."""
     prompt = toys.prompt(3, 12)
     cache = target.cache()
-    target.feature_layers = ()
     target.prefill(torch.tensor(prompt[:-1]), cache)
     context = Context(prompt, sampling, Generator(0, target.device), room, cache)
     made = drafter(target, exit_layer, tree).propose(context)

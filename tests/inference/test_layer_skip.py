@@ -69,7 +69,6 @@ class Naive:
 
 def propose(source: LayerSkip, target: Target, sampling: Sampling = GREEDY, room: int = 9) -> Proposal:
     text, cache = toys.prompt(3, 12), target.cache()
-    target.feature_layers = ()
     target.prefill(torch.tensor(text[:-1]), cache)
     made = source.propose(Context(text, sampling, Generator(0, target.device), room, cache))
     assert {layer.get_seq_length() for layer in cache.hf.layers} == {11}, "the draft's rows are dropped"

@@ -47,7 +47,7 @@ def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, q
     assert quantised.takes_trees
     assert torch.equal(quantised.ends.head_weight(), plain.ends.head_weight())
     assert torch.equal(quantised.ends.embed(token), plain.ends.embed(token))
-    found, expected = (each.features(token, torch.zeros_like(token)).last for each in (quantised, plain))
+    found, expected = (each.features(token, torch.zeros_like(token), ()).last for each in (quantised, plain))
     assert 1e-4 < float((found - expected).abs().mean()) < 0.5
 
 
@@ -67,15 +67,14 @@ def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target
 
 
 def test_a_trees_features_are_those_of_its_paths(quantised: Target) -> None:
-    quantised.feature_layers = (0, 2)
     tree = DraftTree(torch.tensor(toys.prompt(9, 6)), torch.tensor([-1, 0, 0, 1, 1, 2]))
     prompt = torch.tensor(toys.prompt(3, 12))
     for path in trees.paths(tree):
         cache = quantised.cache()
-        quantised.prefill(prompt, cache)
-        together = quantised.score(tree, cache)
+        quantised.prefill(prompt, cache, layers=(0, 2))
+        together = quantised.score(tree, cache, layers=(0, 2))
         sequence = torch.cat([prompt, tree.token[path]])
-        alone = quantised.features(sequence[None], torch.zeros_like(sequence)[None])
+        alone = quantised.features(sequence[None], torch.zeros_like(sequence)[None], (0, 2))
         # bitsandbytes rounds what enters a layer, so rounding before it can move by a step of that
         near = 0.05 if quantised.quantized == "bitsandbytes" else 1e-4
         torch.testing.assert_close(together.hidden[0, path], alone.hidden[0, len(prompt) :], rtol=near, atol=near)

@@ -108,8 +108,7 @@ def written_out(w: dict[str, Tensor], embedding: Tensor, state: Tensor) -> Tenso
 
 
 def features(target: Target, token: list[int]) -> Features:
-    target.feature_layers = ()
-    return target.features(torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long))
+    return target.features(torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), ())
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,16 @@ def test_the_spans_of_rows_are_their_documents() -> None:
 def test_documents_one_by_one_are_documents_under_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = toys.target(name, torch.float64)
     assert target.packing is not None
-    monkeypatch.setattr(target, "feature_layers", (0, 2))
     token = torch.tensor([toys.prompt(seed, 24) for seed in range(3)])
-    found = target.features(token, DOCUMENT)
+    found = target.features(token, DOCUMENT, (0, 2))
     monkeypatch.setattr(target, "packing", None)
-    masked = target.features(token, DOCUMENT)
+    masked = target.features(token, DOCUMENT, (0, 2))
     torch.testing.assert_close(found.hidden, masked.hidden, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.last, masked.last, rtol=1e-9, atol=1e-9)
     whole = torch.zeros_like(DOCUMENT)  # longer than a window, where there is one
     monkeypatch.undo()
     expected = target.base(input_ids=token, use_cache=False).last_hidden_state
-    torch.testing.assert_close(target.features(token, whole).last, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(target.features(token, whole, ()).last, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_an_attention_that_is_not_the_usual_one_keeps_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +69,7 @@ def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     target = toys.target("llama")
     monkeypatch.setattr(packed, "within", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
-        target.features(torch.zeros(3, 24, dtype=torch.long), DOCUMENT)
+        target.features(torch.zeros(3, 24, dtype=torch.long), DOCUMENT, ())
     assert target.config._attn_implementation == "sdpa"
 
 
@@ -93,7 +92,7 @@ def test_memory_grows_with_the_length_not_its_square(name: str) -> None:
     for length in (64, 128):
         document = torch.arange(length)[None] // (length // 2)
         with Largest() as noted:
-            target.features(torch.zeros(1, length, dtype=torch.long), document)
+            target.features(torch.zeros(1, length, dtype=torch.long), document, ())
         with Largest() as masked:
             rows.visible(document)
         assert noted.most <= length * 4 * 32, "a hidden state or the MLP's, but no mask"

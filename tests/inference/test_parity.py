@@ -66,23 +66,22 @@ def test_speculation_equals_plain_decoding(head: str, tree: str) -> None:
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
 def test_tree_pass_equals_sequential_passes(name: str) -> None:
     target, near = toys.target(name, torch.float64), EXACT.get(name, 1e-9)
-    target.feature_layers = (0, 2)
     assert target.takes_trees
     tree = DraftTree(torch.tensor(toys.prompt(9, 10)), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5, 6, 8]))
     prompt = torch.tensor(toys.prompt(3, 12))
     for path in trees.paths(tree):
         cache = target.cache()
-        target.prefill(prompt, cache)
-        together = target.score(tree, cache)
+        target.prefill(prompt, cache, layers=(0, 2))
+        together = target.score(tree, cache, layers=(0, 2))
         sequence = torch.cat([prompt, tree.token[path]])
-        alone = target.features(sequence[None], torch.zeros_like(sequence)[None])
+        alone = target.features(sequence[None], torch.zeros_like(sequence)[None], (0, 2))
         logits = target.ends.logits(alone.last[0, len(prompt) :])
         assert together.logits is not None
         torch.testing.assert_close(together.logits[0, path], logits, rtol=near, atol=near)
         torch.testing.assert_close(together.hidden[0, path], alone.hidden[0, len(prompt) :], rtol=near, atol=near)
         cache.keep(len(prompt), path)
-        following = target.prefill(tree.token[:3], cache)
-        fresh = target.prefill(torch.cat([sequence, tree.token[:3]]), target.cache())
+        following = target.prefill(tree.token[:3], cache, layers=(0, 2))
+        fresh = target.prefill(torch.cat([sequence, tree.token[:3]]), target.cache(), layers=(0, 2))
         torch.testing.assert_close(following.logits, fresh.logits, rtol=near, atol=near)
         torch.testing.assert_close(following.last, fresh.last[:, -3:], rtol=near, atol=near)
 
@@ -114,9 +113,8 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
     """Predict the accepted counts from Features alone: the head reads all true rows anew before each step."""
     target = toys.target()
     token, length = text(seed)
-    target.feature_layers = head.feature_layers  # which whoever wrote the text has changed
     document = torch.zeros(1, len(token), dtype=torch.long)
-    features = target.features(torch.tensor([token]), document)
+    features = target.features(torch.tensor([token]), document, head.feature_layers)
     counts, end = [], length + TOKENS
     root = length
     while root < end - 1:
@@ -153,7 +151,7 @@ def test_chain_acceptance_follows_from_unroll() -> None:
     for seed in range(3):
         token, length = text(seed)
         document = torch.zeros(1, len(token), dtype=torch.long)
-        features = toys.target().features(torch.tensor([token]), document)
+        features = toys.target().features(torch.tensor([token]), document, head.feature_layers)
         guesses = [head.score(draft.state[0], 1).argmax(-1).tolist() for draft in head.unroll(features, 4)]
         counts, row = [], length - 1
         while row < len(token) - 2:

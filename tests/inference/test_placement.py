@@ -76,8 +76,7 @@ def test_a_streamed_target_is_the_target(folder: str, where: Placement) -> None:
     assert there == [where.placement == "device_map" or (some and i < 2) for i in range(3)]
     token = torch.tensor([toys.prompt(0, 20)])
     document = (torch.arange(20) > 6).long()[None]
-    plain.feature_layers = placed.feature_layers = (0, 2)
-    ours, theirs = placed.features(token, document), plain.features(token, document)
+    ours, theirs = placed.features(token, document, (0, 2)), plain.features(token, document, (0, 2))
     assert ours.hidden.equal(theirs.hidden)
     assert ours.last.equal(theirs.last)
     assert placed.spec == plain.spec
@@ -92,8 +91,8 @@ def test_a_tied_target_in_another_dtype_is_streamed() -> None:
     path = str(ROOT / "examples" / "tiny")
     plain, placed = Target.load(path, "float32", "cpu"), Target.load(path, "float32", "cpu", where=OFFLOAD)
     token = torch.arange(12)[None]
-    assert placed.features(token, torch.zeros_like(token)).last.equal(
-        plain.features(token, torch.zeros_like(token)).last
+    assert placed.features(token, torch.zeros_like(token), ()).last.equal(
+        plain.features(token, torch.zeros_like(token), ()).last
     )
     assert placed.spec == plain.spec
 
@@ -185,6 +184,6 @@ def test_layers_lie_on_several_devices_or_are_streamed(folder: str) -> None:
     for where in (replace(OFFLOAD, offload="cpu"), OFFLOAD, replace(HERE, placement="device_map")):
         placed = Target.load(folder, "float32", "cuda:0", where=where)
         assert placed.device == torch.device("cuda", 0)
-        found = placed.features(token, torch.zeros_like(token)).last
+        found = placed.features(token, torch.zeros_like(token), ()).last
         assert found.device == placed.device
-        torch.testing.assert_close(found, plain.features(token, torch.zeros_like(token)).last)
+        torch.testing.assert_close(found, plain.features(token, torch.zeros_like(token), ()).last)

@@ -65,7 +65,6 @@ def one_pass(target: Target, source: Drafter, depths: set[int]) -> dict[tuple[in
 )
 def test_emitted_law_is_the_targets(tmp_path: Path, make: object, shape: str) -> None:
     target = toys.target("llama", torch.float64)
-    target.feature_layers = ()
     expected: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(HORIZON):
         expected = {

@@ -37,7 +37,6 @@ SETTINGS = SearchSettings(depth=3, stop=0.0, evaluations=24, seed=0)
 
 
 def texts(target: Target) -> list[Text]:
-    target.feature_layers = ()
     return [
         record(target, toys.prompt(seed), autoregress(target, toys.prompt(seed), Settings(TOKENS, GREEDY)).tokens)
         for seed in range(2)

@@ -63,7 +63,6 @@ def test_the_target_is_untouched() -> None:
 @pytest.mark.parametrize(("name", "layers"), LAYERS)
 def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> None:
     (target, streams), near = toy(name, DOUBLE, layers), EXACT.get(name, 1e-9)
-    target.feature_layers = (0,)  # as a head leaves it that the target was run for
     drafter = StreamsDrafter(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", streams)
     tree = DraftTree(torch.tensor(toys.prompt(9, 4)), torch.tensor([-1, 0, 0, 2]))
     riders = drafter.riders(tree, 20)
@@ -72,8 +71,8 @@ def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> Non
     found = []
     for ride in (None, riders, riders._replace(stack=None)):
         cache = target.cache()
-        target.prefill(prompt, cache)
-        found.append(target.score(tree, cache, ride).logits)
+        target.prefill(prompt, cache, layers=(0,))
+        found.append(target.score(tree, cache, ride, layers=(0,)).logits)
     alone, together, unadapted = (logits[0] for logits in found if logits is not None)
     torch.testing.assert_close(together[:4], alone, rtol=near, atol=near)
     assert not torch.allclose(together[4:], unadapted[4:], atol=0.1), "the adapters did nothing: nothing was tested"
@@ -156,7 +155,7 @@ def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | Non
     anchor = torch.arange(packed.shape[1])[None]
     with torch.no_grad():
         laws, teacher = streams(packed, document, anchor)
-        own = target.ends.logits(target.features(packed, document).last)
+        own = target.ends.logits(target.features(packed, document, ()).last)
     compared = 0
     for root, proposal, _, commit in drafter.seen:
         verified, riders = commit.verified, proposal.riders

@@ -19,9 +19,8 @@ Log = pytest.LogCaptureFixture
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
 def test_features_are_the_models_hidden_states(name: str) -> None:
     target = toys.target(name, torch.float64)
-    target.feature_layers = (0, 1)
     token = torch.tensor([toys.prompt(4, 12)])
-    found = target.features(token, torch.zeros_like(token))
+    found = target.features(token, torch.zeros_like(token), (0, 1))
     theirs = target.model(input_ids=token, output_hidden_states=True)
     near = 1e-5 if name == "gemma2" else 1e-9
     torch.testing.assert_close(found.hidden[:, :, 0], theirs.hidden_states[1], rtol=near, atol=near)
@@ -55,7 +54,6 @@ def test_tokens_beyond_the_embedding_are_said_and_refused(caplog: Log) -> None:
 def test_a_pass_keeps_no_layer_that_nobody_asked_for() -> None:
     """The outputs of all layers of a deep target would fill the memory."""
     target = toys.target("llama", torch.float64)
-    target.feature_layers = (1,)
     alive: list[weakref.ref[torch.Tensor]] = []
 
     def watch(_module: object, _args: object, output: object) -> None:
@@ -65,10 +63,9 @@ def test_a_pass_keeps_no_layer_that_nobody_asked_for() -> None:
     handles = [layer.register_forward_hook(watch) for layer in target.decoder_layers]
     norm = target.base.norm.register_forward_hook(lambda *_: held.extend(each() is not None for each in alive))
     token = torch.tensor([toys.prompt(4, 12)])
-    target.features(token, torch.zeros_like(token))
+    target.features(token, torch.zeros_like(token), (1,))
     for handle in (*handles, norm):
         handle.remove()
-    target.feature_layers = ()
     assert held == [i in (1, len(target.decoder_layers) - 1) for i in range(len(target.decoder_layers))]
     assert held.count(False) > 0
 
@@ -76,13 +73,12 @@ def test_a_pass_keeps_no_layer_that_nobody_asked_for() -> None:
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
     target = toys.target(name, torch.float64)
-    target.feature_layers = ()
     first, second = torch.tensor(toys.prompt(5, 9)), torch.tensor(toys.prompt(6, 11))
     document = torch.tensor([[0] * 9 + [1] * 11])
-    packed = target.features(torch.cat([first, second])[None], document).last[0]
+    packed = target.features(torch.cat([first, second])[None], document, ()).last[0]
     near = 1e-5 if name == "gemma2" else 1e-9
     for part, alone in ((packed[:9], first), (packed[9:], second)):
-        expected = target.features(alone[None], torch.zeros(1, len(alone), dtype=torch.long)).last[0]
+        expected = target.features(alone[None], torch.zeros(1, len(alone), dtype=torch.long), ()).last[0]
         torch.testing.assert_close(part, expected, rtol=near, atol=near)
 
 
@@ -94,7 +90,7 @@ def test_training_features_run_no_lm_head(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(target.ends.lm_head, "forward", called)
     token = torch.tensor([toys.prompt(4, 12)])
-    assert target.features(token, torch.zeros_like(token)).last.shape == (1, 12, 32)
+    assert target.features(token, torch.zeros_like(token), ()).last.shape == (1, 12, 32)
 
 
 class ScaledLogits(LlamaForCausalLM):

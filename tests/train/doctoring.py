@@ -110,10 +110,9 @@ def train(
     head: Any, target: Target, texts: list[Text], steps: int = 80, unshifted: bool = False, by: Any = None
 ) -> Any:
     """Train a head on the target's answers until it drafts most of them, in the right way or with a trainer's fault."""
-    target.feature_layers = head.feature_layers
     token = torch.tensor([text.token for text in texts])
     with torch.no_grad():
-        features = target.features(token, torch.zeros_like(token))
+        features = target.features(token, torch.zeros_like(token), head.feature_layers)
     given = features._replace(token=torch.cat([token[:, :1], token[:, :-1]], 1)) if unshifted else features
     if head.vocab is not None:
         head.vocab.choose(token.flatten().bincount(minlength=toys.VOCAB))

@@ -46,8 +46,9 @@ def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
     hits, rows = torch.zeros(4), torch.zeros(4)
     for prompt in judge.prompts:
         token = prompt + autoregress(target, prompt, Settings(20, GREEDY)).tokens
-        target.feature_layers = made.feature_layers
-        every = target.features(torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long))
+        every = target.features(
+            torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), made.feature_layers
+        )
         for root in range(len(prompt), len(token) - 1):
             upto = Features(*(part[:, :root] for part in every))
             state, level = made.extend(None, upto, torch.tensor(token[1 : root + 1]))
@@ -109,11 +110,10 @@ def test_a_multiruns_table_has_a_row_a_temperature(tmp_path: Path) -> None:
 def step(head: Any, compiled: bool = False, recompute: bool = False) -> dict[str, torch.Tensor]:
     """Return the gradient of one step."""
     target = toys.target("llama", torch.float64)
-    target.feature_layers = head.feature_layers
     token = torch.tensor([toys.prompt(1, 20), toys.prompt(2, 20)])
     document = torch.zeros_like(token)
     document[0, 9:] = 1
-    features = target.features(token, document)
+    features = target.features(token, document, head.feature_layers)
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = recompute

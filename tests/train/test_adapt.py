@@ -45,8 +45,9 @@ def run(*overrides: str) -> RunConfig:
         return run_config(compose("train", list(overrides)))
 
 
-def batch(of: Target) -> Features:
-    return of.features(torch.tensor([toys.prompt(5, 14), toys.prompt(6, 14)]), torch.zeros(2, 14, dtype=torch.long))
+def batch(of: Target, head: Any) -> Features:
+    token = torch.tensor([toys.prompt(5, 14), toys.prompt(6, 14)])
+    return of.features(token, torch.zeros_like(token), head.feature_layers)
 
 
 def logits(head: Any, features: Features) -> list[Tensor]:
@@ -56,7 +57,6 @@ def logits(head: Any, features: Features) -> list[Tensor]:
 
 def fresh(name: str, of: Target) -> Any:
     head: Any = toys.head(name, of).requires_grad_(True).train()
-    of.feature_layers = head.feature_layers
     return head
 
 
@@ -86,7 +86,7 @@ def double() -> Iterator[None]:
 def test_an_adapted_head_starts_as_it_was_and_ends_plain(name: str) -> None:
     target = toys.target(dtype=torch.float64)
     head = fresh(name, target)
-    features = batch(target)
+    features = batch(target, head)
     before, whole = logits(head, features), parameter_count(head)
     kept = {key: value.clone() for key, value in head.state_dict().items()}
     torch.manual_seed(0)

@@ -110,7 +110,7 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
     target = Target.load(str(path), "float64", "cpu")
     head: Any = first_head(run("head=mtp", "init=checkpoint", f"model.path={path}"), target)
     theirs = load_mtp(target, str(path))
-    features = target.features(torch.tensor([toys.prompt(1, 9)]), torch.zeros(1, 9, dtype=torch.long))
+    features = target.features(torch.tensor([toys.prompt(1, 9)]), torch.zeros(1, 9, dtype=torch.long), ())
     for ours, own in zip(head.double().unroll(features, 3), theirs.unroll(features, 3), strict=True):
         torch.testing.assert_close(ours.state, own.state, rtol=1e-5, atol=1e-5)
 

@@ -87,9 +87,8 @@ def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.
     head: Any = toys.head(name, target).float().requires_grad_(True)
     depths = min(4, head.max_depth)
     config = ObjectiveConfig(**{**vars(OBJECTIVE), "depths": depths})
-    target.feature_layers = head.feature_layers
     token, document = torch.randint(toys.VOCAB, (2, 64)), torch.zeros(2, 64, dtype=torch.long)
-    features = target.features(token, document)
+    features = target.features(token, document, head.feature_layers)
     weight = weights(document, torch.ones_like(token), None, config).row
     with Counter() as count:
         loss, _ = Loss(head, config, compiled=False)(features, weight, None)
@@ -112,13 +111,13 @@ def test_what_is_recomputed_is_what_a_run_recomputes() -> None:
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = True
-    target.feature_layers = head.feature_layers
     token, document = torch.randint(toys.VOCAB, (2, 64)), torch.zeros(2, 64, dtype=torch.long)
     weight = weights(document, torch.ones_like(token), None, OBJECTIVE).row
     with Counter() as count:
-        Loss(head, OBJECTIVE, compiled=False)(target.features(token, document), weight, None)[0].backward()
+        features = target.features(token, document, head.feature_layers)
+        Loss(head, OBJECTIVE, compiled=False)(features, weight, None)[0].backward()
     with Counter() as extracted:
-        target.features(token, document)
+        target.features(token, document, head.feature_layers)
     planned = trace(job(target, "eagle", recompute=True)).flops
     assert planned == pytest.approx(count.total - extracted.total, rel=0.02)
 
@@ -206,7 +205,7 @@ def test_the_products_of_a_pass_are_counted() -> None:
     target = toys.target()
     token, document = torch.randint(toys.VOCAB, (2, 64)), torch.zeros(2, 64, dtype=torch.long)
     with Counter() as count:
-        target.features(token, document)
+        target.features(token, document, ())
     inner = sum(p.numel() for p in target.decoder_layers.parameters())
     shape = replace(SHAPE, active=inner, layers=0)
     assert shape.flops(128, 64) == pytest.approx(count.total, rel=0.05)

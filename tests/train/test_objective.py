@@ -22,12 +22,11 @@ CONFIG = ObjectiveConfig(
 
 def batch(layers: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> tuple[Features, torch.Tensor]:
     target = toys.target("llama", dtype)
-    target.feature_layers = layers
     token = torch.tensor([toys.prompt(1, 16), toys.prompt(2, 16)])
     document = torch.zeros(2, 16, dtype=torch.long)
     document[0, 9:], document[1, 12:] = 1, -1
     mask = (torch.arange(16) > 3).long().expand(2, 16).clone()
-    return target.features(token, document), mask
+    return target.features(token, document, layers), mask
 
 
 def config(**losses: float) -> ObjectiveConfig:

@@ -78,11 +78,9 @@ class Trials:
         own = head.feature_layers
         self.kept = sorted({i + by for i in own for by in (-1, 0, 1) if 0 <= i + by <= self.last} | {self.last})
         self.texts: list[tuple[Features, int]] = []
-        target.feature_layers = tuple(self.kept)
         for text in texts:
             token = torch.tensor(text.token, device=target.device)[None]
-            self.texts.append((target.features(token, torch.zeros_like(token)), text.start))
-        target.feature_layers = own
+            self.texts.append((target.features(token, torch.zeros_like(token), tuple(self.kept)), text.start))
         self.depth = head.max_depth if head.max_depth <= FIXED else DEPTHS
         self.declared = self.hits(lambda features: self.of_layers(features, own))
 
