@@ -26,10 +26,11 @@ from eval.measures.losslessness import gate
 from heads.common.typed import typed
 from heads.formats.store import load_head, read_config
 from inference.decode import Settings, speculate
+from inference.drafters import registry
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Drafter, registry
+from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 

@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 # The code that shapes a sample: a change in it is a change of the key, so nobody has to count versions.
 CODE = (
-    "cache", "config", "files", "filters", "masks", "prompts", "reasoning", "records", "sources", "template", "turns"
+    "config", "text/cache", "text/files", "text/filters", "text/masks", "text/prompts", "text/reasoning",
+    "text/records", "text/sources", "text/template", "text/turns",
 )  # fmt: skip
 SHAPELESS = ("length", "cache")  # options that leave the samples as they are
 BATCH = 1000  # samples in memory at once
@@ -97,7 +98,7 @@ def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: S
     That is the tokenizer and its chat template, every option but SHAPELESS, `sources`, the identities of the data and
     of the evaluation prompts, this package's code, and the libraries that tokenise.
     """
-    code = [content_hash(Path(__file__).parent / f"{name}.py") for name in CODE]
+    code = [content_hash(Path(__file__).parents[1] / f"{name}.py") for name in CODE]
     parts = {
         "tokenizer": tokenizer_identity(tokenizer),
         "data": {key: value for key, value in asdict(config).items() if key not in SHAPELESS},

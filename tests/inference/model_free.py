@@ -6,7 +6,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.protocol import Commit, Context, Drafter, Proposal, registry
+from inference.drafters import registry
+from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 

@@ -21,7 +21,7 @@ from inference.protocol import Drafter
 from inference.target import compiled
 from inference.target.cache import BatchLayer, BatchPass, Pool
 from inference.target.compiled import Compiled, padded
-from inference.target.stack import LayerOutputs
+from inference.target.model import LayerOutputs, TargetModel
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
@@ -39,7 +39,7 @@ LENGTHS = (7, 3, 19, 1)
 def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile with the eager backend what the tests' shape checks, which dynamo cannot trace, are taken off from."""
     monkeypatch.setattr(compiled, "BACKEND", "eager")
-    for owner in (compiled, Compiled, Target, LayerOutputs, BatchLayer, BatchPass):
+    for owner in (compiled, Compiled, Target, TargetModel, LayerOutputs, BatchLayer, BatchPass):
         for name, value in list(vars(owner).items()):
             if isinstance(value, property):
                 monkeypatch.setattr(owner, name, property(inspect.unwrap(value.fget)))
