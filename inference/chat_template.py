@@ -3,11 +3,12 @@
 transformers renders them in jinja2's sandbox, which keeps them from files and from Python, but not from work without
 end. Here they are compiled for that sandbox with a clock in it: each round of a loop, each macro and each item of a
 filter looks at it, so it needs no thread and no signal. What one step may take is bounded where a product or a power is
-made; memory is not.
+made, a width is given or a text is replaced; what many steps gather is not.
 """
 
 import importlib
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ from functools import lru_cache, wraps
 from time import thread_time
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
+from jinja2.nodes import EvalContext
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +28,13 @@ from heads.common.untrusted import CUT
 
 SECONDS = 10.0  # of a processor that one rendering may take: thousands of times what the longest chats do
 LARGEST = 1 << 20  # elements of a product, or bits of a number
+WIDEST = 1 << 24  # characters of a text that one step makes
+WIDENING = ("center", "indent", "batch", "slice", "tojson", "ljust", "rjust", "zfill", "expandtabs")  # by a number
+# In a format's text: widths that are large, or given beside it.
+WIDTHS = {
+    "format": re.compile(r"%[^%a-zA-Z]*([0-9]{6}|\*)"),  # the filter, and the operator %
+    "str.format": re.compile(r"\{[^{}]*:[^{}]*([0-9]{6}|\{)"),
+}
 ROUNDS = 8  # between two looks at the clock, which cost as much as a round
 BROKEN = (TemplateSyntaxError, SyntaxError)  # the latter from Python, whose own limits nested blocks meet
 RAISED = (
@@ -91,7 +100,7 @@ def _why(error: Exception) -> str:
 class Timed(ImmutableSandboxedEnvironment):
     """The sandbox with the clock in it."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    intercepted_binops = frozenset(("*", "**", "%"))
 
     def from_string(self, source: Any, *args: Any, **named: Any) -> Template:
         """Compile a template whose loops and macros look at the clock."""
@@ -113,9 +122,41 @@ class Timed(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Multiply or raise to a power, where that is no bomb."""
-        if _size(operator, left, right) > LARGEST:
+        if operator == "%":
+            _check_width("format", left, right)
+        elif _size(operator, left, right) > LARGEST:
             raise SecurityError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return what the sandbox puts in the place of str.format, where that is no bomb."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_width("str.format", value.__self__.replace("{{", "").replace("}}", ""))
+        return wrapped
+
+    def call(self, context: Context, called: Any, /, *args: Any, **named: Any) -> Any:
+        """Call a function or a method, where a text's is no bomb."""
+        owner = getattr(called, "__self__", None)
+        if isinstance(owner, str):
+            _check_width(called.__name__, owner, *args, *named.values())
+        return super().call(context, called, *args, **named)
+
+
+def _check_width(name: str, text: Any = None, *given: Any) -> None:
+    """Check that what makes a text of a text makes none that is too large.
+
+    Raises:
+        SecurityError: it does.
+    """
+    size, numbers = 0, [each for each in given if isinstance(each, int)]
+    if name in WIDENING:
+        lines = str(text).count("\n") + str(text).count("\t") if isinstance(text, str) else 0
+        size = max(numbers, default=0) * (1 + lines)
+    elif name == "replace" and isinstance(text, str):
+        size = len(text) * max((len(each) for each in given if isinstance(each, str)), default=0)
+    if size > WIDEST or (name in WIDTHS and isinstance(text, str) and WIDTHS[name].search(text)):
+        raise SecurityError(f"the result of {name} is too large")
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
@@ -125,11 +166,13 @@ def _size(operator: str, left: Any, right: Any) -> int:
     return len(held) * times if isinstance(times, int) and hasattr(held, "__len__") else 0
 
 
-def _timed(applied: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(name: str, applied: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter that looks at the clock with each item that it yields."""
 
     @wraps(applied)  # by whose attributes jinja2 knows what to hand it
     def call(*args: Any, **named: Any) -> Any:
+        own = [each for each in args if not isinstance(each, Environment | EvalContext | Context)]
+        _check_width(name, *own, *named.values())
         made = applied(*args, **named)
         return _items(made) if isinstance(made, Iterator) else made
 
@@ -145,6 +188,8 @@ def _items(made: Iterator[Any]) -> Iterator[Any]:
 @lru_cache
 def compile_timed(template: str) -> Template:
     """Return what transformers compiles of a template, in an environment with the same in it, and the clock."""
+    if len(template) > LARGEST:
+        raise TemplateSyntaxError(f"it has {len(template)} characters", 1)
     known = compile_as_it_is("").environment
     own = Timed(
         trim_blocks=known.trim_blocks,
@@ -152,7 +197,7 @@ def compile_timed(template: str) -> Template:
         extensions=[type(each) for each in known.extensions.values()],
     )
     own.globals = {name: value for name, value in known.globals.items() if name != "lipsum"}  # a loop of Python's own
-    own.filters = {name: _timed(applied) for name, applied in known.filters.items()}
+    own.filters = {name: _timed(name, applied) for name, applied in known.filters.items()}
     return own.from_string(template)
 
 

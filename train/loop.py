@@ -76,8 +76,8 @@ class Loop:
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
                 "overrides that the run was started with"
             ) from error
-        self.start, self.progress = found["step"], self.progress | found["progress"]
-        if changed := resume.differences(found["arithmetic"], self.arithmetic):
+        self.start, self.progress = found["step"], self.progress | found.get("progress", {})
+        if changed := resume.differences(found.get("arithmetic", {}), self.arithmetic):
             self.peers.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         if self.progress["best_step"]:
             best = format.folder_of(self.saver.folder, self.progress["best_step"])

@@ -178,7 +178,7 @@ class StreamLoop:
         if path is not None:
             found = format.state_of(path)
             resume.restore(self.state, path)
-            self.start, self.progress = found["step"], found["progress"]
+            self.start, self.progress = found["step"], self.progress | found.get("progress", {})
 
     def save(self, step: int) -> None:
         """Write a checkpoint beside the training."""

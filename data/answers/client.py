@@ -5,6 +5,7 @@ Failures that may pass are tried again, after a time that doubles, with jitter, 
 """
 
 import io
+import itertools
 import json
 import random
 import socket
@@ -29,6 +30,7 @@ from heads.common.untrusted import parse_json
 
 UNKNOWN_CONTEXT = 2**31
 SHOWN = 160  # characters of a reply in an error
+FEW = 10  # models in an error
 LARGEST = 2**26  # bytes of a response, its headers included
 NESTED = 50  # lists and mappings in each other of a tool call's arguments: in their file they stand in others
 
@@ -199,7 +201,7 @@ class Client:
         name = next(iter(models)) if wanted is None and len(models) == 1 else wanted
         if name is None or name not in models:
             lacking = "" if wanted is None else f", not {wanted}"
-            names = ", ".join(models) or "no model"
+            names = ", ".join(itertools.islice(models, FEW))[:SHOWN] or "no model"
             raise ValueError(f"{self.url} serves {names}{lacking}; name what it serves: {self.options}.model=NAME")
         context = models[name].get("max_model_len")
         return name, context if isinstance(context, int) and context > 0 else UNKNOWN_CONTEXT

@@ -9,7 +9,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from io import TextIOBase
+from io import BufferedReader, RawIOBase, TextIOBase, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
 HEAD = 1 << 24  # characters of a text in which its separator is looked for, and of a document at most
 LONGEST = 1 << 26  # characters of a record's line
 WHOLE = 1 << 30  # characters of an array
+DENSEST = 100  # of a packed file's bytes those that it holds, beside LONGEST
 META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # what stands beside answers, and is no data
 CHUNK = 1 << 20  # characters or bytes read at once
 
@@ -52,10 +53,45 @@ def read_file(path: Path) -> Iterator[Raw]:
         yield from _parquet(path)
         return
     try:
-        with OPENERS.get(path.suffix, open)(path, mode="rt", encoding="utf-8-sig") as file:
+        with _opened(path) as file:
             yield from _documents(file) if kind == ".txt" else _json(file, path)
     except UNREADABLE as error:
         raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error
+
+
+def _opened(path: Path) -> TextIOBase:
+    if path.suffix not in OPENERS:
+        return path.open(encoding="utf-8-sig")
+    return TextIOWrapper(BufferedReader(Unpacked(path), CHUNK), encoding="utf-8-sig")
+
+
+class Unpacked(RawIOBase):
+    """What a packed file holds, unless that is far more than any text packs to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, OPENERS[path.suffix](path, mode="rb")
+        self.left = LONGEST + DENSEST * path.stat().st_size
+
+    def readable(self) -> bool:
+        """Return that it is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what comes next.
+
+        Raises:
+            ValueError: it is a bomb.
+        """
+        count: int = self.file.readinto(buffer)
+        self.left -= count
+        if self.left < 0:
+            raise ValueError(f"{self.path}: unpacks to more than {DENSEST} times its size, as no text does; unpack it")
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+        super().close()
 
 
 def check_file(path: Path) -> str:

@@ -12,6 +12,7 @@ from itertools import accumulate, chain, pairwise
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
+from data.text.files import HEAD
 from data.text.records import Record
 from data.text.template import Span, encode, encode_plain, encode_spans, turn_ends
 from data.text.turns import BadSampleError, joined, turns_of
@@ -73,6 +74,9 @@ def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, 
     if not record.text.strip():
         seen["dropped, no question and no text"] += 1
         return []
+    if len(record.text) > HEAD:
+        what = f"its text has {len(record.text)} characters, at most {HEAD} are read; cut it, or write it as .txt"
+        raise BadSampleError("too long a text", what)
     try:
         token = encode_plain(record.text, tokenizer)
     except UnicodeEncodeError as error:

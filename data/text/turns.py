@@ -12,6 +12,8 @@ from data.text.reasoning import close_prompt, reasoning_of, skip, under_all_name
 from data.text.records import Message, Record, content_text
 from data.text.template import Span, is_tagged, render, render_tagged, text_end, turn_end
 
+MOST_ANSWERS = 1_000  # of a chat
+
 
 class BadSampleError(ValueError):
     """A record that no exact mask can be drawn for."""
@@ -35,6 +37,9 @@ def turns_of(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataCon
     answers = [i for i, role in enumerate(roles) if role == "assistant"]
     if not answers:
         raise BadSampleError("no answer", "the loss mask is all zeros, for the chat has no answer; remove the sample")
+    if len(answers) > MOST_ANSWERS:  # the chat is rendered anew for each
+        what = f"it has {len(answers)} answers, at most {MOST_ANSWERS} are read; cut it"
+        raise BadSampleError("too many answers", what)
     if config.turns == "last":
         asked = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > asked]

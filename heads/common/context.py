@@ -1,18 +1,16 @@
 """How many positions a target has, as its configuration says, and how long a row of packed text may be for it."""
 
-from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
-from heads.common.untrusted import regular
+from heads.common.target_config import read_target_config
 
 UNBOUNDED = 2**31  # of a target that says nothing
 
 
 def context_of(config: Any) -> int:
     """Return the most tokens that a sequence may have, from a model's configuration."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else UNBOUNDED
 
 
 def row_length(path: str, wanted: int) -> int:
@@ -21,9 +19,8 @@ def row_length(path: str, wanted: int) -> int:
     A target that has still to be downloaded is not known here; `check_rows` comes once it is.
     """
     try:
-        regular(Path(path))
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):
+        config = read_target_config(path, trust_remote_code=False, cached_alone=True)
+    except ValueError:
         return wanted
     return min(wanted, context_of(config))
 

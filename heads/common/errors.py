@@ -17,9 +17,16 @@ def one_line(error: BaseException) -> str:
     return redacted(visible(" ".join(str(error).split()) or type(error).__name__))
 
 
+def panicked(error: BaseException) -> bool:
+    """Say whether this is of a library in Rust, as tokenizers is: its panic, no Exception of Python, or a mere one."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a ValueError or OSError of the block, or of the function it decorates, into one line and exit status 2.
+    """Turn what a user can mend, raised in the block or the function it decorates, into one line and exit status 2.
+
+    That is a ValueError, an OSError, and a panic of a library in Rust, which files from outside set off.
 
     HEADSTART_DEBUG=1 in the environment lets the error through with its traceback. Log lines are without secrets, and
     without every request to the Hub, from here on.
@@ -30,7 +37,9 @@ def user_errors() -> Iterator[None]:
     logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
     try:
         yield
-    except (ValueError, OSError) as error:
+    except BaseException as error:
+        if not (isinstance(error, ValueError | OSError) or panicked(error)):
+            raise
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)

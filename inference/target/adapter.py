@@ -6,6 +6,9 @@ stay the target's own.
 
 import hashlib
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +19,30 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from heads.common.errors import one_line
+from heads.common.target_config import MOST_PARTS, UNFIT
+from heads.common.untrusted import CUT, parse_json, shown
 from heads.formats.hub import REPO, hub_errors
 from inference.target import checkpoint, loading
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NUMBERS = ("r", "alpha", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")  # what scales it
+# The keys with regular expressions, and the form in which peft matches each: the first kind as a whole.
+PATTERNS = {
+    "target_modules": "{}", "exclude_modules": "{}", "feedforward_modules": "{}",
+    "rank_pattern": r"(.*\.)?({})$", "alpha_pattern": r"(.*\.)?({})$",
+    "layers_pattern": r"(?:^|.*?\.){}\.(\d+)\.", "modules_to_save": r"(^|.*\.){}($|\..*)",
+}  # fmt: skip
+NAMES = ("target_modules", "exclude_modules", "feedforward_modules")  # which hold plain names where they are lists
+SECONDS = 10  # in which all patterns find their modules; it takes a fraction of one
+MOST_ROUNDS = 100  # of an initialisation by iteration, which some adapters repeat
+# Run in a process of its own, since Python's matching cannot be stopped.
+MATCHING = """
+import json, re, sys
+forms, names = json.load(sys.stdin)
+for form, whole in forms:
+    for name in names:
+        (re.fullmatch if whole else re.match)(form, name)
+"""
 
 
 class Adapter(NamedTuple):
@@ -64,6 +86,7 @@ def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedMo
     folder = find(adapter)
     try:
         mark = fingerprint(checkpoint.fingerprint(model, path), folder)
+        check_config(read_config(folder), folder / WEIGHTS, [name for name, _ in model.named_modules()])
         config: Any = PeftConfig.from_pretrained(str(folder))
         if config.is_prompt_learning:
             raise ValueError(f"{config.peft_type.value} adds tokens, not weights, and cannot be merged")
@@ -72,7 +95,7 @@ def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedMo
         if odd := [*found.missing_keys, *found.unexpected_keys]:
             raise ValueError(f"only one of both has {odd[0]}")
         merged: PreTrainedModel = wrapped.merge_and_unload()
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, SafetensorError) as error:
+    except (*UNFIT, SafetensorError, re.error) as error:
         reason = one_line(error)[:300]
         raise ValueError(
             f"model.adapter={adapter} cannot be merged into model.path={path}: {reason}; give the model that it was "
@@ -99,15 +122,83 @@ def find(adapter: str) -> Path:
     return folder
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return an adapter's configuration.
+
+    Raises:
+        ValueError: it is none.
+    """
+    config = parse_json((folder / CONFIG).read_bytes())
+    if not isinstance(config, dict):
+        raise ValueError(f"its {CONFIG} is {shown(config)}, expected a mapping")
+    return config
+
+
+def check_config(config: dict[str, Any], weights: Path, modules: list[str]) -> None:
+    """Check that what peft makes of an adapter's configuration has a size and an end.
+
+    Args:
+        config: the configuration.
+        weights: the adapter's file.
+        modules: the names of the model's modules.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    with safe_open(weights, "pt") as opened:
+        largest = max((size for name in list(opened.keys()) for size in opened.get_slice(name).get_shape()), default=0)
+    ranks = config.get("rank_pattern")
+    for rank in [config.get("r"), *(ranks.values() if isinstance(ranks, dict) else [])]:
+        if isinstance(rank, int | float) and not rank <= largest:
+            raise ValueError(f"a rank is {shown(rank)}, and no tensor in {WEIGHTS} has a dimension above {largest}")
+    if sum(end - start for start, end in config.get("layer_replication") or []) > MOST_PARTS:
+        raise ValueError(f"layer_replication makes more than {MOST_PARTS} layers")
+    rounds = re.findall(r"niter_(\d{1,9})|iter\W+(\d{1,9})", json.dumps(config))
+    if any(int("".join(each)) > MOST_ROUNDS for each in rounds):
+        raise ValueError(f"its weights begin after more than {MOST_ROUNDS} rounds of an iteration")
+    _check_patterns([pair for key in PATTERNS for pair in _forms(key, config.get(key))], modules)
+
+
+def _forms(key: str, value: Any) -> list[tuple[str, bool]]:
+    """Return the regular expressions that peft makes of a key's value, and whether each is to match a whole name."""
+    several = [] if key in NAMES or not isinstance(value, list | dict) else list(value)
+    given = [value] if isinstance(value, str) else several
+    return [(PATTERNS[key].replace("{}", each), PATTERNS[key] == "{}") for each in given if isinstance(each, str)]
+
+
+def _check_patterns(forms: list[tuple[str, bool]], modules: list[str]) -> None:
+    """Check that an adapter's regular expressions are some, and come to an end on a model's modules.
+
+    Raises:
+        ValueError: they are none, or do not.
+    """
+    said = json.dumps([forms, modules])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", MATCHING],
+            input=said, capture_output=True, text=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"the patterns of its {CONFIG} do not end on the model's modules") from None
+    if done.returncode:
+        raise ValueError(f"a pattern of its {CONFIG} is no regular expression ({done.stderr.strip()[-CUT:]})")
+
+
 def fingerprint(base: str, folder: Path) -> str:
     """Hash the base model's fingerprint, a few values of each of the adapter's tensors, and what scales them.
 
     The merged weights are no help: merged in bf16 and in fp32 they differ in their last bits.
+
+    Raises:
+        ValueError: a tensor holds what can be merged into no weights.
     """
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = read_config(folder)
     digest = hashlib.sha256((base + json.dumps([config.get(name) for name in NUMBERS])).encode())
     with safe_open(folder / WEIGHTS, "pt") as opened:
         for name in sorted(opened.keys()):
-            few = opened.get_tensor(name).flatten()[: checkpoint.FEW].to(torch.bfloat16)
+            tensor = opened.get_tensor(name)
+            if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
+                raise ValueError(f"{name} is of {tensor.dtype} and holds what is no finite number of a weight")
+            few = tensor.flatten()[: checkpoint.FEW].to(torch.bfloat16)
             digest.update(name.encode() + few.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]

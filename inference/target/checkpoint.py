@@ -1,14 +1,16 @@
 """A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
 
 import hashlib
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from heads.common.errors import one_line
@@ -16,6 +18,9 @@ from heads.common.untrusted import parse_json, plain_name, shown
 from heads.formats.store import QUANTISED
 
 INDEX = "model.safetensors.index.json"
+STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")  # of a tokenizer.json
+MOST_OF_ONE = 1_000  # characters or tokens that they make of a single one
+MOST_OF_A_BYTE = 16  # parameters, beyond any quantisation; tied ones aside
 FEW = 16  # values of each parameter that the fingerprint reads
 
 
@@ -47,6 +52,48 @@ def check_index(checkpoint: str) -> None:
     """
     if (Path(checkpoint) / INDEX).is_file():
         _shards(Path(checkpoint) / INDEX)
+
+
+def check_size(checkpoint: str, config: PreTrainedConfig) -> None:
+    """Check that a checkpoint's files may hold what its configuration claims, for which memory is taken.
+
+    Raises:
+        ValueError: they are far too small.
+        OSError, ValueError, KeyError, SafetensorError: as `tensor_files`.
+    """
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    count, size = sum(each.numel() for each in made.parameters()), _bytes(checkpoint)
+    if count > MOST_OF_A_BYTE * size:
+        raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
+
+
+def _bytes(checkpoint: str) -> int:
+    return sum(file.stat().st_size for file in {*tensor_files(checkpoint).values()})
+
+
+def check_tokenizer(checkpoint: str) -> None:
+    """Check that a checkpoint's tokenizer.json makes no bomb of a short text.
+
+    Raises:
+        ValueError: its steps make every character many, or every text long.
+    """
+    file = cached_file(checkpoint, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    told = parse_json(Path(file).read_bytes()) if file is not None else {}
+    parts = {key: list(_mappings(told.get(key))) for key in STEPS} if isinstance(told, dict) else {}
+    for key, steps in parts.items():
+        contents = [each["content"] for each in steps if isinstance(each.get("content"), str)]
+        ids = [each["ids"] for each in steps if isinstance(each.get("ids"), list)]
+        if prod(max(1, len(each)) for each in contents) > MOST_OF_ONE or sum(map(len, ids)) > MOST_OF_ONE:
+            raise ValueError(f"the {key} of its tokenizer.json makes more than {MOST_OF_ONE} of a single character")
+
+
+def _mappings(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every mapping in a value."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else []:
+        yield from _mappings(inner)
 
 
 def _shards(index: Path) -> dict[str, str]:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from heads.common.target_config import UNFIT, read_target_config, reason
 from heads.formats.store import TargetSpec
 from inference.target.checkpoint import fingerprint_on_disk, tensor_files
 from inference.target.embeddings import TargetEnds, final_norm
-from inference.target.loading import note_dtype
+from inference.target.loading import load_tokenizer, note_dtype
 from inference.target.target import DTYPES, device_named, fast_dtype
 
 
@@ -58,8 +59,8 @@ class Bare:
             note_dtype(path, trust_remote_code, kind)
         remote = {"trust_remote_code": trust_remote_code}
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **remote)
-            config: Any = AutoConfig.from_pretrained(path, **remote)
+            tokenizer = load_tokenizer(path, trust_remote_code)
+            config: Any = read_target_config(path, trust_remote_code)
             if getattr(config, "quantization_config", None) is not None:
                 raise ValueError("its weights are quantised")
             with torch.device("meta"):
@@ -69,9 +70,9 @@ class Bare:
             parts = [model.get_input_embeddings(), model.get_output_embeddings(), final_norm(model.base_model, count)]
             _fill(model, parts, path, kind, place)
             return cls(model.eval().requires_grad_(False), tokenizer, path, place)
-        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"model.path={path}: its ends cannot be loaded without its layers ({reason})") from error
+        except (*UNFIT, SafetensorError) as error:
+            why = reason(error)
+            raise ValueError(f"model.path={path}: its ends cannot be loaded without its layers ({why})") from error
 
 
 def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtype, place: torch.device) -> None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -26,10 +25,12 @@ from transformers import (
     TorchAoConfig,
 )
 
+from heads.common.errors import panicked
+from heads.common.target_config import UNFIT, read_target_config, reason
 from heads.common.untrusted import regular
 from heads.formats.hub import cache_alone_without_connection
 from inference.target import placement
-from inference.target.checkpoint import check_index
+from inference.target.checkpoint import check_index, check_size, check_tokenizer
 from inference.target.placement import HERE, Placement
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,8 @@ def load(
     """
     method = _method(quantize)
     remote = {"trust_remote_code": trust_remote_code}
-    own: Any = getattr(configuration(path, trust_remote_code), "quantization_config", None)
+    configured = configuration(path, trust_remote_code)
+    own: Any = getattr(configured, "quantization_config", None)
     with _errors(path):
         tokenizer = _tokenizer(path, trust_remote_code)
     if method is not None and own is not None:
@@ -136,8 +138,15 @@ def load(
         if method is not None:
             options["quantization_config"] = method.config(dtype)
         check_index(path)
+        if not trust_remote_code:
+            check_size(path, configured)
         safe = {"use_safetensors": True}  # a pickle can hold code
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **safe, **remote, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, **safe, **remote, **options
+        )
+        if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up at random
+            raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
+        model: PreTrainedModel = loaded[0]
     if not options:
         move: Any = model.to  # transformers wraps it in a way that hides its arguments
         return move(device), tokenizer
@@ -153,8 +162,7 @@ def configuration(path: str, trust_remote_code: bool) -> PreTrainedConfig:
         ValueError: none loads from there, and why.
     """
     with _errors(path):
-        found: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    return found
+        return read_target_config(path, trust_remote_code)
 
 
 def note_dtype(path: str, trust_remote_code: bool, dtype: torch.dtype) -> None:
@@ -176,6 +184,7 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
 
 def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    check_tokenizer(path)
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     return found
 
@@ -198,9 +207,10 @@ def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]
             cache_alone_without_connection()
         regular(Path(path))
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"model.path={path}: no {what} loads from there ({reason})") from error
+    except BaseException as error:
+        if not (isinstance(error, UNFIT) or panicked(error)):
+            raise
+        raise ValueError(f"model.path={path}: no {what} loads from there ({reason(error)})") from error
 
 
 def _check(model: PreTrainedModel, path: str, quantize: str | None) -> None:

@@ -9,8 +9,9 @@ from accelerate.utils import align_module_device
 from safetensors import SafetensorError
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from heads.common.target_config import read_target_config
 from inference.target.checkpoint import FEW, digest, fingerprint, fingerprint_on_disk
 from inference.target.embeddings import TargetEnds
 from inference.target.placement import TENSOR_PARALLEL, Placement, mesh
@@ -51,7 +52,7 @@ def placed(model: PreTrainedModel, where: Placement, path: str, place: torch.dev
         raise ValueError(
             f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
         )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    config = read_target_config(path, trust)
     ends, mark = _ends(model, config, place, trust), _mark(model, path)
     group = None
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+
+from heads.common.target_config import read_target_config
 
 REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD = "replicate", "tensor_parallel", "fsdp", "device_map", "offload"
 PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)
@@ -204,12 +206,11 @@ def options(where: Placement, path: str, place: torch.device, dtype: torch.dtype
     """Return what transformers' from_pretrained takes for a placement; nothing for replicate.
 
     Raises:
-        ValueError: tensor parallelism cannot cut the target up.
-        OSError: the checkpoint has no configuration.
+        ValueError: tensor parallelism cannot cut the target up, or the checkpoint has no configuration.
     """
     world = _world()
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        config = read_target_config(path, trust)
         check_shape(config.get_text_config(), where.group_size, path)
         return _tensor_parallel(where.group_size, world // where.group_size, place)
     if where.placement == FSDP:
@@ -221,7 +222,7 @@ def options(where: Placement, path: str, place: torch.device, dtype: torch.dtype
         cap = {n: int(free(n)[0] * 0.9) if where.memory_gb is None else int(where.memory_gb * GB) for n in numbers}
         return {"device_map": "auto", "max_memory": cap}
     if where.placement == OFFLOAD:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        config = read_target_config(path, trust)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
         return {"device_map": dict(_offloaded(empty, where, str(place), dtype))}

@@ -52,10 +52,22 @@ def check(target: TargetModel) -> bool:
     target.objection = f"its attention takes no mask of ours ({target.architecture} {why})"
     chain = DraftTree(nodes[: DEPTH + 1], torch.arange(-1, DEPTH, device=target.device))
     if not _tree_is_exact(target, prompt, chain):
+        _check_finite(target)
         raise ValueError(
             f"{target.name}: its cache cannot be rolled back (a recurrent state?), so no draft can be verified"
         )
     return False
+
+
+def _check_finite(target: TargetModel) -> None:
+    """Check that weights are numbers, where nothing is exact; some kernels take others for zeros, and some do not.
+
+    Raises:
+        ValueError: naming the first that are not.
+    """
+    for name, value in target.model.named_parameters():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise ValueError(f"{target.name}: {name} holds what is no finite number: download its weights again")
 
 
 def _length(target: TargetModel, known: Iterable[int]) -> int:
@@ -91,6 +103,7 @@ def _check_logits(target: TargetModel, prompt: Tensor) -> None:
             f"{who}: headstart does not run this architecture ({reason}): choose another target"
         ) from error
     if not _close(found, full[-1]):
+        _check_finite(target)
         raise ValueError(
             f"{who}: lm_head(last hidden state) is not this model's logits; its architecture scales or caps them in a "
             "way headstart does not know"

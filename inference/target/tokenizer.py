@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from heads.common.target_config import UNFIT, read_target_config, reason
 from inference.target import loading
 
 
@@ -43,16 +44,21 @@ class Reader:
 
 
 def _configured(path: str, trust_remote_code: bool) -> GenerationConfig | None:
-    """Return a model's generation config, as loading the model would make it; None where only a tokenizer is there."""
+    """Return a model's generation config, as loading the model would make it; None where only a tokenizer is there.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     try:
         return GenerationConfig.from_pretrained(path)
     except OSError:
         pass
+    except UNFIT as error:
+        raise ValueError(f"model.path={path}: its generation_config.json is damaged ({reason(error)})") from error
     try:
-        own = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
+        return GenerationConfig.from_model_config(read_target_config(path, trust_remote_code))
+    except ValueError:
         return None
-    return GenerationConfig.from_model_config(own)
 
 
 def end_tokens(configured: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

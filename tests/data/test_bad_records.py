@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
+from data.text import masks
 from data.text.prompts import Prompt, load_prompts, load_samples, load_training, records_to_answer
 from data.text.sources import open_source
 
@@ -79,3 +80,24 @@ def test_what_stands_beside_answers_is_no_data(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_no_text(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8-sig")
     assert list(open_source(str(tmp_path / name), "")) == [{"text": "why"}]
+
+
+def test_a_chat_of_more_answers_than_are_read_is_named_or_dropped(
+    chat: PreTrainedTokenizerFast, write: Write, config: Config
+) -> None:
+    """It is rendered anew for each, so that a short file would take hours."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write({"id": 1, "messages": turns}, {"id": 7, "messages": turns * 10_000})
+    with pytest.raises(ValueError, match=r"sample 7: it has 10000 answers, at most 1000 are read; cut it"):
+        load_samples(config(path), chat)
+    assert len(load_samples(config(path, on_bad="drop"), chat)) == 1
+
+
+def test_a_text_longer_than_is_read_is_named_or_dropped(
+    chat: PreTrainedTokenizerFast, write: Write, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "HEAD", 10)
+    path = write({"id": 1, "text": "a b"}, {"id": 7, "text": "a" * 11})
+    with pytest.raises(ValueError, match=r"sample 7: its text has 11 characters, at most 10 are read; cut it"):
+        load_samples(config(path), chat)
+    assert len(load_samples(config(path, on_bad="drop"), chat)) == 1

@@ -157,6 +157,8 @@ def test_a_refused_key_stops_the_job_at_once(server: Server, tmp_path: Path) -> 
     [
         ({"data": [{"id": "a"}, {"id": "b"}]}, None, "serves a, b; name what it serves: endpoint.model=NAME"),
         ({"data": [{"id": "a"}]}, "b", "serves a, not b; name what it serves"),
+        ({"data": [{"id": f"m{i}"} for i in range(99)]}, None, "serves m0, m1, [m0-9, ]*m9; name what it serves"),
+        ({"data": [{"id": "a" * 999}]}, "b", "serves a{160}, not b; name what it serves"),
         ({"data": []}, None, "serves no model; name"),
         ({"models": 1}, None, "serves no model; name"),
         ({"data": [{"id": "\ud83d"}, {"id": 1}]}, None, "serves no model; name"),

@@ -7,9 +7,15 @@ import pytest
 from heads.common.errors import user_errors
 
 
-@pytest.mark.parametrize("error", [ValueError("a\n  b"), FileNotFoundError("a b"), OSError("a b")])
+class PanicException(BaseException):
+    """As pyo3 makes them for a library in Rust, which cannot be imported."""
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a\n  b"), FileNotFoundError("a b"), OSError("a b"), PanicException("a b"), Exception("a b")]
+)
 def test_one_line_and_status(
-    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADSTART_DEBUG", raising=False)
     with pytest.raises(SystemExit) as caught, user_errors():

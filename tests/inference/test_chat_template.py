@@ -32,12 +32,23 @@ ENDLESS = {
     "{% endgeneration %}",
     "filters": f"{{% set b = [{LONG}] * 99999 %}}{{{{ b|map('map', 'string')|map('list')|list }}}}",
 }
-BROKEN = ("{% for %}", "{{ 1|nothing }}", "{% break %}", "{% for a in [1] %}" * 30 + "{% endfor %}" * 30)
+BROKEN = (
+    "{% for %}",
+    "{{ 1|nothing }}",
+    "{% break %}",
+    "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,
+    "{% if a %}b{% endif %}" * 60_000,
+)
 FAILING = (
     "{{ 1 / 0 }}", "{{ 10.0 ** 1000 }}", "{{ 9 ** 9999 }}", "{{ 7 ** 9999999999 }}", "{{ 'a' * 10 ** 12 }}",
     "{{ 'a'.center(10 ** 15) }}", "{% for a in range(10 ** 9) %}{% endfor %}", "{{ lipsum(n=10 ** 9) }}",
     "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "{{ 'a' | center(9000000000) }}", "{{ 'a'.ljust(9000000000) }}", "{{ ('a\n' * 9999) | indent(99999) }}",
+    "{{ ('a\t' * 9999).expandtabs(99999) }}", "{{ '{:>9000000000}'.format(1) }}", "{{ '%999999999d' | format(1) }}",
+    "{{ '%*d' % (999999999, 1) }}", "{{ '{:{}}'.format(1, 999999999) }}", "{{ [messages] | tojson(indent=900000000) }}",
+    "{{ ('a' * 99999) | replace('a', 'a' * 99999) }}", "{{ ('a' * 99999).replace('a', 'a' * 99999) }}",
+    "{{ [1] | batch(9000000000, 'x') | list }}",
     "{{ messages.__class__.__mro__ }}", "{{ foo.bar }}", "{{ 1 + 'a' }}", "{% for a, b in [1] %}{% endfor %}",
     "{% include 'x' %}", "{{ strftime_now(3) }}", "{{ namespace()|tojson }}", "{{ [1, 'a']|sort }}",
     "{{ '%d'|format('a') }}", "{{ raise_exception('no \x1b[2J\n way') }}", "{{ raise_exception('a' * 99999) }}",
@@ -104,3 +115,15 @@ def test_a_clock_is_a_renderings_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="does not end"), rendering(tokenizer_with(loop)):
         render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=loop)
     assert render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=loop)[0] == [""]
+
+
+def test_texts_that_are_formatted_stay_as_they_are() -> None:
+    template = (
+        '{{ \'{{"a": {:>3}}}\'.format(1) }}{{ \'100%% of {"a": {"b": %s}} 1234567\' | format(2) }}'
+        "{{ 'a' | center(5) }}"
+        "{{ 'a\nb' | indent(2) }}{{ 'abc'.replace('b', 'x') }}{{ 'a b' | replace(' ', '') }}{{ '%03d' % 7 }}{{ 7 % 4 }}"
+    )
+    tokenizer = tokenizer_with(template)
+    with rendering(tokenizer):
+        made = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert made == '{"a":   1}100% of {"a": {"b": 2}} 1234567  a  a\n  baxcab0073'

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from heads.common.target_config import read_target_config
+from inference.target import loading
 from inference.target.checkpoint import tensor_files
 from inference.target.target import Target
 from tests import assistants, toys
@@ -37,3 +40,78 @@ def test_an_index_leads_nowhere_else(folder: Path, name: object) -> None:
     assert "which is no file beside it" in refusal(folder)
     with pytest.raises(ValueError, match="which is no file beside it"):
         tensor_files(str(folder))
+
+
+def say(folder: Path, **values: object) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000 in its config.json, at most 2000 are made"),
+        ({"num_hidden_layers": float("nan")}, "num_hidden_layers is nan"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 in its config.json"),
+        ({"num_hidden_layers": "5"}, "num_hidden_layers"),
+        ({"num_labels": 10**9}, "num_labels is 1000000000"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"hidden_size": [64]}, "hidden_size"),
+        ({"hidden_size": 10**6, "num_hidden_layers": 1000}, "parameters, and its files have"),
+        ({"hidden_act": "os.system"}, "os.system"),
+    ],
+)
+def test_a_configuration_of_which_no_target_can_be_made(folder: Path, values: dict[str, object], told: str) -> None:
+    say(folder, **values)
+    assert told in refusal(folder)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("value", ["org/kernel", "flash_attention_2", {"": "org/kernel"}])
+def test_an_attention_from_the_hub_is_code(folder: Path, key: str, value: object) -> None:
+    say(folder, **{key: value})
+    assert "names code to run by the key " + key in refusal(folder)
+    with pytest.raises(ValueError, match="names code"):
+        read_target_config(str(folder), trust_remote_code=False)
+
+
+def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"], weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "its files hold no model.layers.1.self_attn.q_proj.weight, nor 1 others" in refusal(folder)
+
+
+def test_a_library_that_panics_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):  # as pyo3 makes them, which cannot be imported
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("out of range\nin Rust")
+
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", panic)
+    assert "no causal LM with tokenizer loads from there (out of range)" in refusal(folder)
+    with pytest.raises(ValueError, match="out of range"):
+        loading.load_tokenizer(str(folder), trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "step"),
+    [
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 10}),
+        ("decoder", {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 10}),
+        ("post_processor", {"special_tokens": {"X": {"id": "X", "ids": [1] * 200, "tokens": ["X"] * 200}}}),
+    ],
+)
+def test_a_tokenizer_is_no_bomb(folder: Path, key: str, step: dict[str, object]) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content[key] = {"type": "Sequence", f"{key}s": [step] * 9}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert f"the {key} of its tokenizer.json makes more than 1000 of a single character" in refusal(folder)
+
+
+def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.1.self_attn.q_proj.weight holds what is no finite number" in refusal(folder)

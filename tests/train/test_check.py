@@ -1,5 +1,6 @@
 """What is known before anything is loaded is said before anything is loaded, and leaves nothing behind."""
 
+import os
 import re
 from pathlib import Path
 
@@ -59,3 +60,9 @@ def test_a_start_that_failed_is_in_nobodys_way(tmp_path: Path) -> None:
     check_out(tmp_path, replaces=True)
     with pytest.raises(ValueError, match="holds a run already"):
         check_out(tmp_path, replaces=False)
+
+
+def test_a_pipe_in_the_runs_folder_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics.jsonl: a pipe"):
+        check_out(tmp_path, replaces=True)

@@ -266,3 +266,22 @@ def test_a_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
     write_checked(path / "index.json", index | {"tensors": {"a\nb": {"shard": shard}}})
     with pytest.raises(ValueError, match=r"holds no tensor 'a\\nb', though the index has it"):
         list(format.tensors(path))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"step": 10**18}, "step"), ({"step": -1}, "step"), ({"step": "a"}, "step"), ({"step": None}, "step"),
+        ({"progress": [1]}, "progress"), ({"progress": {"best_tau": "x"}}, "progress"), ({"settings": 1}, "settings"),
+        ({"arithmetic": "x"}, "arithmetic"),
+    ],
+)  # fmt: skip
+def test_a_state_of_something_else_is_damaged(tmp_path: Path, values: dict[str, Any], told: str) -> None:
+    here = saver(tmp_path)
+    here.save(state(), 4, {"progress": {"best_tau": 1.5, "flops": None, "recent": [2.0]}}, best=0)
+    here.finish()
+    path = format.folder_of(tmp_path / "checkpoints", 4)
+    assert format.complaint(path, 0, 1) == ""
+    content = read_checked(path / format.STATE)
+    write_checked(path / format.STATE, content | values)
+    assert f"state.json: damaged, it says no right {told}" in format.complaint(path, 0, 1)

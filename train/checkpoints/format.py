@@ -136,7 +136,7 @@ def complaint(path: Path, rank: int, world: int) -> str:
         index = read_checked(path / INDEX)
         if index["format"] != FORMAT:
             return f"{path / INDEX}: format {index['format']!r} where this version reads {FORMAT}"
-        read_checked(path / STATE)
+        _check_state(path)
         for name, about in sorted(index["shards"].items())[rank::world]:
             if content_hash(inside(path, name)) != about["sha256"]:
                 return f"{path / name}: damaged, its checksum is not that of its content"
@@ -147,6 +147,24 @@ def complaint(path: Path, rank: int, world: int) -> str:
     except (OSError, ValueError) as error:
         return str(error)
     return ""
+
+
+def _check_state(path: Path) -> None:
+    """Check that a checkpoint's state is what some run has written at this step.
+
+    Raises:
+        OSError, ValueError: it is damaged.
+    """
+    state = read_checked(path / STATE)
+    odd = [key for key in ("progress", "settings", "arithmetic") if not isinstance(state.get(key, {}), dict)]
+    if not odd:
+        values = state.get("progress", {}).values()
+        parts = [each for value in values for each in (value if isinstance(value, list) else [value])]
+        odd = [] if all(isinstance(each, int | float | None) for each in parts) else ["progress"]
+    if state.get("step") != step_of(path):
+        odd = ["step"]
+    if odd:
+        raise ValueError(f"{path / STATE}: damaged, it says no right {odd[0]}")
 
 
 def state_of(path: Path) -> dict[str, Any]:

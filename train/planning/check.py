@@ -14,6 +14,7 @@ from eval.inputs.runs import find_heads
 from heads import HEADS
 from heads.common.context import check_rows, context_of
 from heads.common.files import check_writable
+from heads.common.untrusted import regular
 from heads.formats.hub import kind_of, resolve_head
 from inference.target import adapter
 from inference.target.embeddings import layer_shape
@@ -50,6 +51,8 @@ def check_out(out: Path, *, replaces: bool) -> None:
 
     What failed before its first step has left nothing of worth, and is in nobody's way.
     """
+    if out.is_dir():
+        regular(out)
     begun = [path for path in (out / "metrics.jsonl", out / "report.json") if path.exists() and path.stat().st_size]
     if (begun or (out / "head").exists() or any(out.glob("checkpoints/step-*"))) and not replaces:
         raise ValueError(

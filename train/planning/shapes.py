@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from heads.base import LayerShape
+from heads.common.target_config import UNFIT, read_target_config, reason
 from inference.target.embeddings import layer_shape
 from inference.target.packed import packing
 from train.config import ModelConfig
@@ -86,23 +87,23 @@ def configuration(model: ModelConfig) -> PretrainedConfig:
     Raises:
         ValueError: it can be read nowhere.
     """
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(model.path, local_files_only=True, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+        return read_target_config(model.path, model.trust_remote_code, cached_alone=True)
+    except ValueError as error:
+        why = str(error)
     shape = dict(model.shape or {})
     if shape.pop("of", None) == model.path:
         try:
             return AutoConfig.for_model(**shape)
-        except (TypeError, ValueError, KeyError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"model.shape of {model.path}: no configuration of transformers ({reason})") from error
+        except UNFIT as error:
+            raise ValueError(
+                f"model.shape of {model.path}: no configuration of transformers ({reason(error)})"
+            ) from error
     try:
-        return AutoConfig.from_pretrained(model.path, **options)
-    except (OSError, ValueError):
+        return read_target_config(model.path, model.trust_remote_code)
+    except ValueError:
         raise ValueError(
-            f"model.path={model.path}: its configuration cannot be read ({reason}), and model.shape is not of it; give "
+            f"model.path={model.path}: its configuration cannot be read ({why}), and model.shape is not of it; give "
             "a folder that holds its config.json, or its values as model.shape, with of: the path"
         ) from None
 
@@ -111,12 +112,17 @@ def target_shape(model: ModelConfig) -> TargetShape:
     """Return a target's shape; its parameters are counted on the meta device.
 
     Raises:
-        ValueError: its configuration cannot be read.
+        ValueError: its configuration cannot be read, or no model be made of it.
     """
     config = configuration(model)
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    built.tie_weights()
+    try:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+        built.tie_weights()
+    except UNFIT as error:
+        raise ValueError(
+            f"model.path={model.path}: no model can be made of its config.json ({reason(error)})"
+        ) from error
     text: Any = config.get_text_config()
     ends = {id(part.weight): part.weight for part in (built.get_input_embeddings(), built.get_output_embeddings())}
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in ends}

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from data.text.files import content_hash
 from heads.base import Ends
 from heads.common.errors import one_line
+from heads.common.target_config import read_target_config
 from heads.formats.hub import target_path
 from heads.formats.store import TargetSpec
 from heads.modules.rope import Rope, scaling_of
@@ -107,8 +108,8 @@ def load(given: str | None, head: Examined, dtype: str, measure: bool) -> Agains
         raise ValueError(f"{head.name}: its files do not say its target; give target=FOLDER or target=OWNER/NAME")
     path = target_path(str(Path(said).expanduser()) if given else said)
     try:
-        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
+        config: Any = read_target_config(path, trust_remote_code=False).get_text_config()
+    except ValueError as error:
         raise ValueError(
             f"target={path}: no model there ({one_line(error).split('. ')[0]}); give target=FOLDER or target=OWNER/NAME"
         ) from None
