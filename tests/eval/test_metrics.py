@@ -1,6 +1,7 @@
 """Formulas on runs whose answers were worked out by hand, and intervals that cover what they should."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,3 +152,9 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
         hits += interval[0] <= truth <= interval[1]
     spread = 4 * (metrics.LEVEL * (1 - metrics.LEVEL) / trials) ** 0.5  # four standard errors of the count
     assert abs(hits / trials - metrics.LEVEL) < spread
+
+
+def test_end_to_end_the_prefills_token_and_seconds_count_too() -> None:
+    runs = [replace(generation(6, [(0, 0)] * 5, seconds=1.0), prefill_s=0.5) for _ in range(2)]
+    assert metrics.whole_tokens_per_second(runs) == pytest.approx(6 / 1.5)
+    assert metrics.tokens_per_second(runs) == pytest.approx(5 / 1.0)

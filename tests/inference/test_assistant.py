@@ -161,10 +161,10 @@ def test_only_what_is_missing_is_run(near: str, monkeypatch: pytest.MonkeyPatch)
     read: list[int] = []
     prefill = Target.prefill
 
-    def counted(self: Target, token: Tensor, cache: Any) -> Pass:
+    def counted(self: Target, token: Tensor, cache: Any, layers: tuple[int, ...] = ()) -> Pass:
         if self is source.follower.model:
             read.append(len(token))
-        return prefill(self, token, cache)
+        return prefill(self, token, cache, layers)
 
     monkeypatch.setattr(Target, "prefill", counted)
     made = speculate(toys.target(), source, toys.prompt(1), Settings(TOKENS, GREEDY))
