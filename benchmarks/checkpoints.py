@@ -27,9 +27,10 @@ from heads.common.resolvers import register_resolvers
 from heads.modules.vocab import prune
 from train.checkpoints import format
 from train.config import RunConfig, run_config
+from train.distributed.processes import accelerator_for
 from train.features import load_target, source_for
 from train.loop import Loop
-from train.run import accelerator_for, batches_for
+from train.run import batches_for
 from train.start import first_head, settled
 
 register_resolvers()
@@ -37,7 +38,7 @@ register_resolvers()
 
 def loop_of(run: RunConfig) -> Loop:
     """Return a run's loop, ready for its first step."""
-    accelerator = accelerator_for(run)
+    accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     set_seed(run.trainer.seed)
     target = load_target(run, str(accelerator.device))
     run = settled(run, target)

@@ -28,6 +28,7 @@ LONGEST = 1 << 26  # characters of a record's line
 WHOLE = 1 << 30  # characters of an array
 DENSEST = 100  # of a packed file's bytes those that it holds, beside LONGEST
 META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # what stands beside answers, and is no data
+EMPTY = 1 << 20  # lines in a row
 CHUNK = 1 << 20  # characters or bytes read at once
 
 
@@ -160,7 +161,7 @@ def _parts(text: str) -> list[str]:
 
 def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
     """Read an array of records, or a record a line. Lines end at newlines only: JSON strings hold other separators."""
-    number = 0
+    number, empty = 0, 0
     while line := file.readline(LONGEST + 1):
         number += 1
         # An array may reach over lines, so it is read to the file's end.
@@ -173,7 +174,11 @@ def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
                 "line, and a text of that length as .txt"
             )
         if not text.strip():
+            empty += 1
+            if empty > EMPTY:
+                raise ValueError(f"{path}: the {EMPTY} lines before line {number} are empty; remove them")
             continue
+        empty = 0
         value = _parsed(text, number, path)
         for record in value if isinstance(value, list) else [value]:
             _check_depth(record, number, path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig
 
 from heads.common.errors import one_line
@@ -24,7 +25,7 @@ OURS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 # What transformers and its modeling code raise at values that they did not expect.
 UNFIT = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
-    AssertionError, MemoryError, StrictDataclassError,
+    AssertionError, MemoryError, StrictDataclassError, SafetensorError,
 )  # fmt: skip
 
 

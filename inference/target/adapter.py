@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import HfApi
 from peft import PeftConfig, PeftModel
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from heads.common.errors import one_line
@@ -95,7 +95,7 @@ def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedMo
         if odd := [*found.missing_keys, *found.unexpected_keys]:
             raise ValueError(f"only one of both has {odd[0]}")
         merged: PreTrainedModel = wrapped.merge_and_unload()
-    except (*UNFIT, SafetensorError, re.error) as error:
+    except (*UNFIT, re.error) as error:
         reason = one_line(error)[:300]
         raise ValueError(
             f"model.adapter={adapter} cannot be merged into model.path={path}: {reason}; give the model that it was "

@@ -17,7 +17,7 @@ from heads.common.errors import one_line
 from heads.common.untrusted import parse_json, plain_name, shown
 from heads.formats.store import QUANTISED
 
-INDEX = "model.safetensors.index.json"
+INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")  # of a tokenizer.json
 MOST_OF_ONE = 1_000  # characters or tokens that they make of a single one
 MOST_OF_A_BYTE = 16  # parameters, beyond any quantisation; tied ones aside
@@ -54,22 +54,31 @@ def check_index(checkpoint: str) -> None:
         _shards(Path(checkpoint) / INDEX)
 
 
-def check_size(checkpoint: str, config: PreTrainedConfig) -> None:
+def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
     """Check that a checkpoint's files may hold what its configuration claims, for which memory is taken.
 
     Raises:
-        ValueError: they are far too small.
+        ValueError: they are far too small, hold whole numbers where weights are not quantised, or an adapter, which
+            transformers would load unasked.
         OSError, ValueError, KeyError, SafetensorError: as `tensor_files`.
     """
+    if cached_file(checkpoint, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None:
+        raise ValueError(f"it holds an {ADAPTER} too: move the adapter out, and give it as model.adapter")
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
-    count, size = sum(each.numel() for each in made.parameters()), _bytes(checkpoint)
+    files = tensor_files(checkpoint)
+    shards = {*files.values()}
+    count, size = sum(each.numel() for each in made.parameters()), sum(file.stat().st_size for file in shards)
     if count > MOST_OF_A_BYTE * size:
         raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
-
-
-def _bytes(checkpoint: str) -> int:
-    return sum(file.stat().st_size for file in {*tensor_files(checkpoint).values()})
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    floating = {name for name, each in made.named_parameters() if each.is_floating_point()}
+    for file in shards:
+        with safe_open(file, "pt") as opened:
+            kinds = {name: str(opened.get_slice(name).get_dtype()) for name in floating.intersection(opened.keys())}
+        if odd := [name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]:
+            raise ValueError(f"{min(odd)} is of type {kinds[min(odd)]} in its files, which holds no weights")
 
 
 def check_tokenizer(checkpoint: str) -> None:

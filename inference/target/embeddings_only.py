@@ -7,7 +7,7 @@ that could never hold the target.
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -70,7 +70,7 @@ class Bare:
             parts = [model.get_input_embeddings(), model.get_output_embeddings(), final_norm(model.base_model, count)]
             _fill(model, parts, path, kind, place)
             return cls(model.eval().requires_grad_(False), tokenizer, path, place)
-        except (*UNFIT, SafetensorError) as error:
+        except UNFIT as error:
             why = reason(error)
             raise ValueError(f"model.path={path}: its ends cannot be loaded without its layers ({why})") from error
 

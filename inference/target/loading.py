@@ -30,7 +30,7 @@ from heads.common.target_config import UNFIT, read_target_config, reason
 from heads.common.untrusted import regular
 from heads.formats.hub import cache_alone_without_connection
 from inference.target import placement
-from inference.target.checkpoint import check_index, check_size, check_tokenizer
+from inference.target.checkpoint import check_files, check_index, check_tokenizer
 from inference.target.placement import HERE, Placement
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def load(
             options["quantization_config"] = method.config(dtype)
         check_index(path)
         if not trust_remote_code:
-            check_size(path, configured)
+            check_files(path, configured)
         safe = {"use_safetensors": True}  # a pickle can hold code
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **safe, **remote, **options

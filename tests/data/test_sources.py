@@ -158,6 +158,15 @@ def test_a_packed_bomb_is_not_unpacked(
         read(str(tmp_path / name), "")
 
 
+def test_a_file_of_empty_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "EMPTY", 9)
+    (tmp_path / "a.jsonl").write_text("\n".join(['{"text": "x"}' + "\n" * 9] * 2))
+    assert len(read(str(tmp_path / "a.jsonl"), "")) == 2
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + " \n" * 10 + '{"text": "y"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl: the 9 lines before line 11 are empty; remove them"):
+        read(str(tmp_path / "a.jsonl"), "")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

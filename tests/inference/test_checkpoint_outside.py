@@ -115,3 +115,22 @@ def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
     weights["model.layers.1.self_attn.q_proj.weight"].fill_(float("nan"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert "model.layers.1.self_attn.q_proj.weight holds what is no finite number" in refusal(folder)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x08\x00\x00", b"\xff" * 8 + b"{}"])
+def test_weights_that_are_damaged_are_one_line(folder: Path, damage: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(damage)
+    assert "no causal LM with tokenizer loads from there" in refusal(folder)
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.uint8])
+def test_weights_of_whole_numbers_are_no_weights(folder: Path, kind: torch.dtype) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name].to(kind)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert f"{name} is of type" in refusal(folder)
+
+
+def test_an_adapter_in_the_folder_is_not_loaded_unasked(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    assert "move the adapter out, and give it as model.adapter" in refusal(folder)
