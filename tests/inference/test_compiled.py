@@ -77,8 +77,8 @@ def graphs() -> int:
 @pytest.mark.parametrize(
     ("name", "static"),
     [
-        ("llama", False), ("llama", True), ("mistral", True), pytest.param("gemma2", False, marks=pytest.mark.slow),
-        pytest.param("gpt2", True, marks=pytest.mark.slow),
+        ("llama", False), ("mistral", True), pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gemma2", False, marks=pytest.mark.slow), pytest.param("gpt2", True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_compiled_decoding_writes_the_same(name: str, static: bool) -> None:

@@ -73,9 +73,9 @@ def run(*overrides: str) -> RunConfig:
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise OSError("there is no network")
+        raise ValueError("there is no network")
 
-    monkeypatch.setattr(shapes.AutoConfig, "from_pretrained", fail)
+    monkeypatch.setattr(shapes, "read_target_config", fail)
 
 
 @pytest.mark.usefixtures("offline")

@@ -1,0 +1,229 @@
+"""Bugs that a good engineer could commit, planted one at a time: which does a test see?
+
+    python benchmarks/planted.py [NUMBER…]
+
+Each is planted in a copy of the checkout, and the test files that could see it run until one fails. Prints the test
+that caught it, or that it survived. About 20 minutes.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("heads", "inference", "data", "eval", "train", "tests", "conf", "examples", "pyproject.toml")
+
+
+class Bug(NamedTuple):
+    """A file, what stands in it once, what stands there in its place, and the tests that could see it."""
+
+    file: str
+    right: str
+    wrong: str
+    tests: list[str]
+
+
+BUGS = [
+    Bug(
+        "heads/rows.py",
+        "+ reach < document.shape[1]",
+        "+ reach <= document.shape[1]",
+        ["tests/heads/test_rows.py", "tests/train/test_objective.py"],
+    ),
+    Bug(
+        "heads/modules/kv_cache.py",
+        "Committed(self.length, tuple((key[:, :, -length:], value[:, :, -length:])",
+        "Committed(self.length, tuple((key[:, :, 1 - length :], value[:, :, 1 - length :])",
+        ["tests/heads/test_committed.py", "tests/heads/test_heads.py"],
+    ),
+    Bug(
+        "heads/modules/top_k.py",
+        "/ max(1, others)",
+        "/ vocab_size",
+        ["tests/heads/test_law.py"],
+    ),
+    Bug(
+        "heads/modules/rope.py",
+        "((waves - low) / (high - low))",
+        "((waves - low) / high)",
+        ["tests/heads/test_plain_heads.py", "tests/heads/test_export.py", "tests/heads/test_published.py"],
+    ),
+    Bug(
+        "inference/verification/rules.py",
+        "return torch.where(total > 0, left / total, target)",
+        "return torch.where(total > 0, left, target)",
+        ["tests/inference/test_enumeration.py", "tests/inference/test_verify.py"],
+    ),
+    Bug(
+        "inference/verification/rules.py",
+        "mass / (mass + (1 - frame.alpha))",
+        "mass / (mass + (1 - frame.alpha) * mass)",
+        ["tests/inference/test_enumeration.py", "tests/inference/test_verify.py"],
+    ),
+    Bug(
+        "inference/verification/sample.py",
+        "inside = likely.cumsum(-1) - likely < top_p",
+        "inside = likely.cumsum(-1) <= top_p",
+        ["tests/inference/test_sample.py"],
+    ),
+    Bug(
+        "inference/verification/tree.py",
+        "tuple(parent[:node].count(parent[node]) for node in path[1:])",
+        "tuple(parent[: node + 1].count(parent[node]) for node in path[1:])",
+        ["tests/inference/test_tree.py", "tests/inference/test_decode.py", "tests/eval/test_extras.py"],
+    ),
+    Bug(
+        "data/batches.py",
+        "count = -(-self.rows_per_step // self.world)  # rows",
+        "count = self.rows_per_step // self.world  # rows",
+        ["tests/data/test_batches.py"],
+    ),
+    Bug(
+        "data/batches.py",
+        "np.add.at(found, token[mask > 0], 1)",
+        "np.add.at(found, token, 1)",
+        ["tests/data/test_batches.py", "tests/heads/test_vocab.py"],
+    ),
+    Bug(
+        "data/text/filters.py",
+        "for i in range(len(words) - count + 1))",
+        "for i in range(len(words) - count))",
+        ["tests/data/test_filters.py"],
+    ),
+    Bug(
+        "data/text/filters.py",
+        'if message["role"] != "system"]',
+        'if message["role"] == "user"]',
+        ["tests/data/test_filters.py"],
+    ),
+    Bug(
+        "eval/measures/metrics.py",
+        "return ratio(sum(len(run.tokens) for run in runs), sum(run.prefill_s + run.decode_s for run in runs))",
+        "return ratio(sum(decoded(run) for run in runs), sum(run.prefill_s + run.decode_s for run in runs))",
+        ["tests/eval/test_metrics.py", "tests/eval/test_live.py"],
+    ),
+    Bug(
+        "eval/measures/metrics.py",
+        "each = range(len(prompts)) if groups is None else groups",
+        "each = range(len(prompts))",
+        ["tests/eval/test_metrics.py", "tests/eval/test_live.py", "tests/eval/test_workloads.py"],
+    ),
+    Bug(
+        "train/optim.py",
+        "return config.lr * (step + 1) / warmup",
+        "return config.lr * step / warmup",
+        ["tests/train/test_optim.py"],
+    ),
+    Bug(
+        "train/optim.py",
+        'if p.ndim < 2], "weight_decay": 0.0}',
+        'if p.ndim < 2], "weight_decay": config.weight_decay}',
+        ["tests/train/test_optim.py"],
+    ),
+    Bug(
+        "train/weights.py",
+        "scale = noise * 512 / length",
+        "scale = noise * length / 512",
+        ["tests/train/test_step.py", "tests/train/test_objective.py", "tests/train/test_jobs.py"],
+    ),
+    Bug(
+        "train/losses.py",
+        "return share * kl(x, config) + (1 - share) * tv(x, config)",
+        "return share * tv(x, config) + (1 - share) * kl(x, config)",
+        ["tests/train/test_losses.py"],
+    ),
+    Bug(
+        "eval/measures/cost_model.py",
+        'cells["commit"][size, step.accepted + 1, False] += 1',
+        'cells["commit"][size, step.accepted, False] += 1',
+        ["tests/inference/test_speed.py", "tests/eval/test_tiers.py", "tests/eval/test_tune.py"],
+    ),
+    Bug(
+        "eval/live/request_rate.py",
+        "done[number].made.latency_s = clock() - begin - done[number].arrived",
+        "done[number].made.latency_s = clock() - begin - done[number].arrived - done[number].queue_s",
+        ["tests/eval/test_load.py"],
+    ),
+    Bug(
+        "data/text/masks.py",
+        "mask[last + 1 : end] = [0] * (end - last - 1)",
+        "mask[last:end] = [0] * (end - last)",
+        ["tests/data/test_masks.py"],
+    ),
+    Bug(
+        "data/text/masks.py",
+        "end = max(i for i, on in enumerate(mask[:max_tokens]) if on) + 1",
+        "end = max(i for i, on in enumerate(mask[:max_tokens]) if on)",
+        ["tests/data/test_masks.py", "tests/data/test_masks_options.py", "tests/data/test_prompts.py"],
+    ),
+    Bug(
+        "heads/formats/export/eagle3.py",
+        "LAYERS: [i + 1 for i in outputs],",
+        "LAYERS: list(outputs),",
+        ["tests/heads/test_export.py", "tests/heads/test_export_trtllm.py"],
+    ),
+    Bug(
+        "inference/drafters/prompt_lookup.py",
+        "self.after.get(tuple(self.text[-n:])) if n < len(self.text)",
+        "self.after.get(tuple(self.text[-n:])) if n + 1 < len(self.text)",
+        ["tests/inference/test_prompt_lookup.py"],
+    ),
+    Bug(
+        "eval/measures/chi_square.py",
+        "gammaincc(_double(freedom / 2), _double(value / 2))",
+        "gammaincc(_double((freedom + 1) / 2), _double(value / 2))",
+        ["tests/eval/test_law.py"],
+    ),
+    Bug(
+        "inference/drafters/recycling.py",
+        "self.candidates.update(zip(commit.verified.tree.token.tolist(), likely, strict=True))",
+        "self.candidates.update(zip(commit.token.tolist(), likely, strict=False))",
+        ["tests/inference/test_recycling.py"],
+    ),
+]
+
+
+def caught(bug: Bug, copy: Path) -> str | None:
+    """Return the first test that fails with a bug, None if none does."""
+    file = copy / bug.file
+    source = file.read_text(encoding="utf-8")
+    if source.count(bug.right) != 1:
+        raise ValueError(f"{bug.file}: does not hold {bug.right!r} once; correct BUGS")
+    file.write_text(source.replace(bug.right, bug.wrong), encoding="utf-8")
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    try:
+        for tests in bug.tests:
+            done = subprocess.run(
+                [*words, tests], cwd=copy, env=environment, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                lines = done.stdout.splitlines()
+                return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1])
+        return None
+    finally:
+        file.write_text(source, encoding="utf-8")
+
+
+def main() -> None:
+    """Plant and print."""
+    wanted = {int(word) for word in sys.argv[1:]} or set(range(len(BUGS)))
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for part in PARTS:
+            kind = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+            kind(ROOT / part, Path(folder, part))
+        for number, bug in enumerate(BUGS):
+            if number in wanted:
+                test = caught(bug, Path(folder))
+                survived += test is None
+                print(number, bug.file, test or f"SURVIVED: {bug.right}  ->  {bug.wrong}", flush=True)
+    print(f"{len(wanted) - survived} of {len(wanted)} caught")
+
+
+if __name__ == "__main__":
+    main()
