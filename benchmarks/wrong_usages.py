@@ -18,7 +18,7 @@ USAGES = (
     "train/run.py trainer.lr=fast", "train/run.py data.path=empty", "train/run.py data.path=nothere.jsonl",
     "train/run.py out=/proc/x", "train/run.py model.path=empty",
     "train/run.py head=eagle3 head.feature_layers=[0,99,3]",
-    "train/run.py init=nothere", "train/run.py resume=true out=fresh",
+    "train/run.py init=nothere", "train/run.py resume=maybe",
     "train/run.py trainer.micro_tokens=100 data.length=512", "train/run.py head=block head.depths=-1",
     "train/run.py name=../../evil", "train/run.py trainer.precision=fp4",
     "train/run.py launcher=fsdp2 launcher.num_processes=0", "train/run.py features=stored features.path=nothere",
@@ -32,10 +32,10 @@ USAGES = (
     "eval/run.py drafter=prompt_lookup compare=[nothere]", "eval/run.py drafter=prompt_lookup tune=true",
     "inference/run.py run=nothere prompt=hi", "inference/run.py prompt=hi max_new_tokens=-3",
     "inference/run.py prompt=hi rule=wishful", "data/run.py", "data/run.py answers=out.jsonl batch_size=0",
-    "data/run.py features=stored", "data/run.py answers=a.jsonl by=notaurl", "train/publish.py run=nothere repo=x/y",
+    "data/run.py features=strored", "data/run.py answers=a.jsonl by=notaurl", "train/publish.py run=nothere repo=x/y",
     "train/publish.py repo=x/y", "train/publish.py run=empty repo=bad", "train/convert.py pickle=nothere out=d",
 )  # fmt: skip
-LONGEST = 90.0  # seconds
+LONGEST = "90"  # seconds
 
 
 def main() -> None:
@@ -50,10 +50,10 @@ def main() -> None:
             Path(folder, "lists.jsonl").write_text("[1, 2]\n", encoding="utf-8")
             begin, before = time.perf_counter(), set(Path(folder).rglob("*"))
             done = subprocess.run(
-                [sys.executable, str(ROOT / script), *words], cwd=folder, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=LONGEST,
+                ["timeout", LONGEST, sys.executable, str(ROOT / script), *words], cwd=folder, stdin=subprocess.DEVNULL,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False,
             )  # fmt: skip
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            lines = [line for line in done.stderr.splitlines() if line.strip() and "it/s]" not in line]  # no progress
             left = sorted(str(path.relative_to(folder)) for path in set(Path(folder).rglob("*")) - before)
         fine = done.returncode in (1, 2) and len(lines) == 1 and lines[0].startswith("error: ") and not left
         right += fine

@@ -4,6 +4,7 @@ Invariants are checked where the values arrive: the key, its value and the remed
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,6 +15,7 @@ from eval.measures.results import LIVE, TIERS
 from heads import HEADS
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, Positive, Within
 from heads.common.typed import typed
+from heads.common.untrusted import shown
 from inference.drafters.policy import TreeConfig
 from inference.target.loading import AS_IT_IS, METHODS
 from inference.target.placement import check_weights, placement_of
@@ -275,12 +277,23 @@ def checked(run: RunConfig) -> RunConfig:
             f"trainer.optimizer=muon does not run under launcher.strategy={run.launcher.strategy}, which cuts matrices "
             "up into flat pieces: choose adamw, or launcher.strategy=fsdp2"
         )
+    check_name(run.name)
     _check_together(run)
     for key in ("batch_tokens", "micro_tokens"):
         tokens = getattr(run.trainer, key)
         if tokens < run.data.length:
             raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={run.data.length}: raise it")
     return run
+
+
+def check_name(name: str) -> None:
+    """Refuse a run's name that leads out of the folder of runs.
+
+    Raises:
+        ValueError: it does.
+    """
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"name is {shown(name)}, a folder below outputs: give it without .., and another place by out")
 
 
 def _check_together(run: RunConfig) -> None:

@@ -56,7 +56,7 @@ from inference.verification.sample import GREEDY
 from train.checkpoints import format, resume
 from train.checkpoints.saver import Saver
 from train.checkpoints.state import TrainState
-from train.config import LauncherConfig, ModelConfig, TrainerConfig
+from train.config import LauncherConfig, ModelConfig, TrainerConfig, check_name
 from train.distributed import launch, processes
 from train.distributed.lock import RunLock
 from train.distributed.peers import RANKS, Peers, on_main
@@ -360,7 +360,9 @@ def streams_config(cfg: DictConfig) -> StreamsRunConfig:
     """Return the typed configuration, without the final evaluation that trainer=debug makes small: here is none."""
     OmegaConf.set_struct(cfg, False)
     cfg.pop("eval", None)
-    return typed(StreamsRunConfig, cfg)
+    run = typed(StreamsRunConfig, cfg)
+    check_name(run.name)
+    return run
 
 
 @command("streams")

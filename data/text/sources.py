@@ -158,7 +158,9 @@ def check_sources(config: DataConfig) -> None:
 
 
 def check_source(name: str, split: str = "") -> None:
-    """Check what can be known of a source without reading it: its files are there, readable and of a known format.
+    """Check what can be known of a source without reading it whole.
+
+    Its files are there, can be read and are of a known format, and the first one's first line is a record.
 
     Raises:
         ValueError: naming what is not. What a Hub data set holds is not asked.
@@ -170,6 +172,8 @@ def check_source(name: str, split: str = "") -> None:
     assert isinstance(source, Files)
     for file in source.files:
         check_file(file)
+    if kind_of(source.files[0]) == ".jsonl":
+        next(read_file(source.files[0]), None)
 
 
 def _check_hub_name(name: str) -> None:

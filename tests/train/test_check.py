@@ -28,6 +28,7 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
     [
         (["data.path=/nowhere/chats.jsonl"], "/nowhere/chats.jsonl: neither a file here nor a Hub dataset"),
         ([f"data.path={__file__}"], "test_check.py: the formats read are .json, "),
+        (["data.path=lists.jsonl"], "lists.jsonl: line 1: every record must be a JSON object"),
         (["data.prompts=gone.txt"], "gone.txt: neither a file here nor a Hub dataset"),
         (["workload=gone"], "workload gone is neither a file or folder here"),
         (["compare=[/nowhere/run]"], "/nowhere/run: no such folder"),
@@ -43,12 +44,22 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["model.device=gpu"], "model.device is 'gpu': give cpu, cuda or cuda:N"),
     ],
 )
-def test_a_mistake_is_named_before_anything_is_loaded(toy: list[str], overrides: list[str], told: str) -> None:
+def test_a_mistake_is_named_before_anything_is_loaded(
+    toy: list[str], overrides: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lists.jsonl").write_text("[1, 2]\n")
     run = configured([*toy, *overrides])[0]
     with pytest.raises(ValueError, match=re.escape(told)) as error:
         check_run(run)
     assert "\n" not in str(error.value)
     assert not Path(run.out).exists()
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/../../b", "/elsewhere"])
+def test_a_name_stays_below_the_folder_of_runs(toy: list[str], name: str) -> None:
+    with pytest.raises(ValueError, match=r"name is '.*', a folder below outputs: give it without \.\., and another"):
+        configured([*toy, f"name={name}"])
 
 
 def test_a_start_that_failed_is_in_nobodys_way(tmp_path: Path) -> None:
