@@ -27,7 +27,8 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
-from inference.target.target import DTYPES, Target
+from inference.target.config import DTYPES
+from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
 DRAFT = TreeConfig("chain", TRUE, 0, 0, [], [])  # in the tree, too, the path is a prefix of the nodes

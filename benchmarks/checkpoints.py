@@ -25,29 +25,30 @@ from data.batches import pack, token_counts
 from data.text.prompts import load_training
 from heads.common.resolvers import register_resolvers
 from heads.modules.vocab import prune
+from inference.target.embeddings_only import load_target
 from train.checkpoints import format
 from train.config import RunConfig, run_config
 from train.distributed.processes import accelerator_for
-from train.features import load_target, source_for
+from train.features import source_for
 from train.loop import Loop
-from train.run import batches_for
-from train.start import first_head, settled
+from train.run import batches_for, loop_of
+from train.start import first_head
 
 register_resolvers()
 
 
-def loop_of(run: RunConfig) -> Loop:
+def prepared(run: RunConfig) -> Loop:
     """Return a run's loop, ready for its first step."""
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     set_seed(run.trainer.seed)
-    target = load_target(run, str(accelerator.device))
-    run = settled(run, target)
-    head: Any = first_head(run, target).to(accelerator.device)
+    target = load_target(run.model, str(accelerator.device), whole=True)
+    head: Any = first_head(run.head, run.init, target).to(accelerator.device)
     run = replace(run, head=head.config)
     samples, _, _ = load_training(run.data, target.tokenizer, run.trainer.eval_prompts, run.workload)
     prune(head, token_counts(samples, target.ends.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
-    return Loop(run, accelerator, target, head, batches, source_for(run, target, head, batches), [], {})
+    source = source_for(run.features, run.objective, target, head, batches)
+    return loop_of(run, accelerator, target, head, batches, source, [], {})
 
 
 def main() -> None:
@@ -59,7 +60,7 @@ def main() -> None:
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as out, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run = run_config(compose("train", [*words.overrides, f"out={out}"]))
-        loop = loop_of(run)
+        loop = prepared(run)
         step, seconds = 1, {True: [], False: []}
         loop.take(0)
         for block in range(2 * words.blocks):

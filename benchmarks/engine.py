@@ -39,7 +39,8 @@ from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Drafter, Proposal
-from inference.target.target import DTYPES, Target
+from inference.target.config import DTYPES
+from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 

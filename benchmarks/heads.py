@@ -44,9 +44,9 @@ from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from train.config import RunConfig, run_config
-from train.loop import Loop, decoding_copy
-from train.run import batches_for
-from train.start import first_head, settled
+from train.loop import decoding_copy
+from train.run import batches_for, loop_of
+from train.start import first_head, resolve_init
 
 register_resolvers()
 
@@ -77,12 +77,14 @@ class Extracted:
 def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list[list[int]]) -> dict[str, Any]:
     """Train one head and measure it."""
     set_seed(run.trainer.seed)
-    run = settled(run, target.target)
-    head: Any = first_head(run, target.target)
+    init = resolve_init(run.init, run.head, target.target)
+    head: Any = first_head(run.head, init, target.target)
+    run = replace(run, init=init)
     prune(head, token_counts(samples, target.ends.vocab_size))
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
-    loop = Loop(run, accelerator, target, head, batches, Live(target, batches, head.feature_layers), [], {})
+    source = Live(target, batches, head.feature_layers)
+    loop = loop_of(run, accelerator, target, head, batches, source, [], {})
     begin = time.process_time()
     for step in range(run.trainer.steps):
         loop.step(step, halted=lambda: False)

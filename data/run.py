@@ -37,9 +37,10 @@ from heads.common.files import check_writable
 from heads.common.ranges import Count, Number
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
+from inference.target.config import ModelConfig, device_named
 from inference.target.loading import load_tokenizer
-from inference.target.placement import alone
-from inference.target.target import Target, device_named
+from inference.target.placement import check_alone
+from inference.target.target import Target
 
 register_resolvers()
 
@@ -71,7 +72,7 @@ class JobConfig:
         batch_size: chats that our engine answers at once; the rest is AnswerSettings'.
     """
 
-    model: Any
+    model: ModelConfig
     data: Any
     features: Any
     head: Any
@@ -114,14 +115,14 @@ class JobConfig:
 def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
     """Write the target's answers to the training prompts and say how many there are."""
     settings = job.settings()
-    state = PartialState(cpu=job.model["device"] == "cpu", timeout=PATIENCE)
+    state = PartialState(cpu=job.model.device == "cpu", timeout=PATIENCE)
     work = Work(
         records_to_answer(config, job.limit),
         source_of(config),
         settings,
         job.batch_size if job.by == "engine" else job.endpoint.concurrency,
         {
-            "model": job.model["path"],
+            "model": job.model.path,
             "by": job.by,
             "run": job.run,
             "drafter": job.drafter,
@@ -144,9 +145,9 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
     model = job.model
     if job.by != "engine":
         client = Client(job.by, job.endpoint, os.environ.get(job.endpoint.api_key_env))
-        return Endpoint(client, load_tokenizer(model["path"], model["trust_remote_code"]), settings)
-    how = model["trust_remote_code"], model.get("quantize"), model.get("adapter"), alone(model, "writing answers")
-    target = Target.load(model["path"], model["dtype"], model["device"], *how)
+        return Endpoint(client, load_tokenizer(model.path, model.trust_remote_code), settings)
+    check_alone(model.where, "writing answers")
+    target = Target.of(model)
     drafter = drafter_of(job.drafter, job.run, job.tree, target)
     return Engine(target, drafter, settings, job.batch_size)
 
@@ -165,7 +166,7 @@ def check_early(job: JobConfig, config: DataConfig, features: FeaturesConfig) ->
     if features.path is not None:
         check_writable(Path(features.path), "features.path")
     if job.answers is not None and job.by == "engine":
-        device_named(job.model["device"])
+        device_named(job.model.device)
         check_drafter(job.drafter, job.run, job.tree)
 
 
@@ -188,7 +189,7 @@ def run(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
         )
     check_early(job, config, features)
     if job.inspect > 0:
-        tokenizer = load_tokenizer(job.model["path"], job.model["trust_remote_code"])
+        tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
         samples = list(load_samples(config, tokenizer, max(job.inspect, job.limit or 0)))
         show(samples, job.inspect, config.length, tokenizer, Console())
         if job.inspect_html is not None:

@@ -11,7 +11,7 @@ from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, TIERS
 from heads.common.ranges import Count, NewTokens, Number
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
-from inference.target.target import DTYPES
+from inference.target.config import DTYPES
 from inference.verification.sample import Sampling
 from inference.verification.verify import check_rule, is_lossy
 

@@ -7,7 +7,7 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -39,9 +39,10 @@ from heads.common.resolvers import register_resolvers
 from heads.common.typed import bracketed, typed
 from heads.common.untrusted import visible
 from inference.decode import autoregress
+from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
 from inference.target.loading import configuration, note_dtype
-from inference.target.placement import alone
-from inference.target.target import DTYPES, Target, device_named, fast_dtype
+from inference.target.placement import check_alone
+from inference.target.target import Target
 from inference.target.tokenizer import Reader
 
 PIPE_WIDTH = 140
@@ -71,7 +72,7 @@ def evaluate(config: EvalConfig) -> Report:
     return report
 
 
-def check_early(config: EvalConfig, model: Mapping[str, Any], out: Path) -> None:
+def check_early(config: EvalConfig, model: ModelConfig, out: Path) -> None:
     """Check what can be known before anything is loaded: sources, workloads, the device and the report's folder.
 
     Raises:
@@ -80,15 +81,15 @@ def check_early(config: EvalConfig, model: Mapping[str, Any], out: Path) -> None
     check_drafters(config)
     for name in workloads_of(config, model):
         check_source(locate(name))
-    device_named(model["device"])
+    device_named(model.device)
     check_writable(out, "out")
     if not config.from_log:
-        configuration(model["path"], bool(model["trust_remote_code"]))
+        configuration(model.path, model.trust_remote_code)
 
 
 def served(config: EvalConfig) -> Report:
     """Measure a served endpoint, print the table, and write the report, to outputs/endpoint unless the user says."""
-    names, out = workloads_of(config, {}), folder_for(config.out, [], ["endpoint"])
+    names, out = workloads_of(config, None), folder_for(config.out, [], ["endpoint"])
     for name in names:
         check_source(locate(name))
     check_writable(out, "out")
@@ -97,7 +98,7 @@ def served(config: EvalConfig) -> Report:
     return report
 
 
-def measured(config: EvalConfig, model: Mapping[str, Any]) -> Report:
+def measured(config: EvalConfig, model: ModelConfig) -> Report:
     """Measure with the target, in all tiers that are asked for."""
     live = LIVE in config.tiers()
     gates: dict[str, Gate] = {}
@@ -120,7 +121,7 @@ def measured(config: EvalConfig, model: Mapping[str, Any]) -> Report:
     untrusted = {name for name in drafters if failed(name, config.batch_sizes(), gates, sampled)}
     rows += along_texts(config, target, workloads, drafters, logs or made, untrusted, extras)
     return Report(
-        target={"name": model["name"], "path": model["path"], **described(target)},
+        target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype),
         settings=settings_of(config, workloads),
         gates=gates,
@@ -130,12 +131,12 @@ def measured(config: EvalConfig, model: Mapping[str, Any]) -> Report:
     )
 
 
-def from_log(config: EvalConfig, model: Mapping[str, Any]) -> Report:
+def from_log(config: EvalConfig, model: ModelConfig) -> Report:
     """Play logs back to the sources that read text alone; no target is loaded."""
-    reader = Reader.load(model["path"], bool(model["trust_remote_code"]))
+    reader = Reader.load(model.path, model.trust_remote_code)
     materials = recorded(config, reader, workloads_of(config, model))
     return Report(
-        target={"name": model["name"], "path": model["path"]},
+        target={"name": model.name, "path": model.path},
         device=device_facts(reader.device, None),
         settings=settings_of(config, [each.workload for each in materials]),
         gates={},
@@ -184,14 +185,14 @@ def beside(config: EvalConfig) -> Report:
     return report
 
 
-def workloads_of(config: EvalConfig, model: Mapping[str, Any]) -> list[str]:
+def workloads_of(config: EvalConfig, model: ModelConfig | None) -> list[str]:
     """Return what to measure on: what is configured, else the first run's own prompts, else the model's.
 
     Raises:
         ValueError: none of them is there, or one is given twice.
     """
     runs = config.runs()
-    own = own_prompts(runs[0] if runs else None) or model.get("prompts")
+    own = own_prompts(runs[0] if runs else None) or (model and model.prompts)
     names = [str(name) for name in listed(config.workload or own) if name]
     if not names:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
@@ -207,31 +208,30 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
     return Path(out).expanduser() if out else own if own.is_dir() else Path("outputs") / own.name
 
 
-def load_target(model: Mapping[str, Any], dtype: str, engine: EngineConfig) -> Target:
+def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
     """Load the target in a dtype, which is that of what is not quantised, and compile it if the engine is to be."""
-    remote = bool(model["trust_remote_code"])
-    how = remote, model["quantize"], model["adapter"], alone(model, "an evaluation")
-    target = Target.load(model["path"], dtype, model["device"], *how)
+    check_alone(model.where, "an evaluation")
+    target = Target.of(model, dtype)
     if engine.compile:
         target.compile()
     return target
 
 
-def dtype_for(config: EvalConfig, model: Mapping[str, Any]) -> str:
+def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
     """Return the dtype to time in, and say so where it was chosen and the checkpoint's is another."""
-    chosen = speed_dtype(config, model, device_named(model["device"]))
-    if config.dtype == model["dtype"] == "auto":
-        note_dtype(model["path"], bool(model["trust_remote_code"]), DTYPES[chosen])
+    chosen = speed_dtype(config, model, device_named(model.device))
+    if config.dtype == model.dtype == "auto":
+        note_dtype(model.path, model.trust_remote_code, DTYPES[chosen])
     return chosen
 
 
-def speed_dtype(config: EvalConfig, model: Mapping[str, Any], device: torch.device) -> str:
+def speed_dtype(config: EvalConfig, model: ModelConfig, device: torch.device) -> str:
     """Return the dtype to time in: the evaluation's, else the model's, else the one that is fast on the device."""
-    chosen: str = next((name for name in (config.dtype, model["dtype"]) if name != "auto"), "auto")
+    chosen: str = next((name for name in (config.dtype, model.dtype) if name != "auto"), "auto")
     return str(fast_dtype(device)).removeprefix("torch.") if chosen == "auto" else chosen
 
 
-def read(config: EvalConfig, model: Mapping[str, Any], target: Target) -> list[Workload]:
+def read(config: EvalConfig, model: ModelConfig, target: Target) -> list[Workload]:
     """Return the workloads; of dialogues, the target greedily writes the answers that nobody recorded."""
     wanted = Selection(config.prompts, config.warmup, config.truncate, config.turns, config.balanced)
     settings = settings_at(0.0, config)

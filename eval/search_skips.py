@@ -10,7 +10,6 @@ if __name__ == "__main__":  # as a script: the checkout's root in place of this 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from dataclasses import dataclass
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -22,7 +21,8 @@ from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.contrib.layer_skip import LayerSkip
 from inference.drafters.contrib.skip_search import FORMAT, Rating, SearchSettings, SkipFile, record, save_skips, search
-from inference.target.placement import alone
+from inference.target.config import ModelConfig
+from inference.target.placement import check_alone
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -31,7 +31,7 @@ from inference.verification.sample import GREEDY
 class JobConfig:
     """conf/search.yaml."""
 
-    model: dict[str, Any]
+    model: ModelConfig
     out: str | None
     workload: str | None
     prompts: int
@@ -49,12 +49,11 @@ def find(job: JobConfig) -> Path:
         ValueError: no such model or workload, the target's layers cannot be run in parts, or nothing pays to skip.
     """
     model = job.model
-    workload = job.workload or model.get("prompts")
+    workload = job.workload or model.prompts
     if not workload:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    remote = bool(model["trust_remote_code"])
-    how = remote, model.get("quantize"), model.get("adapter"), alone(model, "this search")
-    target = Target.load(model["path"], model["dtype"], model["device"], *how)
+    check_alone(model.where, "this search")
+    target = Target.of(model)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     settings = Settings(job.max_new_tokens, GREEDY)
     plain = [autoregress(target, prompt, settings) for prompt in prompts]
@@ -62,7 +61,7 @@ def find(job: JobConfig) -> Path:
     skips, rating = search(target.parts, texts, job.search)
     if not skips.attention and not skips.mlp:
         raise ValueError(f"{target.name}: no set of skipped sub-layers rates above plain decoding; use another drafter")
-    path = Path(job.out).expanduser() if job.out else Path("outputs") / f"{model['name']}-skips.json"
+    path = Path(job.out).expanduser() if job.out else Path("outputs") / f"{model.name}-skips.json"
 
     def write(found: dict[str, float]) -> None:
         kept = (list(skips.attention), list(skips.mlp), rating.depth, job.search.stop)

@@ -12,11 +12,23 @@ Legend
 Shape letters: B rows of a batch, T positions, L feature layers, D the target's width, V its vocabulary, N tree nodes.
 """
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+
+
+@runtime_checkable
+class HeadConfig(Protocol):
+    """A head's own configuration: a dataclass that names its kind, a key of `heads.HEADS`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The kind."""
+        ...
 
 
 class Features(NamedTuple):

@@ -31,7 +31,8 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_masks, check_tree
 from inference.painter import Painter
 from inference.protocol import Drafter
-from inference.target.placement import alone
+from inference.target.config import model_config
+from inference.target.placement import check_alone
 from inference.target.target import Target
 from inference.verification.sample import Sampling
 
@@ -89,11 +90,10 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
     saved = read_config(folder)["target"] if folder and known else {"name": config.fallback}
     if saved.get("adapter") is not None:
         model = {"adapter": saved["adapter"], **model}
-    keys = ("dtype", "device", "trust_remote_code", "quantize", "adapter")
-    options = {key: model[key] for key in keys if key in model}
-    options["where"] = alone(model, "decoding")
+    chosen = model_config(**{"path": target_path(saved["name"]), **model})
+    check_alone(chosen.where, "decoding")
     tree = typed(TreeConfig, tree_of(folder, config.tree)) if folder else None
-    target = Target.load(model.get("path", target_path(saved["name"])), **options)
+    target = Target.of(chosen)
     if folder is None or tree is None:
         return target, None
     head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()

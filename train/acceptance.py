@@ -13,18 +13,21 @@ from heads.base import Features
 from heads.modules.vocab import spread
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
-from train.config import RunConfig
+from train.config import TrainerConfig
 
 
 class Judge:
     """Measures heads on the same prompts: `trainer.eval_prompts` of the held-out ones, drawn by the seed."""
 
-    def __init__(self, target: Target, prompts: list[list[int]], run: RunConfig) -> None:
-        trainer = run.trainer
+    def __init__(
+        self, target: Target, prompts: list[list[int]], trainer: TrainerConfig, tree: TreeConfig, name: str
+    ) -> None:
         drawn = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))
-        self.target, self.run, self.prompts = target, run, [prompts[i] for i in sorted(drawn)]
+        self.target, self.prompts = target, [prompts[i] for i in sorted(drawn)]
+        self.tree, self.name, self.seed = tree, name, trainer.seed
         self.groups = metrics.clustered(self.prompts)
         self.settings = Settings(trainer.eval_tokens, GREEDY)
         self.texts: list[tuple[Features, int]] | None = None
@@ -34,7 +37,7 @@ class Judge:
 
         None is returned where `halted` says before a prompt to leave it.
         """
-        drafter = HeadDrafter(head, self.run.tree, self.run.name)
+        drafter = HeadDrafter(head, self.tree, self.name)
         made = []
         for prompt in self.prompts:
             if halted():
@@ -43,7 +46,7 @@ class Judge:
         found = metrics.acceptance(made)
         return {
             "tau": found.tau or 1.0,  # answers of one token take no step
-            "tau_ci": metrics.tau_interval(made, self.run.trainer.seed, self.groups),
+            "tau_ci": metrics.tau_interval(made, self.seed, self.groups),
             "accepted_by_depth": found.accepted_by_depth,
         }
 
@@ -60,7 +63,7 @@ class Judge:
                 (self.target.features(each, torch.zeros_like(each), head.feature_layers), text.start)
                 for each, text in zip(tokens, written, strict=True)
             ]
-        depths = min(self.run.tree.deepest, head.max_depth)
+        depths = min(self.tree.deepest, head.max_depth)
         hits, rows = torch.zeros(depths), torch.zeros(depths)
         for features, start in self.texts:
             drafts = unrolled(head, features, depths)

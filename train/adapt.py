@@ -39,10 +39,11 @@ class FactorsConfig:
     target_modules: list[str] | None
 
 
-METHODS: dict[str, type[WholeConfig] | type[FactorsConfig]] = {"none": WholeConfig, "lora": FactorsConfig}
+AdaptConfig = WholeConfig | FactorsConfig
+METHODS: dict[str, type[AdaptConfig]] = {"none": WholeConfig, "lora": FactorsConfig}
 
 
-def peft_config(values: DictConfig) -> WholeConfig | FactorsConfig:
+def peft_config(values: DictConfig) -> AdaptConfig:
     """Return what conf/peft says as the Config of its method.
 
     Raises:
@@ -54,7 +55,7 @@ def peft_config(values: DictConfig) -> WholeConfig | FactorsConfig:
     return typed(METHODS[method], values)
 
 
-def adapt(head: nn.Module, config: WholeConfig | FactorsConfig) -> None:
+def adapt(head: nn.Module, config: AdaptConfig) -> None:
     """Put the factors into a head and freeze the rest; they add nothing yet, the second of each pair being zero.
 
     Raises:

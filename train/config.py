@@ -3,7 +3,7 @@
 Invariants are checked where the values arrive: the key, its value and the remedy in one line.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,48 +13,19 @@ from data.config import DataConfig
 from data.features.source import FeaturesConfig
 from eval.measures.results import LIVE, TIERS
 from heads import HEADS
+from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, Positive, Within
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from inference.drafters.policy import TreeConfig
-from inference.target.loading import AS_IT_IS, METHODS
-from inference.target.placement import check_weights, placement_of
-from inference.target.target import DTYPES
-from train.adapt import peft_config
+from inference.target.config import DTYPES, ModelConfig
+from inference.target.loading import AS_IT_IS
+from inference.target.placement import check_weights
+from train.adapt import AdaptConfig, peft_config
 from train.losses import ObjectiveConfig
 from train.tracking.trackers import TRACKERS
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The target: what to load, and the data and prompts that go with it.
-
-    `shape` has the values of the config.json of the path that it names by `of`; a plan takes them where that file
-    cannot be read.
-    """
-
-    name: str
-    path: str
-    dtype: str
-    quantize: str | None
-    adapter: str | None
-    device: str | None
-    placement: str
-    tensor_parallel: int | None
-    devices: list[int] | None
-    offload: str
-    memory_gb: float | None
-    trust_remote_code: bool
-    data: str
-    split: str
-    prompts: str
-    shape: dict[str, Any] | None
-
-    def __post_init__(self) -> None:
-        _one_of("model", self, dtype=("auto", *DTYPES), quantize=(None, AS_IT_IS, *METHODS))
-        placement_of(self)  # which checks it
 
 
 @dataclass(frozen=True)
@@ -230,15 +201,15 @@ class RunConfig:
     compare: list[str]
     workload: str | None
     model: ModelConfig
-    head: Any
-    peft: Any
-    objective: Any
-    data: Any
-    features: Any
+    head: HeadConfig
+    peft: AdaptConfig
+    objective: ObjectiveConfig
+    data: DataConfig
+    features: FeaturesConfig
     trainer: TrainerConfig
     launcher: LauncherConfig
     device: DeviceConfig
-    tree: Any
+    tree: TreeConfig
     eval: EvalSettings
 
 
@@ -249,21 +220,12 @@ def run_config(cfg: DictConfig) -> RunConfig:
         ValueError: a key is unknown, missing or of the wrong type, or a value breaks an invariant.
     """
     data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
-    run = typed(RunConfig, cfg)
     name = OmegaConf.select(cfg, "head.name")
     if name not in HEADS:
         raise ValueError(f"head.name is {name!r}: choose one of {', '.join(HEADS)}")
-    head: Any = HEADS[name]
-    run = replace(
-        run,
-        head=typed(head.Config, cfg.head),
-        peft=peft_config(cfg.peft),
-        objective=typed(ObjectiveConfig, cfg.objective),
-        data=data,
-        features=typed(FeaturesConfig, cfg.features),
-        tree=typed(TreeConfig, cfg.tree),
-    )
-    return checked(run)
+    kind: Any = HEADS[name]
+    chosen = {"head": typed(kind.Config, cfg.head), "peft": peft_config(cfg.peft)}  # whose types a name in them says
+    return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
 
 
 def checked(run: RunConfig) -> RunConfig:
@@ -298,7 +260,7 @@ def check_name(name: str) -> None:
 
 def _check_together(run: RunConfig) -> None:
     """Refuse what only some processes would do with a target whose passes take all of them."""
-    kind, where = run.model.placement, placement_of(run.model)
+    kind, where = run.model.placement, run.model.where
     quantize, adapter = (None if each == AS_IT_IS else each for each in (run.model.quantize, run.model.adapter))
     check_weights(where, quantize, adapter)
     if not where.together:

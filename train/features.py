@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,67 +11,38 @@ from data.features.coding import Wanted, compute
 from data.features.extract import GB
 from data.features.extraction import spec_of
 from data.features.keeper import Keeper
-from data.features.source import FeatureSource, Live
+from data.features.source import FeaturesConfig, FeatureSource, Live
 from data.features.store import META, FeatureStore, StoreSpec
 from data.features.stored import Fallback, Stored
 from heads.base import DraftHead
-from heads.mtp import Mtp
 from inference.target.embeddings_only import Bare
-from inference.target.loading import AS_IT_IS
-from inference.target.placement import placement_of
 from inference.target.target import Target
-from train.config import RunConfig
 from train.losses import ObjectiveConfig
-from train.start import AUTO, CHECKPOINT, LAST_LAYER
 
 log = logging.getLogger(__name__)
 
 SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layers")
 
 
-def load_target(run: RunConfig, place: str) -> Target | Bare:
-    """Return the target, placed as the run says; without its layers where nothing needs them and it can be loaded so.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
-    model = run.model
-    if bare(run):
-        try:
-            return Bare.load(model.path, model.dtype, place, model.trust_remote_code)
-        except ValueError as error:
-            log.warning("%s; the whole target is loaded", error)
-    how = model.trust_remote_code, model.quantize, model.adapter
-    return Target.load(model.path, model.dtype, place, *how, placement_of(model))
-
-
-def bare(run: RunConfig) -> bool:
-    """Return whether a run needs no more of its target than the ends."""
-    plain = run.model.quantize in (None, AS_IT_IS) and run.model.adapter in (None, AS_IT_IS)
-    # By itself head=mtp starts from the last layer, whatever is measured while it trains.
-    starts = run.init in (LAST_LAYER, CHECKPOINT) or (run.init == AUTO and isinstance(run.head, Mtp.Config))
-    reads = run.features.mode == "stored" and run.features.on_missing == "fail" and run.trainer.eval_prompts == 0
-    return plain and reads and not starts
-
-
-def source_for(run: RunConfig, target: Target | Bare, head: DraftHead, batches: Batches) -> FeatureSource:
+def source_for(
+    config: FeaturesConfig, objective: ObjectiveConfig, target: Target | Bare, head: DraftHead, batches: Batches
+) -> FeatureSource:
     """Return the source of a run's features.
 
     Raises:
         ValueError: the store is of something else, lacks rows that may not be computed, or keeps less than the head or
             the objective reads.
     """
-    config = run.features
     if config.mode == "live":
         assert isinstance(target, Target)
         return Live(target, batches, head.feature_layers)
-    folder = Path(config.path)
+    folder = config.folder
     here = spec_of(target, batches.packed, head.feature_layers, config)
     if config.mode == "hybrid" and not (folder / META).exists():
         FeatureStore.create(folder, here)
     store = FeatureStore(folder)
     store.check(here, SAME)
-    check_teacher(store, head, run.objective)
+    check_teacher(store, head, objective)
     fallback = None
     if config.on_missing == "compute":
         assert isinstance(target, Target)

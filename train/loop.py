@@ -2,27 +2,25 @@
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.batches import Batches
-from data.features.source import FeatureSource
 from data.features.store_files import write_whole
-from heads.base import frozen_count, parameter_count
 from heads.common.errors import one_line
 from heads.formats.store import load_head, save_head
+from inference.drafters.policy import TreeConfig
 from inference.target.embeddings_only import Bare
 from inference.target.target import Target
 from train import adapt
 from train.acceptance import Judge
 from train.checkpoints import format, resume
+from train.checkpoints.resume import Identity
 from train.checkpoints.saver import Saver
-from train.config import RunConfig
 from train.distributed.peers import STOPPED, Peers, on_main
-from train.guard import BAD, Guard, keep_batch
+from train.guard import BAD, keep_batch
 from train.step import Stepper
 from train.tracking.track import Tracker
 
@@ -35,32 +33,45 @@ BEGINNING: dict[str, Any] = {
 SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run writes.
+
+    Attributes:
+        out: the folder.
+        resume: whether the run goes on from the newest good checkpoint there, if there is one.
+        config: the resolved configuration, as trackers show it.
+    """
+
+    out: Path
+    resume: bool
+    config: dict[str, Any]
+
+
 class Loop:
-    """One run, on every process alike; the main process alone writes, and measures unless that takes all of them."""
+    """One run, on every process alike; the main process alone writes, and measures unless that takes all of them.
+
+    `tree` is the one that the head is kept with; without a `judge` the newest head is kept.
+    """
 
     def __init__(
-        self, run: RunConfig, accelerator: Accelerator, target: Target | Bare, head: nn.Module, batches: Batches,
-        source: FeatureSource, prompts: list[list[int]], resolved: dict[str, Any],
+        self, folder: RunFolder, stepper: Stepper, target: Target | Bare, judge: Judge | None, tree: TreeConfig,
+        identity: Identity,
     ) -> None:  # fmt: skip
-        self.run, self.accelerator, self.target, self.head = run, accelerator, target, head
-        self.judge = Judge(target, prompts, run) if isinstance(target, Target) and run.trainer.eval_prompts else None
+        self.step, self.target, self.judge, self.tree, self.identity = stepper, target, judge, tree, identity
+        self.trainer, self.accelerator, self.head = stepper.trainer, stepper.accelerator, stepper.head
         # Where a pass of the target takes all processes, all decode the same.
         self.together = isinstance(target, Target) and target.placed.together
-        self.source, self.out = source, Path(run.out)
-        self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
-        self.step = Stepper(run, accelerator, head, batches, source, target.ends.hidden_size)
-        self.peers = Peers(accelerator, self.out, run.trainer.timeout)
-        self.saver = Saver(self.out, self.peers, run.trainer.keep)
-        self.settings = resume.settings(run, target.spec.fingerprint, batches)
-        self.arithmetic = resume.arithmetic(run, self.peers.world)
+        self.source, self.out = stepper.source, folder.out
+        self.peers = Peers(self.accelerator, self.out, self.trainer.timeout)
+        self.saver = Saver(self.out, self.peers, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
-        if run.resume:
+        if folder.resume:
             self.load()
-        self.step.flops = self.progress["flops"]
-        self.step.guard = Guard(run.trainer, self.progress)
+        self.step.go_on(self.progress)
         self.tracker = Tracker(
-            self.out, active=accelerator.is_main_process, steps=run.trainer.steps, start=self.start,
-            trackers=run.trainer.trackers, config=resolved,
+            self.out, active=self.accelerator.is_main_process, steps=self.trainer.steps, start=self.start,
+            trackers=self.trainer.trackers, config=folder.config,
         )  # fmt: skip
 
     def load(self) -> None:
@@ -77,7 +88,7 @@ class Loop:
                 "overrides that the run was started with"
             ) from error
         self.start, self.progress = found["step"], self.progress | found.get("progress", {})
-        if changed := resume.differences(found.get("arithmetic", {}), self.arithmetic):
+        if changed := resume.differences(found.get("arithmetic", {}), self.identity.numerics):
             self.peers.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         if self.progress["best_step"]:
             best = format.folder_of(self.saver.folder, self.progress["best_step"])
@@ -112,7 +123,7 @@ class Loop:
     def save(self, step: int) -> None:
         """Write a checkpoint beside the training, unless this step has one."""
         if self.saver.saved != step:
-            content = {"progress": dict(self.progress), "settings": self.settings, "arithmetic": self.arithmetic}
+            content = {"progress": dict(self.progress), **self.identity.kept()}
             self.saver.save(self.step.state, step, content, int(self.progress["best_step"]))
 
     def train(self) -> None:
@@ -143,7 +154,7 @@ class Loop:
 
     def advance(self) -> None:
         """Take the steps that are left, measure, save."""
-        trainer, done = self.run.trainer, self.start
+        trainer, done = self.trainer, self.start
         late = bool(done) and self.due(done) and self.progress["measured"] < done
         if late and not self.measure(done):
             self.halt(done)
@@ -169,11 +180,11 @@ class Loop:
 
     def due(self, done: int) -> bool:
         """Whether τ is measured after so many steps."""
-        return done % self.run.trainer.eval_every == 0 or done == self.run.trainer.steps
+        return done % self.trainer.eval_every == 0 or done == self.trainer.steps
 
     def exhausted(self) -> bool:
         """Whether patience has run out."""
-        patience = self.run.trainer.patience
+        patience = self.trainer.patience
         return patience is not None and self.progress["stale"] >= patience
 
     def halt(self, step: int) -> None:
@@ -222,10 +233,10 @@ class Loop:
     def write_cost(self, steps: int) -> None:
         """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
         cost = {
-            "parameters": self.sizes[0],
-            "frozen_parameters": self.sizes[1],
+            "parameters": self.step.sizes[0],
+            "frozen_parameters": self.step.sizes[1],
             "steps": steps,
-            "tokens": steps * self.run.trainer.batch_tokens,
+            "tokens": steps * self.trainer.batch_tokens,
             "flops": None if self.step.flops is None else self.step.flops * steps,
             "skipped": self.progress["skipped"],
             "best_tau": self.progress["best_tau"],
@@ -271,7 +282,7 @@ class Loop:
         """Write a head with these weights to the run's folder."""
         if self.accelerator.is_main_process:
             head = decoding_copy(self.head, weights, None)
-            save_head(self.out / "head", head, self.target.spec, vars(self.run.tree))
+            save_head(self.out / "head", head, self.target.spec, vars(self.tree))
 
     def estimate(self, step: int) -> None:
         """Log what one pass over recorded text says of the head."""

@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
+from data.features.source import FeatureSource
 from data.features.store_files import write_whole
 from data.text.lineage import lineage
 from data.text.prompts import load_training, save_prompts
@@ -39,19 +40,23 @@ from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import bracketed
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
+from inference.target.embeddings_only import Bare, load_target
+from inference.target.target import Target
 from train import adapt
+from train.acceptance import Judge
 from train.checkpoints import format, resume
 from train.config import RunConfig, run_config
 from train.distributed import launch, processes
 from train.distributed.lock import RunLock
 from train.distributed.peers import RANKS, on_main
-from train.features import load_target, origin_of, source_for
-from train.loop import Loop
+from train.features import origin_of, source_for
+from train.loop import Loop, RunFolder
 from train.planning.advice import advice
-from train.planning.check import check_out, check_run, evaluation
+from train.planning.check import check_out, check_run, evaluation, reads_target
 from train.planning.plan import plan
 from train.planning.table import table
-from train.start import CHECKPOINT, LAST_LAYER, first_head, settled
+from train.start import CHECKPOINT, LAST_LAYER, first_head, resolve_init
+from train.step import Stepper
 from train.tracking import sweep
 
 register_resolvers()
@@ -115,6 +120,28 @@ def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batche
     return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
+def identity(run: RunConfig, target: Target | Bare, batches: Batches, world: int) -> resume.Identity:
+    """Return what the run is known by when it goes on, its head's configuration being that of the head as built."""
+    return resume.Identity(
+        resume.settings(run.trainer, run.head, run.peft, target.spec.fingerprint, batches),
+        resume.numerics(run.trainer, run.objective, run.launcher.strategy, world),
+    )
+
+
+def loop_of(
+    run: RunConfig, accelerator: Accelerator, target: Target | Bare, head: Any, batches: Batches,
+    source: FeatureSource, prompts: list[list[int]], resolved: dict[str, Any],
+) -> Loop:  # fmt: skip
+    """Return the run's loop, ready for its first step or for the one that it was stopped at."""
+    judge = None
+    if isinstance(target, Target) and run.trainer.eval_prompts:
+        judge = Judge(target, prompts, run.trainer, run.tree, run.name)
+    known = identity(run, target, batches, accelerator.num_processes)
+    parts = accelerator, head, batches, source, target.ends.hidden_size
+    stepper = Stepper(run.trainer, run.objective, run.launcher, *parts)
+    return Loop(RunFolder(Path(run.out), run.resume, resolved), stepper, target, judge, run.tree, known)
+
+
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
     check_run(run)
@@ -130,10 +157,10 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     """Load, train, evaluate."""
     main = accelerator.is_main_process
     set_seed(run.trainer.seed)
-    target = load_target(run, str(accelerator.device))
-    run = settled(run, target)
-    head: Any = first_head(run, target).to(accelerator.device)
-    run = replace(run, head=head.config)
+    target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
+    init = resolve_init(run.init, run.head, target)
+    head: Any = first_head(run.head, init, target).to(accelerator.device)
+    run = replace(run, head=head.config, init=init)
     resolved = {**resolved, "head": asdict(head.config), "init": run.init}
     for module in head.modules():
         if isinstance(module, Recomputing):
@@ -146,12 +173,12 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
         prune(head, token_counts(samples, target.ends.vocab_size))
     adapt.adapt(head, run.peft)
     batches = batches_for(run, packed, accelerator)
-    source = source_for(run, target, head, batches)
+    source = source_for(run.features, run.objective, target, head, batches)
 
     def begin() -> None:
         console = Console()
         if run.resume:
-            resume.check(Path(run.out), resume.settings(run, target.spec.fingerprint, batches))
+            resume.check(Path(run.out), identity(run, target, batches, 1).settings)
         prepare_out(run, resolved, lock)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = {
@@ -175,7 +202,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
 
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in prompts]
-    Loop(run, accelerator, target, head, batches, source, held_out, resolved).train()
+    loop_of(run, accelerator, target, head, batches, source, held_out, resolved).train()
     accelerator.wait_for_everyone()
     if main and run.eval.prompts:
         report(run)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import HEADS
+from heads.base import HeadConfig
 from heads.common.typed import typed
 from heads.formats.hub import load_found, resolve_head
 from heads.formats.published import is_published
@@ -20,32 +21,28 @@ from inference.target.embeddings_only import Bare
 from inference.target.placed import whole
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
-from train.adapt import FactorsConfig, WholeConfig
-from train.config import RunConfig
+from train.adapt import AdaptConfig, FactorsConfig
 
 log = logging.getLogger(__name__)
 
 AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # what `init` may be besides a head
 
 
-def settled(run: RunConfig, target: Target | Bare) -> RunConfig:
-    """Return the run with what `init=auto` means: the target's last layer for head=mtp if that is alike, or nothing.
-
-    What the run writes down then says what it started from.
-    """
-    if run.init != AUTO:
-        return run
-    if not isinstance(run.head, Mtp.Config):
-        return replace(run, init=None)
+def resolve_init(init: str | None, config: HeadConfig, target: Target | Bare) -> str | None:
+    """Return what a head starts from, where `init=auto` is the target's last layer for head=mtp if that is alike."""
+    if init != AUTO:
+        return init
+    if not isinstance(config, Mtp.Config):
+        return None
     assert isinstance(target, Target)
-    odd = unlike(run, target)
+    odd = unlike(config, target)
     if odd is None:
-        return replace(run, init=LAST_LAYER)
+        return LAST_LAYER
     log.warning("the module starts from nothing: %s", odd)
-    return replace(run, init=None)
+    return None
 
 
-def check_start(config: WholeConfig | FactorsConfig, init: str | None, placement: str) -> None:
+def check_start(config: AdaptConfig, init: str | None, placement: str) -> None:
     """Refuse to adapt or to copy what is not there, before anything is loaded.
 
     Raises:
@@ -71,30 +68,29 @@ def check_copied(init: str | None, placement: str) -> None:
         )
 
 
-def first_head(run: RunConfig, target: Target | Bare) -> nn.Module:
-    """Return the head to train: a new one as `head` says, or what `init` names, config and weights.
+def first_head(config: HeadConfig, init: str | None, target: Target | Bare) -> nn.Module:
+    """Return the head to train: a new one of this configuration, or what `init` names, configuration and weights.
 
     Raises:
-        ValueError: there is no such head, it is of a target of another shape, `head` and so the objective are of
-            another kind, or no head can be built for the target.
+        ValueError: there is no such head, it is for a target of another shape or of another kind than the
+            configuration, or no head can be built for the target.
     """
     target.ends.check_width()
-    kind: Any = HEADS[run.head.name]
-    if run.init in (LAST_LAYER, CHECKPOINT):
+    kind: Any = HEADS[config.name]
+    if init in (LAST_LAYER, CHECKPOINT):
         assert isinstance(target, Target)
-        return mtp_from_target(run, target)
-    if run.init is None:
-        new: nn.Module = kind(run.head, target.ends)
+        return mtp_from_target(config, init, target)
+    if init is None:
+        new: nn.Module = kind(config, target.ends)
         return new
-    folder = resolve_head(run.init)
+    folder = resolve_head(init)
     found: Any = load_found(folder, target.ends, start_spec(folder, target.spec))
-    if type(found.config) is not type(run.head):
+    if type(found.config) is not type(config):
         name = found.config.name
         raise ValueError(
-            f"init={run.init} is a head of kind {name}, whose objective is not that of {run.head.name}: "
-            f"give head={name}"
+            f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}"
         )
-    head: nn.Module = kind(replace(found.config, name=run.head.name), target.ends)
+    head: nn.Module = kind(replace(found.config, name=config.name), target.ends)
     head.load_state_dict(found.state_dict())  # into a new head's fp32, whatever the file's dtype
     return head
 
@@ -113,41 +109,40 @@ def start_spec(folder: Path, spec: TargetSpec) -> TargetSpec:
     return replace(spec, fingerprint=own.fingerprint)
 
 
-def mtp_from_target(run: RunConfig, target: Target) -> nn.Module:
+def mtp_from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
     """Return a module for multi-token prediction that starts as the target's last layer, or as its checkpoint's module.
 
     Rotary positions and norm are then the target's. As the last layer it begins by passing the state on: the
     projection's half for the state is the identity.
 
     Raises:
-        ValueError: `head` is another, there is no such module, or the layer is not built like ours.
+        ValueError: it is of another head, there is no such module, or the layer is not built like ours.
     """
-    if not isinstance(run.head, Mtp.Config):
-        raise ValueError(f"init={run.init} starts head=mtp alone: give that head, or a folder for init")
-    if run.init == CHECKPOINT:
-        loaded = load_mtp(target, run.model.path).state_dict()
+    if not isinstance(config, Mtp.Config):
+        raise ValueError(f"init={init} starts head=mtp alone: give that head, or a folder for init")
+    if init == CHECKPOINT:
+        loaded = load_mtp(target, target.name).state_dict()
         start: dict[str, Tensor] = {name.replace("block.layer.", "block."): value for name, value in loaded.items()}
     else:
         start = last_layer(target)
-    head = module_like(run, target)
+    head = module_like(config, target)
     odd = mismatch(head, start, target)
     if odd is not None:
-        raise ValueError(f"init={run.init}: {odd}")
+        raise ValueError(f"init={init}: {odd}")
     own = head.state_dict()
-    if run.init == LAST_LAYER:
+    if init == LAST_LAYER:
         width = target.ends.hidden_size
         start["eh_proj.weight"] = torch.cat([own["eh_proj.weight"][:, :width], torch.eye(width)], 1)
     head.load_state_dict({**own, **{name: value.float() for name, value in start.items()}})
     return head
 
 
-def module_like(run: RunConfig, target: Target) -> Mtp:
+def module_like(config: Mtp.Config, target: Target) -> Mtp:
     """Return a new module with the target's rotary positions and norm."""
-    assert isinstance(run.head, Mtp.Config)
     rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
-    theta = float(rope.get("rope_theta", run.head.rope_theta))
-    eps = float(getattr(target.config, "rms_norm_eps", run.head.norm_eps))
-    return Mtp(replace(run.head, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps), target.ends)
+    theta = float(rope.get("rope_theta", config.rope_theta))
+    eps = float(getattr(target.config, "rms_norm_eps", config.norm_eps))
+    return Mtp(replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps), target.ends)
 
 
 def last_layer(target: Target) -> dict[str, Tensor]:
@@ -171,9 +166,9 @@ def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
     )
 
 
-def unlike(run: RunConfig, target: Target) -> str | None:
+def unlike(config: Mtp.Config, target: Target) -> str | None:
     """Return why the target's last layer cannot start the module, or None."""
     try:
-        return mismatch(module_like(run, target), last_layer(target), target)
+        return mismatch(module_like(config, target), last_layer(target), target)
     except ValueError as error:  # rotary positions of a kind that heads do not have
         return str(error)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from data.batches import Batch, Batches
 from data.features.source import FeatureSource, Given
 from eval.measures.machine import peak_memory
-from heads.base import Features
+from heads.base import Features, frozen_count, parameter_count
 from heads.modules.top_k import TopLaw
 from train.checkpoints.state import TrainState
-from train.config import RunConfig
+from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
 from train.guard import Guard
 from train.losses import ObjectiveConfig
@@ -64,29 +64,33 @@ class Stepper:
     """Takes steps: holds the head as the processes share it, its optimiser and the running average of its weights."""
 
     def __init__(
-        self, run: RunConfig, accelerator: Accelerator, head: nn.Module, batches: Batches, source: FeatureSource,
-        width: int,
+        self, trainer: TrainerConfig, objective: ObjectiveConfig, launcher: LauncherConfig, accelerator: Accelerator,
+        head: nn.Module, batches: Batches, source: FeatureSource, width: int,
     ) -> None:  # fmt: skip
-        self.run, self.accelerator, self.head, self.batches, self.source = run, accelerator, head, batches, source
-        self.width = width
-        self.guard = Guard(run.trainer, {})
+        self.trainer, self.objective, self.accelerator = trainer, objective, accelerator
+        self.head, self.batches, self.source, self.width = head, batches, source, width
+        self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
+        self.guard = Guard(trainer, {})
         self.clock = Clock(accelerator.device)
         self.flops: int | None = None
-        self.peak = peak_flops(accelerator.device, run.trainer.peak_tflops)
+        self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
         quick = accelerator.mixed_precision == "bf16"
-        loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=quick)
-        self.strategy = strategy.prepare(
-            run.launcher, accelerator, loss, partial(optimizer, config=run.trainer), run.trainer.clip
-        )
+        loss = Loss(head, objective, compiled=trainer.compile, quick=quick)
+        make = partial(optimizer, config=trainer)
+        self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
-        self.average = Average(head, run.trainer.ema)
+        self.average = Average(head, trainer.ema)
         self.state = TrainState(head, self.optimizer, self.average)
+
+    def go_on(self, progress: dict[str, Any]) -> None:
+        """Take over what a run remembers: the operations of a step, and what its guard has seen and will see."""
+        self.flops, self.guard = progress["flops"], Guard(self.trainer, progress)
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
         self.clock.begin()
-        trainer, device, stall = self.run.trainer, self.accelerator.device, self.source.stall
+        trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         micro = [self.drawn(batch, step) for batch in self.batches(step)]
         mine = sum(torch.stack([each.amount, each.trained.sum((1, 2))]) for _, _, each in micro)
         assert isinstance(mine, Tensor)
@@ -149,7 +153,7 @@ class Stepper:
         device, peak = self.accelerator.device, self.peak
         rate = None if self.flops is None else self.flops / seconds
         return {
-            "tokens_per_second": self.run.trainer.batch_tokens / seconds,
+            "tokens_per_second": self.trainer.batch_tokens / seconds,
             "rows_per_second": rows / steps / seconds,
             "step_seconds": seconds,
             "seconds": parts,
@@ -164,7 +168,7 @@ class Stepper:
 
         There is no count where the head is compiled, whose operations cannot be followed.
         """
-        if self.run.trainer.compile:
+        if self.trainer.compile:
             return self(step, halted=halted)
         counter: Any = Flops
         with counter() as count:
@@ -174,28 +178,28 @@ class Stepper:
 
     def rate(self, step: int) -> float:
         """Return the step's learning rate at this target's width."""
-        return learning_rate(step, self.run.trainer) * self.run.trainer.lr_width / self.width
+        return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
     def drawn(self, batch: Batch, step: int) -> tuple[Batch, Tensor | None, Weights]:
         """Return a micro-batch with the rows that are drafted from in this step, and what each counts."""
-        config = self.run.objective
+        config = self.objective
         useful = trainable(batch.document, batch.mask, config.depths).any(0)
-        anchors = draw_anchors(useful, config.anchors, self.run.trainer.seed, number(batch, step))
+        anchors = draw_anchors(useful, config.anchors, self.trainer.seed, number(batch, step))
         return batch, anchors, weights(batch.document, batch.mask, anchors, config)
 
     def backward(
         self, given: Given, drawn: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add one micro-batch's gradient, `drawn` its rows' numbers; processes average theirs, hence the factor."""
-        config, device, features = self.run.objective, self.accelerator.device, given.features
+        config, device, features = self.objective, self.accelerator.device, given.features
         if self.accelerator.mixed_precision == "no":
             dtype = next(self.head.parameters()).dtype
             features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
-        features = noisy(features, config.noise, self.run.trainer.seed, drawn)
+        features = noisy(features, config.noise, self.trainer.seed, drawn)
         anchors = None if anchors is None else anchors.to(device)
 
         # What dropout leaves out follows from seed and step alone, as all that is drawn: a resumed run sees the same.
-        torch.manual_seed((self.run.trainer.seed * 1_000_003 + int(drawn[0])) % 2**63)
+        torch.manual_seed((self.trainer.seed * 1_000_003 + int(drawn[0])) % 2**63)
 
         loss, sums = self.strategy.forward(features, weight, anchors, given.top, last=last)
         self.strategy.backward(loss * self.accelerator.num_processes)

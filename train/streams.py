@@ -49,6 +49,7 @@ from inference.decode import Settings, speculate
 from inference.drafters.contrib.stream_layers import KIND, Streams, frozen, save_streams
 from inference.drafters.contrib.streams import StreamsDrafter
 from inference.drafters.policy import TreeConfig
+from inference.target.config import ModelConfig
 from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
@@ -56,7 +57,7 @@ from inference.verification.sample import GREEDY
 from train.checkpoints import format, resume
 from train.checkpoints.saver import Saver
 from train.checkpoints.state import TrainState
-from train.config import LauncherConfig, ModelConfig, TrainerConfig, check_name
+from train.config import LauncherConfig, TrainerConfig, check_name
 from train.distributed import launch, processes
 from train.distributed.lock import RunLock
 from train.distributed.peers import RANKS, Peers, on_main
@@ -321,11 +322,10 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
     """Load and train."""
     trainer, model = run.trainer, run.model
     set_seed(trainer.seed)
-    place = str(accelerator.device)
     if model.placement != REPLICATE:
         raise ValueError(f"model.placement={model.placement}: streams adapt the target's own layers: give replicate")
     check_rows(run.data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
-    target = Target.load(model.path, model.dtype, place, model.trust_remote_code, model.quantize, model.adapter)
+    target = Target.of(model, device=str(accelerator.device))
     streams = Streams(run.streams, target)
     samples, prompts, counts = load_training(run.data, target.tokenizer, trainer.eval_prompts)
     packed = pack(samples, run.data.length)

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from eval.measures.machine import device_facts, provenance, synchronize
 from heads.common.resolvers import ROOT
-from inference.target.target import DTYPES, Target, default_device
+from inference.target.config import DTYPES, default_device
+from inference.target.target import Target
 
 TINY = ROOT / "examples" / "tiny"
 # Llama-3.1-8B's config.json, and what has its parts at a size for a CPU.

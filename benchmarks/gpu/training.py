@@ -36,7 +36,7 @@ from train.distributed.processes import accelerator_for
 from train.planning.device import GIB
 from train.planning.plan import plan
 from train.run import batches_for
-from train.start import first_head, settled
+from train.start import first_head, resolve_init
 from train.step import Stepper
 
 GOAL_MFU = 0.40
@@ -72,16 +72,16 @@ class Bench:
 def stepper(bench: Bench, run: RunConfig) -> Stepper:
     """Return what takes training steps on random tokens."""
     target = bench.target
-    run = settled(run, target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     torch.manual_seed(0)
-    head: Any = first_head(run, target).to(target.device)
+    head: Any = first_head(run.head, resolve_init(run.init, run.head, target), target).to(target.device)
     length, rows = run.data.length, run.trainer.batch_tokens // run.data.length
     token = torch.randint(target.ends.vocab_size, (2 * rows, length)).tolist()
     samples = [Sample(str(i), row, [1] * length) for i, row in enumerate(token)]
     prune(head, token_counts(samples, target.ends.vocab_size))
     batches = batches_for(run, pack(samples, length), accelerator)
-    return Stepper(run, accelerator, head, batches, Live(target, batches, head.feature_layers), target.ends.hidden_size)
+    source, width = Live(target, batches, head.feature_layers), target.ends.hidden_size
+    return Stepper(run.trainer, run.objective, run.launcher, accelerator, head, batches, source, width)
 
 
 def steps(bench: Bench, run: RunConfig, count: int) -> list[dict[str, Any]]:

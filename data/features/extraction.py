@@ -19,10 +19,11 @@ from data.text.prompts import load_training
 from heads import HEADS
 from heads.common.context import check_rows, context_of
 from heads.common.typed import typed
+from inference.target.config import ModelConfig
 from inference.target.embeddings import final_norm
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import Bare, load_target
 from inference.target.loading import configuration
-from inference.target.placement import alone
+from inference.target.placement import check_alone
 from inference.target.target import Target
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def spec_of(target: Target | Bare, packed: Packed, layers: tuple[int, ...], conf
 
 
 def extract_features(
-    model: dict[str, Any],
+    model: ModelConfig,
     data: DataConfig,
     config: FeaturesConfig,
     layers: Layers,
@@ -91,10 +92,11 @@ def extract_features(
     Raises:
         ValueError: it does not fit, the folder holds something else, or the disk refused.
     """
-    own = configuration(model["path"], model["trust_remote_code"])
-    check_rows(data.length, context_of(own), model["path"])
-    state = PartialState(cpu=model["device"] == "cpu")
-    target = _target(model, str(state.device), bare=config.vllm is not None or prompts is not None)
+    own = configuration(model.path, model.trust_remote_code)
+    check_rows(data.length, context_of(own), model.path)
+    state = PartialState(cpu=model.device == "cpu")
+    check_alone(model.where, "an extraction")
+    target = load_target(model, str(state.device), whole=config.vllm is None and prompts is None)
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
     check_known(packed, target.tokenizer, target.ends.vocab_size)
     if prompts is not None:
@@ -116,17 +118,6 @@ def extract_features(
     missing = len(store.missing())
     beside = f"; {missing} rows are still being written by another command" if missing else ""
     say(f"{folder}: {written} shards written by process {state.process_index}, {store.bytes() / GB:.3f} GB{beside}")
-
-
-def _target(model: dict[str, Any], place: str, *, bare: bool) -> Target | Bare:
-    path, trust = model["path"], model["trust_remote_code"]
-    if bare and model.get("quantize") is None and model.get("adapter") is None:
-        try:
-            return Bare.load(path, model["dtype"], place, trust)
-        except ValueError as error:
-            log.warning("%s; the whole target is loaded", error)
-    where = alone(model, "an extraction")
-    return Target.load(path, model["dtype"], place, trust, model.get("quantize"), model.get("adapter"), where)
 
 
 def _maker(target: Target | Bare, packed: Packed, spec: StoreSpec, config: FeaturesConfig) -> Make:

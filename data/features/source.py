@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -61,6 +62,12 @@ class FeaturesConfig:
                 raise ValueError(f"features.{key} is {getattr(self, key)!r}: choose {', '.join(allowed)}")
         if self.mode != "live" and not self.path:
             raise ValueError(f"features.path is missing: features={self.mode} needs the store's folder")
+
+    @property
+    def folder(self) -> Path:
+        """The store's, of a mode that has one."""
+        assert self.path
+        return Path(self.path)
 
 
 class Given(NamedTuple):

@@ -1,26 +1,19 @@
-"""What a run's folder says: where its head is, which target it was trained for, and which tree it was saved with."""
+"""What a run's folder says: where its head is, and which target it was trained for."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
-from heads.common.untrusted import names_code, parse_yaml, shown
+from heads.common.untrusted import names_code, parse_yaml
 from heads.formats.hub import kind_of, resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
+from inference.target.config import ModelConfig, model_config
 from inference.target.placement import DEVICE_MAP, TOGETHER, Placement
 
 PLACING = tuple(each.name for each in fields(Placement))
 KEPT = ("dtype", "device", "quantize", "adapter", "prompts", *PLACING)  # of a run's model, where model.path is another
-# What a run's config.yaml says of its target, and the types of that.
-OF_A_MODEL: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("name", "path", "dtype", "quantize", "adapter", "device", "placement", "offload"), (str,)),
-    **dict.fromkeys(("data", "split", "prompts"), (str,)),
-    "tensor_parallel": (int,), "devices": (list,), "memory_gb": (int, float), "trust_remote_code": (bool,),
-    "shape": (dict,),
-}  # fmt: skip
 
 
 def find_heads(runs: list[str]) -> dict[str, Path]:
@@ -51,7 +44,7 @@ def overlay(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **{key: value for key, value in given.items() if value is not None}}
 
 
-def model_of(run: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
     """Return the model to load: what the run was trained with, and what the user gives instead.
 
     Raises:
@@ -70,22 +63,13 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         own["placement"] = DEVICE_MAP
     if given.get("path") is not None:
         own = {key: value for key, value in own.items() if key in KEPT}
-    model: dict[str, Any] = {
-        "dtype": "auto",
-        "device": None,
-        "trust_remote_code": False,
-        "quantize": None,
-        "adapter": None,
-        **overlay(own, given),
-    }
+    model = overlay(own, given)
     if not model.get("path"):
         raise ValueError(
             "model.path is missing: give model=… or model.path=…, or run=… of a head that knows its target"
         )
-    model["path"] = target_path(model["path"])
-    if not model.get("name"):
-        model["name"] = Path(model["path"]).name
-    return model
+    path = target_path(model["path"])
+    return model_config(**{**model, "path": path, "name": model.get("name") or Path(path).name})
 
 
 def _trained_model(run: str) -> dict[str, Any]:
@@ -106,12 +90,10 @@ def _trained_model(run: str) -> dict[str, Any]:
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         raise ValueError(f"{file} has no model: restore it, or give model=…")
-    trusting = model.get("trust_remote_code")
     if code := names_code({**config, "model": {**model, "trust_remote_code": None}}):
         raise ValueError(f"{file} names code to run by the key {code}, which is refused: remove the key")
-    if unknown := [key for key in model if key not in OF_A_MODEL]:
-        raise ValueError(f"{file}: model.{shown(unknown[0])} is not a known key; valid keys: {', '.join(OF_A_MODEL)}")
-    for key, kinds in OF_A_MODEL.items():
-        if not isinstance(model.get(key), (*kinds, NoneType)) or "${" in repr(model.get(key)):
-            raise ValueError(f"{file}: model.{key} is {shown(model[key])}, which is no value of it: restore it")
-    return {**model, "trust_remote_code": trusting}
+    try:
+        own = model_config(**{str(key): value for key, value in model.items()})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; restore it") from error
+    return {key: value for key, value in asdict(own).items() if key in model}

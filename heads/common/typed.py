@@ -2,9 +2,9 @@
 
 import copy
 import math
-from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
-from types import NoneType, UnionType
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -26,17 +26,17 @@ def bracketed(words: Sequence[str], *keys: str) -> list[str]:
     ]
 
 
-def typed(schema: type[T], cfg: object) -> T:
-    """Build the dataclass `schema` from `cfg`.
+def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, object] = MappingProxyType({})) -> T:
+    """Build the dataclass `schema` from `cfg`, whose keys errors call by `prefix` too.
 
-    Interpolations of a DictConfig are resolved against its root. Anything else, which may come from the Hub, must be a
-    dict and have none: a resolver would let a foreign file read this machine's environment.
+    `ready` has the fields that are built already, whatever `cfg` says of them. Interpolations of a DictConfig are
+    resolved against its root. Anything else, which may come from the Hub, must be a dict and have none: a resolver
+    would let a foreign file read this machine's environment.
 
     Raises:
         ValueError: an unknown key, a wrong type, a missing value or a number out of range, in one line with the key's
             full name.
     """
-    prefix: str = ""
     values: Any = cfg
     if isinstance(cfg, DictConfig):
         prefix = cfg._get_full_key(None)
@@ -46,13 +46,13 @@ def typed(schema: type[T], cfg: object) -> T:
             raise ValueError(f"{error.full_key}: {first_line(error)}") from None
     elif isinstance(cfg, dict) and (held := [key for key, value in cfg.items() if "${" in repr(value)]):
         raise ValueError(
-            f"{join('', held[0])} is {shown(cfg[held[0]])}: an interpolation is not allowed here, give the value"
+            f"{join(prefix, held[0])} is {shown(cfg[held[0]])}: an interpolation is not allowed here, give the value"
         )
-    built: T = build(schema, values, prefix)
+    built: T = build(schema, values, prefix, ready)
     return built
 
 
-def build(schema: Any, values: Any, prefix: str) -> Any:
+def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = MappingProxyType({})) -> Any:
     """Build one dataclass; its nested ones first, because OmegaConf cannot merge into a frozen one below the root."""
     names = [f.name for f in fields(schema) if f.init]
     if not isinstance(values, dict):
@@ -68,12 +68,15 @@ def build(schema: Any, values: Any, prefix: str) -> Any:
     if missing:
         keys = ", ".join(join(prefix, n) for n in missing)
         raise ValueError(f"{keys} {'is' if len(missing) == 1 else 'are'} missing; valid keys: {', '.join(names)}")
+    values = {name: value for name, value in values.items() if name not in ready}
     nested = {n: convert(hints[n], v, join(prefix, n)) for n, v in values.items() if holds_dataclass(hints[n])}
     leaves = {n: v for n, v in values.items() if n not in nested and v != "???"}
     for name, value in leaves.items():
         check_numbers(value, None, join(prefix, name))  # OmegaConf cannot convert what is too large
     right = {n: copy.deepcopy(v) for n, v in leaves.items() if hints[n] in NUMBERS and are_numbers(hints[n], v)}
-    base = OmegaConf.structured(schema)
+    own = [f for f in fields(schema) if f.init and f.name not in ready and not holds_dataclass(hints[f.name])]
+    blank = [(f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in own]
+    base = OmegaConf.structured(make_dataclass(schema.__name__, blank, kw_only=True))
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(base, {n: v for n, v in leaves.items() if n not in right}))
     except OmegaConfBaseException as error:
@@ -81,7 +84,7 @@ def build(schema: Any, values: Any, prefix: str) -> Any:
         raise ValueError(f"{key}: {first_line(error)}; valid keys: {', '.join(names)}") from None
     assert isinstance(merged, dict)
     merged |= right
-    arguments = {n: merged[n] for n in names if not holds_dataclass(hints[n])}
+    arguments = {f.name: merged[f.name] for f in own}
     # OmegaConf hands a tuple field back as a list.
     arguments |= {n: tuple(v) for n, v in arguments.items() if v is not None and holds_tuple(hints[n])}
     ranges = get_type_hints(schema, include_extras=True)
@@ -89,7 +92,7 @@ def build(schema: Any, values: Any, prefix: str) -> Any:
         if not fits(hints[name], value):
             raise ValueError(f"{join(prefix, name)} is {shown(value)}, expected {hints[name]}")
         check_numbers(value, range_of(ranges[name]), join(prefix, name))
-    return schema(**arguments, **nested)
+    return schema(**arguments, **nested, **ready)
 
 
 def convert(hint: Any, value: Any, key: str) -> Any:

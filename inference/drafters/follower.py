@@ -4,7 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.target.target import DTYPES, Target
+from inference.target.config import DTYPES
+from inference.target.target import Target
 
 ROOT = -1  # the number of the last token read, above the drafted nodes
 

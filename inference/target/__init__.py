@@ -1,5 +1,6 @@
 """The frozen target: loading, placement, cache, forward passes, and the proof that they are what the engine needs.
 
+config.py           its configuration, dtypes and devices
 target.py           a target loaded, its masks and cache proven
 embeddings.py       its embedding and lm_head, all that a head needs besides
 embeddings_only.py  a target of which only these are loaded
@@ -10,7 +11,6 @@ placed.py           what its passes rely on then: whole ends, fingerprint, whose
 packed.py           the attention of packed rows, document by document
 adapter.py          the PEFT adapter that it may carry, merged into it
 checkpoint.py       its tensors on disk, and its fingerprint
-lengths.py          the lengths at which its forward changes: windows, chunks, longrope
 cache.py            its key-value cache, compacted after acceptance
 compiled.py         its verification passes, compiled
 probe.py            what a target must prove when it is loaded

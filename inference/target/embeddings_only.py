@@ -4,6 +4,7 @@ All that training from stored features needs. The layers stay on disk, so the la
 that could never hold the target.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from heads.common.target_config import UNFIT, read_target_config, reason
 from heads.formats.store import TargetSpec
 from inference.target.checkpoint import fingerprint_on_disk, tensor_files
+from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
 from inference.target.embeddings import TargetEnds, final_norm
 from inference.target.loading import load_tokenizer, note_dtype
-from inference.target.target import DTYPES, device_named, fast_dtype
+from inference.target.target import Target
+
+log = logging.getLogger(__name__)
 
 
 class Bare:
@@ -89,3 +93,17 @@ def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtyp
     for part in parts:
         for name, parameter in list(part.named_parameters(recurse=False)):
             setattr(part, name, loaded[id(parameter)])
+
+
+def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | Bare:
+    """Return the target on a device; unless it is wanted `whole`, without its layers where it can be loaded so.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    if not whole and model.as_saved:
+        try:
+            return Bare.load(model.path, model.dtype, device, model.trust_remote_code)
+        except ValueError as error:
+            log.warning("%s; the whole target is loaded", error)
+    return Target.of(model, device=device)

@@ -13,8 +13,8 @@ Under tensor_parallel and fsdp no process can make a pass alone: all make the sa
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,26 +78,17 @@ class Placement:
 HERE = Placement(REPLICATE, None, None, "cpu", None)
 
 
-def placement_of(model: object) -> Placement:
-    """Return the placement that a model's configuration asks for, object or mapping; what it lacks is `HERE`'s."""
-    given = model if isinstance(model, Mapping) else vars(model)
-    own = {each.name: given.get(each.name) for each in fields(Placement)}
-    return Placement(**{key: getattr(HERE, key) if value is None else value for key, value in own.items()})
-
-
-def alone(model: object, who: str) -> Placement:
-    """Return a model's placement for a command whose processes do not make the same passes.
+def check_alone(where: Placement, who: str) -> None:
+    """Check that a command whose processes do not make the same passes can place a target so.
 
     Raises:
-        ValueError: it is one under which they have to.
+        ValueError: they would have to.
     """
-    found = placement_of(model)
-    if found.together:
+    if where.together:
         raise ValueError(
-            f"model.placement={found.placement} needs processes that make every pass together, which is not so in "
+            f"model.placement={where.placement} needs processes that make every pass together, which is not so in "
             f"{who}: give model.placement=device_map, or offload"
         )
-    return found
 
 
 def check(where: Placement, quantized: str | None, adapter: str | None, place: torch.device) -> None:

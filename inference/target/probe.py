@@ -5,12 +5,14 @@ behind a prompt that its windows and chunks have left behind. Where these are to
 where they reach its attention by our mask, and else its masks are not.
 """
 
+import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from inference.target.lengths import APPLIED, windows
 from inference.target.model import TargetModel
 from inference.target.packed import FULL, SLIDING
 from inference.target.stack import Entered, Parts
@@ -20,6 +22,8 @@ from inference.verification.tree import DraftTree
 # A prompt of four, then a root with seven children, the last of which has a child: far from its place in a sequence.
 PROMPT, PARENTS, DEPTH = 4, [-1, 0, 0, 0, 0, 0, 0, 0, 7], 2
 LONGEST = 64  # tokens of the longest window that is run
+APPLIED = "sliding_window"  # the one that `Target.attention_mask` applies
+WINDOW = re.compile(r"window|chunk|local_attention")
 # Logits may differ by rounding alone; a wrong mask or norm moves them by about their own spread.
 TOLERANCE = 0.1
 # What a model raises whose modules, cache or attention are not what they seemed: each says so in its own way.
@@ -195,3 +199,11 @@ def _close(found: Tensor | None, expected: Tensor | None) -> bool:
     assert expected is not None
     found, expected = found.float().flatten(), expected.float().flatten()
     return bool((found - expected).abs().max() < TOLERANCE * expected.std().clamp_min(1e-6))
+
+
+def windows(model: PreTrainedModel, context: int) -> dict[str, int]:
+    """Return the windows and chunks that sequences of up to `context` tokens outgrow, by their configuration's keys."""
+    values: dict[str, Any] = vars(model.config.get_text_config())
+    return {
+        key: value for key, value in values.items() if WINDOW.search(key) and type(value) is int and 1 < value < context
+    }

@@ -2,13 +2,13 @@
 
 from functools import cached_property
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.target import adapter as adapters
 from inference.target import loading, probe
 from inference.target.adapter import Adapter
 from inference.target.compiled import Compiled
+from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
 from inference.target.model import TargetModel
 from inference.target.packed import packing
 from inference.target.placed import Placed
@@ -16,8 +16,6 @@ from inference.target.placed import placed as place_whole
 from inference.target.placement import HERE, REPLICATE, Placement
 from inference.target.placement import check as check_placement
 from inference.target.stack import Parts
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 class Target(TargetModel):
@@ -79,6 +77,18 @@ class Target(TargetModel):
         merged, carried = adapters.merge(model, path, adapter)
         return cls(merged, tokenizer, path, carried)
 
+    @classmethod
+    def of(cls, model: ModelConfig, dtype: str | None = None, device: str | None = None) -> "Target":
+        """Load the target of a configuration, in another dtype or on another device where one is given.
+
+        Raises:
+            ValueError: as `load`.
+        """
+        return cls.load(
+            model.path, dtype or model.dtype, device or model.device, model.trust_remote_code, model.quantize,
+            model.adapter, model.where,
+        )  # fmt: skip
+
     @cached_property
     def parts(self) -> Parts:
         """Its decoder stack in parts, for drafting with some of them."""
@@ -91,35 +101,3 @@ class Target(TargetModel):
             ValueError: its attention takes no mask of ours, without which the passes have too many forms.
         """
         self.compiled = Compiled(self)
-
-
-def default_device() -> str:
-    """Return the accelerator if there is one, else the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def device_named(wanted: str | None) -> torch.device:
-    """Return a device by its name, None being the accelerator if there is one.
-
-    Raises:
-        ValueError: torch knows no such device, or sees none here.
-    """
-    try:
-        place = torch.device(wanted or default_device())
-    except RuntimeError:
-        raise ValueError(f"model.device is {wanted!r}: give cpu, cuda or cuda:N, or null") from None
-    count = torch.cuda.device_count()
-    if place.type == "cuda" and (place.index or 0) >= count:
-        raise ValueError(
-            f"model.device is {wanted}, and torch sees {count} accelerators on this machine: give cpu, or null for "
-            "what there is"
-        )
-    return place
-
-
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 where the device multiplies it natively, else fp32: a CPU without such units emulates it slowly."""
-    if device.type != "cpu":
-        return torch.bfloat16
-    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return torch.bfloat16 if able.get("amx_bf16") or able.get("avx512_bf16") else torch.float32

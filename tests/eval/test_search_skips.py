@@ -8,6 +8,7 @@ import pytest
 from eval.search_skips import JobConfig, find
 from inference.drafters.contrib.layer_skip import LayerSkip
 from inference.drafters.contrib.skip_search import SearchSettings
+from inference.target.config import model_config
 from inference.target.target import Target
 from tests import toys
 
@@ -24,7 +25,8 @@ def model(tmp_path: Path) -> dict[str, object]:
 
 
 def job(model: dict[str, object], out: Path, evaluations: int = 24) -> JobConfig:
-    return JobConfig(model, str(out), None, 2, 24, SearchSettings(depth=3, stop=0.0, evaluations=evaluations, seed=0))
+    search = SearchSettings(depth=3, stop=0.0, evaluations=evaluations, seed=0)
+    return JobConfig(model_config(**model), str(out), None, 2, 24, search)
 
 
 def test_the_file_is_what_the_drafter_reads(tmp_path: Path, model: dict[str, object]) -> None:

@@ -96,11 +96,11 @@ def test_the_run_says_which_adapter_unless_the_user_does(base: str, carried: str
     target = Target.load(base, "float32", "cpu", adapter=carried)
     save_head(tmp_path / "head", toys.head("eagle", target), target.spec, TREE)
     nothing: dict[str, Any] = {"adapter": None}
-    assert model_of(str(tmp_path), nothing)["adapter"] == carried  # published alone: from the head itself
+    assert model_of(str(tmp_path), nothing).adapter == carried  # published alone: from the head itself
     (tmp_path / "config.yaml").write_text(f"model: {{path: {base}, adapter: {carried}}}")
-    assert model_of(str(tmp_path), nothing)["adapter"] == carried
-    assert model_of(str(tmp_path), {"path": "/a/copy"})["adapter"] == carried
-    assert model_of(str(tmp_path), {"adapter": "none"})["adapter"] == "none"
+    assert model_of(str(tmp_path), nothing).adapter == carried
+    assert model_of(str(tmp_path), {"path": "/a/copy"}).adapter == carried
+    assert model_of(str(tmp_path), {"adapter": "none"}).adapter == "none"
     register_resolvers()
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "generate.yaml"))
     assert isinstance(values, dict)

@@ -126,10 +126,10 @@ def test_the_run_says_how_it_was_quantised_unless_the_user_does(tmp_path: Path, 
     save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
     (tmp_path / "config.yaml").write_text(f"model: {{path: {plain.name}, quantize: int8}}")
     nothing: dict[str, Any] = {"quantize": None}
-    assert model_of(str(tmp_path), nothing)["quantize"] == "int8"
-    assert model_of(str(tmp_path), {"quantize": "none"})["quantize"] == "none"
+    assert model_of(str(tmp_path), nothing).quantize == "int8"
+    assert model_of(str(tmp_path), {"quantize": "none"}).quantize == "none"
     (tmp_path / "config.yaml").write_text(f"model: {{path: {plain.name}}}")
-    assert model_of(str(tmp_path), nothing)["quantize"] is None
+    assert model_of(str(tmp_path), nothing).quantize is None
 
 
 def test_the_command_on_the_embedded_target() -> None:

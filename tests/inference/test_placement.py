@@ -18,8 +18,9 @@ from eval.inputs.runs import model_of
 from inference.decode import Settings, autoregress
 from inference.target import placed as placing_of
 from inference.target import placement
+from inference.target.config import model_config
 from inference.target.placed import whole
-from inference.target.placement import HERE, Placement, alone, check, check_shape, options, placement_of
+from inference.target.placement import HERE, Placement, check, check_alone, check_shape, options
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import assistants, toys
@@ -128,7 +129,7 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"model\.tensor_parallel=4 does not divide the 2 key-value heads of .*fsdp"):
         check_shape(AutoConfig.from_pretrained(folder), 4, folder)
     with pytest.raises(ValueError, match=r"needs processes that make every pass together, which is not so in an eval"):
-        alone({"placement": "fsdp"}, "an evaluation")
+        check_alone(replace(HERE, placement="fsdp"), "an evaluation")
     with pytest.raises(ValueError, match=r"model\.placement=offload cannot cut up or move quantised weights \(int8\)"):
         Target.load(folder, "float32", "cpu", quantize="int8", where=OFFLOAD)
 
@@ -146,7 +147,7 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
 )
 def test_values_are_checked(words: str, key: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=words):
-        placement_of(key)
+        model_config(path="x", **key)
 
 
 def test_devices_are_shared_out_among_a_nodes_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +174,8 @@ def test_a_run_whose_processes_shared_a_target_is_evaluated_over_one_process_dev
     for kind, expected in (("fsdp", "device_map"), ("offload", "offload"), ("replicate", "replicate")):
         (tmp_path / "config.yaml").write_text(f"model: {{path: {tmp_path}, placement: {kind}, offload: disk}}")
         found = model_of(str(tmp_path), {"placement": None})
-        assert (found["placement"], found["offload"]) == (expected, "disk")
-        assert model_of(str(tmp_path), {"placement": "offload"})["placement"] == "offload"
+        assert (found.placement, found.offload) == (expected, "disk")
+        assert model_of(str(tmp_path), {"placement": "offload"}).placement == "offload"
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.batches import check_known, pack
 from data.text.masks import Sample
 from inference.target import probe
-from inference.target.target import DTYPES, Target, fast_dtype
+from inference.target.config import DTYPES, fast_dtype
+from inference.target.target import Target
 from tests import toys
 
 Log = pytest.LogCaptureFixture

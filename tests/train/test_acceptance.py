@@ -17,6 +17,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from heads.modules.layers import Recomputing
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
+from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import ROW
@@ -38,11 +39,15 @@ def run(*overrides: str) -> RunConfig:
         return run_config(compose("train", list(chosen)))
 
 
+def judging(target: Target, run: RunConfig) -> Judge:
+    return Judge(target, PROMPTS, run.trainer, run.tree, run.name)
+
+
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "block", "hass"])
 def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
     target, head = toys.target(), toys.head(name, toys.target())
     made: Any = head
-    judge = Judge(target, PROMPTS, run())
+    judge = judging(target, run())
     hits, rows = torch.zeros(4), torch.zeros(4)
     for prompt in judge.prompts:
         token = prompt + autoregress(target, prompt, Settings(20, GREEDY)).tokens
@@ -66,7 +71,7 @@ def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
 
 def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     target, head = toys.target(), toys.head("eagle", toys.target())
-    judge = Judge(target, PROMPTS, run())
+    judge = judging(target, run())
     found = judge.tau(head)
     made = [
         speculate(target, HeadDrafter(head, run().tree, "eagle"), prompt, Settings(20, GREEDY))
@@ -76,7 +81,7 @@ def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     low, high = found["tau_ci"]
     assert low <= found["tau"] <= high
     assert len(judge.prompts) == 3
-    assert [Judge(target, PROMPTS, run(f"trainer.seed={seed}")).prompts for seed in range(6)] != [judge.prompts] * 6
+    assert [judging(target, run(f"trainer.seed={seed}")).prompts for seed in range(6)] != [judge.prompts] * 6
 
 
 def test_operations_are_counted_with_the_backward_pass() -> None:

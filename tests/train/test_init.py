@@ -23,13 +23,17 @@ from tests.inference.test_mtp import save
 from tests.train import jobs
 from train.config import RunConfig, run_config
 from train.planning.plan import plan
-from train.start import first_head, settled
+from train.start import first_head, resolve_init
 
 
 def run(*overrides: str) -> RunConfig:
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return run_config(compose("train", list(overrides)))
+
+
+def started(run: RunConfig, target: Target) -> Any:
+    return first_head(run.head, run.init, target)
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def published(tmp_path: Path) -> Path:
 
 def test_the_weights_and_numbers_are_the_published_ones(published: Path) -> None:
     for name in ("eagle", "hass"):  # HASS trains EAGLE's head
-        head: Any = first_head(run(f"head={name}", f"init={published}"), toys.target())
+        head: Any = started(run(f"head={name}", f"init={published}"), toys.target())
         assert (head.config.name, head.config.length, head.config.norm_eps) == (name, None, 1e-5)
         assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
         own, theirs = head.state_dict(), load_file(published / "model.safetensors")
@@ -51,7 +55,7 @@ def test_the_weights_and_numbers_are_the_published_ones(published: Path) -> None
 def test_our_own_head_is_a_start_too(tmp_path: Path) -> None:
     target, saved = toys.target(), toys.head("medusa", toys.target())
     save_head(tmp_path / "head", saved, target.spec, {})
-    head = first_head(run("head=medusa", "head.heads=2", f"init={tmp_path}"), target)
+    head = started(run("head=medusa", "head.heads=2", f"init={tmp_path}"), target)
     assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in head.state_dict().items())
 
 
@@ -62,17 +66,17 @@ def test_a_head_of_other_weights_is_a_start_and_one_of_another_shape_is_none(
     save_head(tmp_path / "tuned" / "head", saved, replace(target.spec, name="base", fingerprint="another"), {})
     save_head(tmp_path / "deep" / "head", saved, replace(target.spec, num_layers=9), {})
     with caplog.at_level(logging.WARNING):
-        first_head(run("head=medusa", f"init={tmp_path / 'tuned'}"), target)
+        started(run("head=medusa", f"init={tmp_path / 'tuned'}"), target)
     assert "made for the weights of base; it is trained on for those of llama" in caplog.text
     with pytest.raises(ValueError, match="made for another target, llama: its number of layers is 9"):
-        first_head(run("head=medusa", f"init={tmp_path / 'deep'}"), target)
+        started(run("head=medusa", f"init={tmp_path / 'deep'}"), target)
 
 
 def test_another_kind_of_head_is_refused_in_one_line(tmp_path: Path) -> None:
     _, tensors, config = medusa_first()
     folder = publish(tmp_path, tensors, config)
     with pytest.raises(ValueError, match=r"is a head of kind medusa, .* give head=medusa") as error:
-        first_head(run(f"init={folder}"), toys.target())
+        started(run(f"init={folder}"), toys.target())
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"plan=true loads nothing"):
         plan(run(f"init={folder}"))
@@ -97,7 +101,7 @@ def test_a_run_starts_there(tmp_path: Path) -> None:
 def test_a_module_starts_as_the_targets_last_layer() -> None:
     for name, extra in (("llama", ()), ("qwen3", ("head.qk_norm=true",))):
         target = toys.target(name)
-        head: Any = first_head(run("head=mtp", "init=last_layer", *extra), target)
+        head: Any = started(run("head=mtp", "init=last_layer", *extra), target)
         last = target.decoder_layers[-1].state_dict()
         assert all(torch.equal(value, last[key]) for key, value in head.block.state_dict().items())
         assert torch.equal(head.norm.weight, target.base.norm.weight)
@@ -108,7 +112,7 @@ def test_a_module_starts_as_the_targets_last_layer() -> None:
 def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
     path = save(tmp_path, "behind")
     target = Target.load(str(path), "float64", "cpu")
-    head: Any = first_head(run("head=mtp", "init=checkpoint", f"model.path={path}"), target)
+    head: Any = started(run("head=mtp", "init=checkpoint", f"model.path={path}"), target)
     theirs = load_mtp(target, str(path))
     features = target.features(torch.tensor([toys.prompt(1, 9)]), torch.zeros(1, 9, dtype=torch.long), ())
     for ours, own in zip(head.double().unroll(features, 3), theirs.unroll(features, 3), strict=True):
@@ -125,7 +129,7 @@ def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
 )
 def test_a_start_that_does_not_fit_is_refused(name: str, overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        first_head(run(*overrides), toys.target(name))
+        started(run(*overrides), toys.target(name))
 
 
 @pytest.mark.parametrize(
@@ -145,12 +149,13 @@ def test_what_a_head_starts_from_by_itself(
 ) -> None:
     """And a module that starts from nothing, for the target's last layer is another, says so."""
     target = toys.target(name)
-    found = settled(run(*overrides), target)
+    asked = run(*overrides)
+    found = replace(asked, init=resolve_init(asked.init, asked.head, target))
     assert found.init == start
     assert ("starts from nothing" in caplog.text) == (
         start is None and "head=mtp" in overrides and "init=null" not in overrides
     )
-    first_head(found, target)
+    started(found, target)
 
 
 def test_a_target_whose_embedding_is_narrower_than_its_layers_gets_no_head() -> None:
@@ -158,4 +163,4 @@ def test_a_target_whose_embedding_is_narrower_than_its_layers_gets_no_head() -> 
     config = OPTConfig(**sizes, vocab_size=toys.VOCAB, ffn_dim=48, max_position_embeddings=160, bos_token_id=None)
     target = Target(OPTForCausalLM(config), toys.tokenizer(), "opt")
     with pytest.raises(ValueError, match="OPTForCausalLM: its layers are 32 wide but its embedding and lm_head 16"):
-        first_head(run("head=eagle"), target)
+        started(run("head=eagle"), target)

@@ -1,17 +1,20 @@
-"""What a run must go on with: the settings that its losses and the order of its data follow from."""
+"""Settings that must not change on resume, because the losses or the order of the data depend on them."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from data.batches import Batches
 from data.features.store import packed_fingerprint
+from heads.base import HeadConfig
+from train.adapt import AdaptConfig
 from train.checkpoints import format
 from train.checkpoints.state import TrainState, split
-from train.config import RunConfig, TrainerConfig
+from train.config import TrainerConfig
+from train.losses import ObjectiveConfig
 
 STEERING = (
     "steps", "lr", "lr_width", "min_lr", "warmup", "betas", "momentum", "weight_decay", "clip", "precision",
@@ -20,17 +23,32 @@ STEERING = (
 SHOWN = 60  # characters of a value in a message
 
 
-def settings(run: RunConfig, target: str, batches: Batches) -> dict[str, Any]:
+class Identity(NamedTuple):
+    """What a run is known by when it goes on: `settings` may not change, `numerics` may, and are then told."""
+
+    settings: dict[str, Any]
+    numerics: dict[str, Any]
+
+    def kept(self) -> dict[str, Any]:
+        """Return them as checkpoints keep them."""
+        return {"settings": self.settings, "arithmetic": self.numerics}
+
+
+def settings(
+    trainer: TrainerConfig, head: HeadConfig, peft: AdaptConfig, target: str, batches: Batches
+) -> dict[str, Any]:
     """Return what may not change when a run goes on, by the keys that a user knows.
 
     Args:
-        run: the run, its head as it was built.
+        trainer: the optimisation.
+        head: the head's configuration as it was built.
+        peft: what of it is trained.
         target: the fingerprint of the target's weights.
         batches: the packed data.
     """
-    parts = {"head": asdict(run.head), "peft": asdict(run.peft)}
+    parts = {"head": asdict(head), "peft": asdict(peft)}
     nested = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
-    return plain({**data_settings(run.trainer, batches), "target's fingerprint": target, **nested})
+    return plain({**data_settings(trainer, batches), "target's fingerprint": target, **nested})
 
 
 def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
@@ -45,11 +63,11 @@ def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
     }
 
 
-def arithmetic(run: RunConfig, world: int) -> dict[str, Any]:
+def numerics(trainer: TrainerConfig, objective: ObjectiveConfig, strategy: str, world: int) -> dict[str, Any]:
     """Return what the losses follow from and may change: the schedule, the objective, or their last bits alone."""
-    trainer = {f"trainer.{key}": getattr(run.trainer, key) for key in STEERING}
-    objective = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
-    return plain({**trainer, **objective, "processes": world, "strategy": run.launcher.strategy})
+    steering = {f"trainer.{key}": getattr(trainer, key) for key in STEERING}
+    weighed = {f"objective.{key}": value for key, value in asdict(objective).items()}
+    return plain({**steering, **weighed, "processes": world, "strategy": strategy})
 
 
 def check(out: Path, now: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 
-from inference.target.target import device_named, fast_dtype
-from train.config import LauncherConfig, ModelConfig, TrainerConfig
+from inference.target.config import ModelConfig, device_named, fast_dtype
+from train.config import LauncherConfig, TrainerConfig
 
 LARGE = 2**25  # from here on glibc maps a block by itself, and gives it back to the system when it is freed
 ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}  # set by accelerate's own options

@@ -1,7 +1,7 @@
 """What to change first when a run does not fit: each change planned by itself, and the mildest ones together."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from inference.target.placement import TOGETHER
@@ -93,10 +93,10 @@ def changes(run: RunConfig) -> Iterator[tuple[str, Change]]:
 
 def _smaller(run: RunConfig) -> Iterator[tuple[str, Change]]:
     """Yield smaller heads and shorter rows."""
-    known, length = {field.name for field in fields(run.head)}, run.data.length
-    if "draft_vocab" in known and run.head.draft_vocab is None:
+    head, length = asdict(run.head), run.data.length
+    if head.get("draft_vocab", PRUNED) is None:
         yield f"head.draft_vocab={PRUNED}", lambda r: replace(r, head=replace(r.head, draft_vocab=PRUNED))
-    if "lm_head" in known and run.head.lm_head == "own":
+    if head.get("lm_head") == "own":
         yield "head.lm_head=shared", lambda r: replace(r, head=replace(r.head, lm_head="shared"))
     if length > 512:
         half = length // 2

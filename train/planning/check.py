@@ -16,6 +16,7 @@ from heads.common.context import check_rows, context_of
 from heads.common.files import check_writable
 from heads.common.untrusted import regular
 from heads.formats.hub import kind_of, resolve_head
+from heads.mtp import Mtp
 from inference.target import adapter
 from inference.target.embeddings import layer_shape
 from inference.target.loading import AS_IT_IS, check_method, configuration
@@ -23,6 +24,14 @@ from train.config import RunConfig
 from train.distributed import processes
 from train.planning.trace import Ends
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_start
+
+
+def reads_target(run: RunConfig) -> bool:
+    """Return whether a run needs the target's layers: for features, acceptance or a start, or as its weights are."""
+    # By itself head=mtp starts from the last layer, whatever is measured while it trains.
+    starts = run.init in (LAST_LAYER, CHECKPOINT) or (run.init == AUTO and isinstance(run.head, Mtp.Config))
+    stored = run.features.mode == "stored" and run.features.on_missing == "fail" and run.trainer.eval_prompts == 0
+    return starts or not stored or not run.model.as_saved
 
 
 def check_run(run: RunConfig) -> None:
@@ -38,7 +47,7 @@ def check_run(run: RunConfig) -> None:
     if run.workload:
         check_source(locate(run.workload))
     if run.features.mode == "stored":
-        FeatureStore(Path(run.features.path))
+        FeatureStore(run.features.folder)
     if run.eval.prompts:
         find_heads(run.compare)
         evaluation(run)

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
-from inference.target.target import default_device
+from inference.target.config import default_device
 from train.config import DeviceConfig
 
 GIB = 2**30

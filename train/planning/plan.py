@@ -11,17 +11,16 @@ import torch
 
 from data.features.quantize import size
 from data.features.store import TOP_BYTES
+from inference.target.config import DTYPES, fast_dtype
 from inference.target.placement import (
     DEVICE_MAP,
     TENSOR_PARALLEL,
     check_offload,
     check_processes,
     check_shape,
-    placement_of,
 )
-from inference.target.target import DTYPES, fast_dtype
 from train.config import DeviceConfig, RunConfig
-from train.features import bare
+from train.planning.check import reads_target
 from train.planning.device import GIB, settled
 from train.planning.memory import (
     Held,
@@ -97,7 +96,7 @@ def given(run: RunConfig) -> Given:
     shape, launcher = target_shape(run.model), run.launcher
     accelerators = launcher.num_processes if device.count is None else device.count
     layout = Layout(
-        launcher.strategy, placement_of(run.model), launcher.num_processes, launcher.num_nodes,
+        launcher.strategy, run.model.where, launcher.num_processes, launcher.num_nodes,
         accelerators, run.model.tensor_parallel or launcher.num_processes,
     )  # fmt: skip
     _check_placed(run, layout, str(device.type))
@@ -110,7 +109,7 @@ def given(run: RunConfig) -> Given:
         rows, length, run.trainer.recompute, micro > 1,
     )  # fmt: skip
     quantize = QUANTIZED.get(run.model.quantize or "", kind.itemsize)
-    layers = 0 if bare(run) else int(quantize * shape.inner)
+    layers = int(quantize * shape.inner) if reads_target(run) else 0
     return Given(run, device, shape, trace(job), layout, kind.itemsize, rows, micro, layers)
 
 

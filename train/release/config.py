@@ -7,7 +7,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 from heads.formats.export import assert_known
 from heads.formats.hub import REPO
-from inference.target.target import DTYPES
+from inference.target.config import DTYPES
 
 TAG = re.compile(r"\w[\w.-]*(?<!\.lock)(?<!\.)")
 

@@ -12,9 +12,10 @@ import torch
 from heads.formats.export import Served, export
 from heads.formats.hub import on_hub, target_path
 from heads.formats.store import load_head, read_config
+from inference.target.config import DTYPES
 from inference.target.embeddings import TargetEnds
 from inference.target.embeddings_only import Bare
-from inference.target.target import DTYPES, Target
+from inference.target.target import Target
 
 log = logging.getLogger(__name__)
 

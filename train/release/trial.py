@@ -19,7 +19,8 @@ from heads.formats.store import last_good, read_config
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_tree
-from inference.target.target import DTYPES, Target
+from inference.target.config import DTYPES
+from inference.target.target import Target
 from inference.verification.sample import Sampling
 from train.release.config import PublishConfig
 

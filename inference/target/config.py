@@ -1,0 +1,114 @@
+"""The target's configuration, as conf/model has it; what its dtype and device mean on this machine."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from heads.common.typed import typed
+from inference.target.loading import AS_IT_IS, METHODS
+from inference.target.placement import Placement
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+# Of a target that no file of conf/model describes: one that a published head or a caller names.
+UNSAID: dict[str, Any] = {
+    "name": "", "path": "", "dtype": "auto", "quantize": None, "adapter": None, "device": None,
+    "placement": "replicate", "tensor_parallel": None, "devices": None, "offload": "cpu", "memory_gb": None,
+    "trust_remote_code": False, "data": "", "split": "", "prompts": "", "shape": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The target: what to load, and the data and prompts that go with it.
+
+    Attributes:
+        name: what runs and reports call it.
+        path: a folder, or a name on the Hub.
+        dtype: a key of DTYPES, or auto for the one that is fast on the device.
+        quantize: a key of `loading.METHODS`; None or "none" for the weights as the checkpoint has them.
+        adapter: folder or Hub name of a PEFT adapter to merge into the weights; None or "none" for none.
+        device: of torch; None for the accelerator if there is one.
+        placement, tensor_parallel, devices, offload, memory_gb: `where` it lies, as `Placement` has them.
+        trust_remote_code: whether code that the checkpoint brings may run.
+        data, split, prompts: text to train on and to evaluate with.
+        shape: the values of the config.json of the path that it names by `of`; a plan takes them where that file cannot
+            be read.
+    """
+
+    name: str
+    path: str
+    dtype: str
+    quantize: str | None
+    adapter: str | None
+    device: str | None
+    placement: str
+    tensor_parallel: int | None
+    devices: list[int] | None
+    offload: str
+    memory_gb: float | None
+    trust_remote_code: bool
+    data: str
+    split: str
+    prompts: str
+    shape: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the target."""
+        choices = {"dtype": ("auto", *DTYPES), "quantize": (None, AS_IT_IS, *METHODS)}
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"model.{key} is {getattr(self, key)!r}: choose {', '.join(map(str, allowed))}")
+        assert self.where  # which checks itself
+
+    @property
+    def where(self) -> Placement:
+        """How the target is placed."""
+        return Placement(**{each.name: getattr(self, each.name) for each in fields(Placement)})
+
+    @property
+    def as_saved(self) -> bool:
+        """Whether its weights are the checkpoint's own, neither quantised while loading nor with an adapter."""
+        return self.quantize in (None, AS_IT_IS) and self.adapter in (None, AS_IT_IS)
+
+
+def model_config(**given: Any) -> ModelConfig:
+    """Return the configuration of a target with these values and otherwise UNSAID ones; a None says nothing.
+
+    Raises:
+        ValueError: a value is not one of a target's.
+    """
+    said = {key: value for key, value in given.items() if value is not None}
+    return typed(ModelConfig, UNSAID | said, "model")
+
+
+def default_device() -> str:
+    """Return the accelerator if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_named(wanted: str | None) -> torch.device:
+    """Return a device by its name, None being the accelerator if there is one.
+
+    Raises:
+        ValueError: torch knows no such device, or sees none here.
+    """
+    try:
+        place = torch.device(wanted or default_device())
+    except RuntimeError:
+        raise ValueError(f"model.device is {wanted!r}: give cpu, cuda or cuda:N, or null") from None
+    count = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= count:
+        raise ValueError(
+            f"model.device is {wanted}, and torch sees {count} accelerators on this machine: give cpu, or null for "
+            "what there is"
+        )
+    return place
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return bf16 where the device multiplies it natively, else fp32: a CPU without such units emulates it slowly."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return torch.bfloat16 if able.get("amx_bf16") or able.get("avx512_bf16") else torch.float32
