@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from heads.common.redact import redact_logs, redacted
 from heads.common.untrusted import visible
 
-CHATTY = ("httpx", "httpx2")  # of huggingface_hub, which log every request with its URL
+# Of huggingface_hub, which log every request with its URL; what transformers warns of a checkpoint, loading checks.
+CHATTY = {"httpx": logging.WARNING, "httpx2": logging.WARNING, "transformers": logging.ERROR}
 
 
 def one_line(error: BaseException) -> str:
@@ -32,8 +33,8 @@ def user_errors() -> Iterator[None]:
     without every request to the Hub, from here on.
     """
     redact_logs()
-    for name in CHATTY:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name, level in CHATTY.items():
+        logging.getLogger(name).setLevel(level)
     logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
     try:
         yield

@@ -18,6 +18,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from inference.decode import Generation, Settings
 from inference.drafters.registry import SOURCES
+from inference.target.config import model_config
 from tests import toys
 from tests.eval.small import SIZE, small, words
 
@@ -246,9 +247,9 @@ def test_hydra_and_plain_yaml_give_the_same_values() -> None:
 
 def test_speed_is_measured_in_the_dtype_that_was_asked_for() -> None:
     cpu = torch.device("cpu")
-    assert speed_dtype(eval_config(dtype="float16"), {"dtype": "bfloat16"}, cpu) == "float16"
-    assert speed_dtype(eval_config(), {"dtype": "bfloat16"}, cpu) == "bfloat16"
-    assert speed_dtype(eval_config(), {"dtype": "auto"}, torch.device("cuda")) == "bfloat16"
+    assert speed_dtype(eval_config(dtype="float16"), model_config(dtype="bfloat16"), cpu) == "float16"
+    assert speed_dtype(eval_config(), model_config(dtype="bfloat16"), cpu) == "bfloat16"
+    assert speed_dtype(eval_config(), model_config(), torch.device("cuda")) == "bfloat16"
 
 
 def test_the_report_goes_to_the_run_or_where_it_was_told(tmp_path: Path) -> None:

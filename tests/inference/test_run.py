@@ -17,6 +17,7 @@ from heads.formats.store import save_head
 from inference import run
 from inference.decode import autoregress
 from inference.run import GenerateConfig, chat_ids, generate
+from inference.target.config import ModelConfig
 from inference.target.placement import HERE
 from inference.target.target import Target
 from tests import toys
@@ -86,25 +87,24 @@ def test_the_tree_is_the_heads_own_but_for_what_is_given(target: Target, trained
 def test_the_target_is_the_heads_own_but_for_what_is_given(
     target: Target, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, dict[str, Any]]] = []
+    asked: list[ModelConfig] = []
 
-    def load(cls: type[Target], path: str, **options: Any) -> Target:
-        asked.append((path, options))
+    def of(cls: type[Target], model: ModelConfig) -> Target:
+        asked.append(model)
         return target
 
-    monkeypatch.setattr(Target, "load", classmethod(load))
+    monkeypatch.setattr(Target, "of", classmethod(of))
     run.load(config(f"run={trained}"))
     run.load(config(f"run={trained}", "model.path=mine", "model.dtype=float32"))
     run.load(config("model=llama8b"))
     run.load(config())
-    assert [(path, options.pop("where")) for path, options in asked] == [
-        ("llama", HERE),
-        ("mine", HERE),
-        ("meta-llama/Llama-3.1-8B-Instruct", HERE),
-        (str(ROOT / "examples" / "tiny"), HERE),
+    assert [(each.path, each.dtype) for each in asked] == [
+        ("llama", "auto"),
+        ("mine", "float32"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "auto"),
+        (str(ROOT / "examples" / "tiny"), "auto"),
     ]
-    dtype = {"dtype": "auto", "trust_remote_code": False}
-    assert [options for _, options in asked] == [{}, {"dtype": "float32"}, dtype, {}]
+    assert all(each.where == HERE and not each.trust_remote_code for each in asked)
 
 
 def test_a_chat_reads_lines_and_remembers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def extracted(base: list[str], folder: Path, head: str, *overrides: str) -> list
     run, resolved = configured([*base, *HEADS[head], *words, *overrides])
     config: FeaturesConfig = run.features
     layers = Layers(resolved["head"], None)
-    extract_features(resolved["model"], run.data, config, layers, None, run.workload, lambda _: None)
+    extract_features(run.model, run.data, config, layers, None, run.workload, lambda _: None)
     return words
 
 

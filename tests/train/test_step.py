@@ -99,7 +99,7 @@ def test_a_wider_target_has_a_lower_rate_and_moves_as_much_the_less(optimizer: s
     for factor in (1, 4):
         step = made("muon", optimizer=optimizer, warmup=0.0, weight_decay=0.0)
         step.width *= factor
-        before, trainer = weights(step), step.run.trainer
+        before, trainer = weights(step), step.trainer
         step(0, halted=lambda: False)
         rate = steps.learning_rate(0, trainer) * trainer.lr_width / step.width
         assert all(group["lr"] == pytest.approx(rate) for group in step.optimizer.param_groups)
