@@ -22,13 +22,12 @@ from heads.common.command import command
 from heads.common.errors import user_errors
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
-from heads.formats.hub import load_found, resolve_head, target_path, tree_of
+from heads.formats.hub import resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
 from inference.chat_template import rendering
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import TreeConfig, check_masks, check_tree
+from inference.drafters.head import load_drafter, saved_tree
 from inference.painter import Painter
 from inference.protocol import Drafter
 from inference.target.config import model_config
@@ -92,14 +91,10 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
         model = {"adapter": saved["adapter"], **model}
     chosen = model_config(**{"path": target_path(saved["name"]), **model})
     check_alone(chosen.where, "decoding")
-    tree = typed(TreeConfig, tree_of(folder, config.tree)) if folder else None
+    if folder is not None:
+        saved_tree(folder, config.tree)  # says what is wrong with it before the target is loaded
     target = Target.of(chosen)
-    if folder is None or tree is None:
-        return target, None
-    head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
-    check_tree(target, tree, "head")
-    check_masks(target, tree)
-    return target, HeadDrafter(head, tree, "head")
+    return target, None if folder is None else load_drafter(folder, config.tree, target, "head")
 
 
 def plain_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

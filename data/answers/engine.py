@@ -14,12 +14,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
-from heads.common.typed import typed
-from heads.formats.hub import load_found, resolve_head, tree_of
+from heads.formats.hub import resolve_head
 from inference.batch import Batch, twin
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Plain
-from inference.drafters.policy import TreeConfig, check_masks, check_tree
 from inference.drafters.registry import configured, make
 from inference.protocol import Drafter
 from inference.session import Generation, Settings
@@ -111,7 +109,7 @@ def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str
     if run is not None:
         if name not in ("plain", "head"):
             raise ValueError(f"run={run} has its head draft, and drafter={name} another source: give one of the two")
-        typed(TreeConfig, tree_of(resolve_head(run), tree))
+        saved_tree(resolve_head(run), tree)
     elif name != "plain":
         configured(name, values)
     return name, values
@@ -132,9 +130,4 @@ def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, A
     name, values = check_drafter(options, run, tree)
     if run is None:
         return Plain(target.device) if name == "plain" else make(name, values, target)
-    folder = resolve_head(run)
-    head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
-    grown = typed(TreeConfig, tree_of(folder, tree))
-    check_tree(target, grown, "head")
-    check_masks(target, grown)
-    return HeadDrafter(head, grown, "head")
+    return load_drafter(resolve_head(run), tree, target, "head")

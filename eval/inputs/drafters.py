@@ -6,11 +6,9 @@ from typing import Any
 
 from eval.config import EvalConfig
 from eval.inputs.runs import find_heads
-from heads.common.typed import build, typed
-from heads.formats.hub import load_found, tree_of
-from inference.drafters.head import HeadDrafter
+from heads.common.typed import build
+from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.hybrid import Hybrid, Scored
-from inference.drafters.policy import TreeConfig, check_tree
 from inference.drafters.registry import configured, make
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -27,7 +25,7 @@ def check_drafters(config: EvalConfig) -> None:
     for name, options in config.drafter.items():
         if name in ("head", "hybrid"):
             for folder in _folders(config).values():
-                typed(TreeConfig, tree_of(folder, config.tree))
+                saved_tree(folder, config.tree)
         if name == "hybrid":
             configured("hybrid.lookup", build(Hybrid.Config, dict(options), "drafter.hybrid").lookup)
         elif name not in ("head", "plain"):
@@ -70,10 +68,4 @@ def _folders(config: EvalConfig) -> dict[str, Path]:
 
 def _heads(config: EvalConfig, target: Target) -> Drafters:
     """Return the heads of all runs, each under its own tree."""
-    drafters: Drafters = {}
-    for name, folder in _folders(config).items():
-        head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
-        tree = typed(TreeConfig, tree_of(folder, config.tree))
-        check_tree(target, tree, name)
-        drafters[name] = HeadDrafter(head, tree, name)
-    return drafters
+    return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from heads.common.redact import redact_logs, redacted
 from heads.common.untrusted import visible
 
-# Of huggingface_hub, which log every request with its URL; what transformers warns of a checkpoint, loading checks.
-CHATTY = {"httpx": logging.WARNING, "httpx2": logging.WARNING, "transformers": logging.ERROR}
+# Of huggingface_hub, which log every request with its URL; and of what reads files from outside and says in lines of
+# its own what our one line says.
+CHATTY = {
+    "httpx": logging.WARNING, "httpx2": logging.WARNING, "transformers": logging.ERROR, "datasets": logging.CRITICAL,
+}  # fmt: skip
 
 
 def one_line(error: BaseException) -> str:

@@ -58,7 +58,9 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error, which of transformers' says it all."""
+    """Return the first line of an error, which of transformers' says it all, but for shapes, which it has logged."""
+    if "ignore_mismatched_sizes" in str(error):
+        return "its weights have other shapes than its config.json says"
     return one_line(ValueError(str(error).strip().split("\n")[0] or type(error).__name__))
 
 

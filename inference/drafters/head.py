@@ -1,12 +1,17 @@
 """A trained draft head as a draft source."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from heads.base import DraftHead, Features, Level
-from inference.drafters.policy import TreeConfig, grow
+from heads.common.typed import typed
+from heads.formats.hub import load_found, tree_of
+from inference.drafters.policy import TreeConfig, check_masks, check_tree, grow
 from inference.protocol import Commit, Context, Proposal
+from inference.target.target import Target
 
 
 class HeadDrafter:
@@ -39,3 +44,35 @@ class HeadDrafter:
         """Grow the tree."""
         assert self.level is not None, "propose before observe"
         return grow(self.head, self.state, self.level, self.config, context)
+
+
+def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:
+    """Return the tree that a head was saved with, but for what is given; a None gives nothing.
+
+    Raises:
+        ValueError: a published head, which brings no tree, and none is given; or it is none.
+    """
+    values = tree_of(folder, given)
+    try:
+        return typed(TreeConfig, values, "tree")
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: str) -> HeadDrafter:
+    """Return the head of a folder as a drafter for a target, on its device and in its dtype.
+
+    Args:
+        folder: of a head.
+        given: of its tree, as `saved_tree`.
+        target: which it was trained for.
+        name: what reports and errors call it.
+
+    Raises:
+        ValueError: it is damaged or of another target, or the target cannot verify its tree.
+    """
+    head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+    tree = saved_tree(folder, given)
+    check_tree(target, tree, name)
+    check_masks(target, tree)
+    return HeadDrafter(head, tree, name)

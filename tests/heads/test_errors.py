@@ -48,3 +48,10 @@ def test_requests_to_the_hub_are_no_log_lines(caplog: pytest.LogCaptureFixture) 
         logging.getLogger("httpx").info("HTTP Request: GET")
         logging.getLogger("httpx").warning("lost")
     assert caplog.messages == ["lost"]
+
+
+def test_what_libraries_say_of_a_file_is_not_beside_our_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), user_errors():
+        logging.getLogger("transformers.modeling_utils").warning("LOAD REPORT\nlines of it")
+        logging.getLogger("datasets.packaged_modules.parquet").error("Failed to read schema")
+    assert caplog.messages == []

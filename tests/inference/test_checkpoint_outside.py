@@ -123,6 +123,13 @@ def test_weights_that_are_damaged_are_one_line(folder: Path, damage: bytes) -> N
     assert "no causal LM with tokenizer loads from there" in refusal(folder)
 
 
+def test_weights_of_other_shapes_are_named_as_that(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name][:7].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "its weights have other shapes than its config.json says" in refusal(folder)
+
+
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.uint8])
 def test_weights_of_whole_numbers_are_no_weights(folder: Path, kind: torch.dtype) -> None:
     weights = load_file(folder / "model.safetensors")
