@@ -11,6 +11,7 @@ from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, TIERS
 from heads.common.ranges import Count, NewTokens, Number
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
+from inference.decode import Settings
 from inference.target.config import DTYPES
 from inference.verification.sample import Sampling
 from inference.verification.verify import check_rule, is_lossy
@@ -99,22 +100,62 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
-    """One evaluation.
+class SourcesConfig:
+    """What drafts.
 
     Attributes:
         drafter: the draft sources by name, each with its options: head, plain, or a file of conf/drafter/.
         run: a run's folder or a list of them; None for plain decoding alone.
         compare: further runs of the same target; or, without a run, reports to put side by side: what ends in .json.
-        out: folder of the report; None for the first run's.
-        model: what differs from the first run's `model`; a None differs in nothing.
         tree: what differs from each head's own tree.
+        cold: whether sources that remember past requests have a second row, where they may not.
+        budget: the depth below which no source drafts; None: each its own.
+    """
+
+    drafter: dict[str, Any]
+    run: Any
+    compare: list[str]
+    tree: dict[str, Any]
+    cold: bool
+    budget: Count | None
+
+    def runs(self) -> list[str]:
+        """Return the folders of `run`."""
+        runs: list[str] = listed(self.run)
+        return runs
+
+    def reports(self) -> list[str]:
+        """Return the reports to put side by side: what of `compare` ends in .json."""
+        return [each for each in self.compare if each.endswith(".json")]
+
+
+@dataclass(frozen=True)
+class PromptsConfig:
+    """What is answered.
+
+    Attributes:
         workload: a name, a file or a Hub data set, or a list of them; None for the run's own held-out prompts, else
             the model's `prompts`.
         prompts: how many of each.
+        warmup: how many run before them.
         balanced: of all categories alike, rather than the first ones.
         turns: of dialogues, the first questions alone or all.
         truncate: shorten prompts that fill the context.
+    """
+
+    workload: Any
+    prompts: Count
+    warmup: Number
+    balanced: bool
+    turns: str
+    truncate: bool
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """How prompts are answered.
+
+    Attributes:
         max_new_tokens, min_new_tokens: where every answer ends at the latest, and at the earliest.
         temperature: a number or a list of them; the gate runs at 0 whatever they are.
         top_k, top_p, min_p: filters at temperatures above 0.
@@ -124,36 +165,8 @@ class EvalConfig:
         batch_size: sequences in one target pass: a number or a list of them.
         request_rate: requests a second, which come at random; None: each as another ends. Or a list of such.
         seed: of sampling, of arrivals, of the order of measurement and of the intervals.
-        cold: whether sources that remember past requests have a second row, where they may not.
-        budget: the depth below which no source drafts; None: each its own.
-        dtype: in which speed is measured.
-        gate_dtype: in which tokens are compared with plain decoding's.
-        gate_tv: the total variation that the chi-square test above temperature 0 must reveal.
-        engine: how both plain and speculative decoding run.
-        repeats, warmup: timed passes over the prompts, and prompts that run before them.
-        hf: whether HF generate is timed too.
-        tier: what is measured: `live`, `teacher_forced`, `replay`, or a list of them.
-        text: along which the tiers without a clock measure: the target's `own` answers, or the workload's `recorded`
-            ones; auto: recorded where no target is loaded, else own.
-        tune: find the head's best tree at every batch size and write that of the smallest into its config, in place
-            of a report.
-        tuner: what is tried for that.
-        endpoint: the URL of a served model, which is measured in place of run and drafter.
-        baseline: that of the same model served without speculation.
-        client: how both are asked.
     """
 
-    drafter: dict[str, Any]
-    run: Any
-    compare: list[str]
-    out: str | None
-    model: dict[str, Any]
-    tree: dict[str, Any]
-    workload: Any
-    prompts: Count
-    balanced: bool
-    turns: str
-    truncate: bool
     max_new_tokens: NewTokens
     min_new_tokens: int
     temperature: Any
@@ -166,22 +179,97 @@ class EvalConfig:
     batch_size: Any
     request_rate: Any
     seed: Number
-    cold: bool
-    budget: Count | None
+
+    @property
+    def lawful(self) -> bool:
+        """Whether the target's law after a token follows from the text alone, as teacher forcing takes it."""
+        return self.repetition_penalty == 1 and self.min_new_tokens == 0
+
+    def temperatures(self) -> list[float]:
+        """Return the temperatures as a list."""
+        return numbers("temperature", self.temperature)
+
+    def batch_sizes(self) -> list[int]:
+        """Return the batch sizes as a list."""
+        sizes = numbers("batch_size", self.batch_size)
+        if any(size < 1 or size != int(size) for size in sizes):
+            raise ValueError(f"batch_size is {self.batch_size!r}: give 1 or more, whole numbers")
+        return [int(size) for size in sizes]
+
+    def request_rates(self) -> list[float | None]:
+        """Return the request rates as a list; None where nobody waits for an arrival."""
+        rates = [None] if self.request_rate is None else listed(self.request_rate)
+        if not rates or not all(rate is None or _is_rate(rate) for rate in rates):
+            raise ValueError(
+                f"request_rate is {self.request_rate!r}: give requests a second, a number above 0, or null, or a list"
+            )
+        return [None if rate is None else float(rate) for rate in rates]
+
+    def sampling(self, temperature: float) -> Sampling:
+        """Return how tokens are drawn at a temperature."""
+        return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+
+    def settings(self, temperature: float, gaps: bool = False) -> Settings:
+        """Return how prompts are decoded at a temperature, with the logit gap of every token if asked for."""
+        return Settings(
+            self.max_new_tokens,
+            self.sampling(temperature),
+            seed=self.seed,
+            gaps=gaps,
+            rule=self.rule,
+            lossy=self.lossy,
+            min_new_tokens=self.min_new_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """A served model that is measured in place of run and drafter.
+
+    Attributes:
+        endpoint: its URL; None for none.
+        baseline: the URL of the same model served without speculation.
+        client: how both are asked.
+    """
+
+    endpoint: str | None
+    baseline: str | None
+    client: ClientConfig
+
+
+@dataclass(frozen=True)
+class EvalConfig(SourcesConfig, PromptsConfig, DecodingConfig, EndpointConfig):
+    """One evaluation: conf/eval.yaml, whose keys stand side by side; a component takes the part that it needs.
+
+    Attributes:
+        out: folder of the report; None for the first run's.
+        model: what differs from the first run's `model`; a None differs in nothing.
+        dtype: in which speed is measured.
+        gate_dtype: in which tokens are compared with plain decoding's.
+        gate_tv: the total variation that the chi-square test above temperature 0 must reveal.
+        engine: how both plain and speculative decoding run.
+        repeats: timed passes over the prompts.
+        hf: whether HF generate is timed too.
+        tier: what is measured: `live`, `teacher_forced`, `replay`, or a list of them.
+        text: along which the tiers without a clock measure: the target's `own` answers, or the workload's `recorded`
+            ones; auto: recorded where no target is loaded, else own.
+        tune: find the head's best tree at every batch size and write that of the smallest into its config, in place
+            of a report.
+        tuner: what is tried for that.
+    """
+
+    out: str | None
+    model: dict[str, Any]
     dtype: str
     gate_dtype: str
     gate_tv: float
     engine: EngineConfig
     repeats: Count
-    warmup: Number
     hf: bool
     tier: Any
     text: str
     tune: bool
     tuner: TunerConfig
-    endpoint: str | None
-    baseline: str | None
-    client: ClientConfig
 
     def __post_init__(self) -> None:
         """Check what the types cannot say.
@@ -264,11 +352,6 @@ class EvalConfig:
         if self.min_new_tokens:
             raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end by themselves")
 
-    @property
-    def lawful(self) -> bool:
-        """Whether the target's law after a token follows from the text alone, as teacher forcing takes it."""
-        return self.repetition_penalty == 1 and self.min_new_tokens == 0
-
     def tiers(self) -> list[str]:
         """Return the tiers that are asked for and can be measured."""
         return [tier for tier in listed(self.tier) if tier != TEACHER_FORCED or self.lawful]
@@ -277,39 +360,6 @@ class EvalConfig:
     def from_log(self) -> bool:
         """Whether the tiers without a clock measure along recorded answers."""
         return self.text == RECORDED or (self.text == AUTO and listed(self.tier) == [REPLAY])
-
-    def runs(self) -> list[str]:
-        """Return the folders of `run`."""
-        runs: list[str] = listed(self.run)
-        return runs
-
-    def reports(self) -> list[str]:
-        """Return the reports to put side by side: what of `compare` ends in .json."""
-        return [each for each in self.compare if each.endswith(".json")]
-
-    def temperatures(self) -> list[float]:
-        """Return the temperatures as a list."""
-        return numbers("temperature", self.temperature)
-
-    def batch_sizes(self) -> list[int]:
-        """Return the batch sizes as a list."""
-        sizes = numbers("batch_size", self.batch_size)
-        if any(size < 1 or size != int(size) for size in sizes):
-            raise ValueError(f"batch_size is {self.batch_size!r}: give 1 or more, whole numbers")
-        return [int(size) for size in sizes]
-
-    def request_rates(self) -> list[float | None]:
-        """Return the request rates as a list; None where nobody waits for an arrival."""
-        rates = [None] if self.request_rate is None else listed(self.request_rate)
-        if not rates or not all(rate is None or _is_rate(rate) for rate in rates):
-            raise ValueError(
-                f"request_rate is {self.request_rate!r}: give requests a second, a number above 0, or null, or a list"
-            )
-        return [None if rate is None else float(rate) for rate in rates]
-
-    def sampling(self, temperature: float) -> Sampling:
-        """Return how tokens are drawn at a temperature."""
-        return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
 
 def eval_config(**values: Any) -> EvalConfig:

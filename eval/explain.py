@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eval.config import EvalConfig
+from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text
 from eval.measures.cost_model import Costs, Prediction, cycled, predict, stops_paying
 from eval.tuning import costs as costing
@@ -22,19 +22,20 @@ SWEPT = tuple(2**power for power in range(11))  # batch sizes between and up to 
 
 
 def price(
-    config: EvalConfig, target: Target, drafter: HeadDrafter, trees: Sequence[Tried], texts: Sequence[Text]
-) -> dict[int, Costs]:
+    tuner: TunerConfig, decoding: DecodingConfig, target: Target, drafter: HeadDrafter, trees: Sequence[Tried],
+    texts: Sequence[Text],
+) -> dict[int, Costs]:  # fmt: skip
     """Measure what the trees' parts cost at the batch sizes of `tuner.batch_sizes`.
 
     Drafts cost a sequence in a batch what they cost it alone; verification is measured anew.
     """
-    samples = config.tuner.samples
-    settings = Settings(min(TIMED, config.max_new_tokens), config.sampling(0.0), seed=config.seed)
+    samples = tuner.samples
+    settings = Settings(min(TIMED, decoding.max_new_tokens), decoding.sampling(0.0), seed=decoding.seed)
     short = [replace(text, token=text.token[: text.start + TIMED], limit=settings.max_new_tokens) for text in texts]
-    sizes = sizes_for(trees, sorted({*SIZES, *config.tuner.nodes}))
+    sizes = sizes_for(trees, sorted({*SIZES, *tuner.nodes}))
     source = HeadDrafter(drafter.head, drafter.config, "head")
     found = {1: costing.measure(target, source, short, distinct(trees), sizes, samples, settings)}
-    for batch in sorted({*config.tuner.batch_sizes} - {1}) if target.takes_trees else ():
+    for batch in sorted({*tuner.batch_sizes} - {1}) if target.takes_trees else ():
         several = costing.measure(target, None, short, [], sizes, samples, settings, batch)
         found[batch] = replace(several, draft=found[1].draft, commit=found[1].commit)
     return found

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from data.text.prompts import Prompt
-from eval.config import EvalConfig
+from eval.config import DecodingConfig, SourcesConfig
 from eval.inputs.drafters import Drafters, load_drafters
 from eval.inputs.states import in_states
 from eval.live.interleaved import HF, PLAIN, Runs, measure
@@ -17,34 +17,23 @@ from inference.target.target import Target
 from inference.verification.verify import is_lossy
 
 
-def sources(config: EvalConfig, target: Target) -> Drafters:
+def sources(config: SourcesConfig, target: Target) -> Drafters:
     """Return the draft sources to evaluate, warm and cold, within the budget."""
     return in_states(load_drafters(config, target), config.cold, config.budget)
 
 
-def settings_at(temperature: float, config: EvalConfig, gaps: bool = False) -> Settings:
-    """Return how prompts are decoded at a temperature."""
-    return Settings(
-        config.max_new_tokens,
-        config.sampling(temperature),
-        seed=config.seed,
-        gaps=gaps,
-        rule=config.rule,
-        lossy=config.lossy,
-        min_new_tokens=config.min_new_tokens,
-    )
-
-
-def check(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> tuple[dict[str, Gate], list[SampledGate]]:
+def check(
+    target: Target, drafters: Drafters, prompts: Sequence[Prompt], config: DecodingConfig, total_variation: float
+) -> tuple[dict[str, Gate], list[SampledGate]]:
     """Return the gate's verdict on each drafter at each batch size, and at each temperature above 0.
 
     Greedily every prompt runs once. All are compared with plain decoding of each prompt alone; so is plain decoding in
-    batches.
+    batches. Above 0 a chi-square test reveals such a total variation.
     """
-    drafters, sizes = sources(config, target), config.batch_sizes()
+    sizes = config.batch_sizes()
     if not drafters and sizes == [1]:
         return {}, []
-    settings, ids = settings_at(0.0, config, gaps=True), [prompt.id for prompt in prompts]
+    settings, ids = config.settings(0.0, gaps=True), [prompt.id for prompt in prompts]
     gates = {}
     for size in sorted({1, *sizes}):
         given = drafters if size in sizes else {}
@@ -58,8 +47,8 @@ def check(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> tupl
     hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
     for temperature in hot:
-        how = settings_at(temperature, config)
-        sampled += sampled_gates(target, drafters, prompts, how, config.gate_tv, tests, sizes)
+        how = config.settings(temperature)
+        sampled += sampled_gates(target, drafters, prompts, how, total_variation, tests, sizes)
     return gates, sampled
 
 

@@ -19,7 +19,7 @@ from data.text.prompts import locate
 from data.text.sources import check_source
 from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
 from eval.endpoint import measure
-from eval.gates import check, failed, settings_at, sources
+from eval.gates import check, failed, sources
 from eval.inputs.drafters import check_drafters
 from eval.inputs.runs import model_of, own_prompts
 from eval.inputs.workloads import Selection, Workload, load_workload, read_workload
@@ -28,9 +28,9 @@ from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.write import READ, Report, table
-from eval.sessions import timed_rows
-from eval.tiers import Material, along_texts, check_sources, recorded, replayed
-from eval.tune import tune
+from eval.sessions import along_texts, check_sources, timed_rows
+from eval.tiers import Material, recorded, replayed
+from eval.tune import TunePlan, tune
 from eval.tuning.results import TUNED
 from heads.common.command import command
 from heads.common.errors import user_errors
@@ -93,7 +93,7 @@ def served(config: EvalConfig) -> Report:
     for name in names:
         check_source(locate(name))
     check_writable(out, "out")
-    report = measure.measure(config, names)
+    report = measure.measure(config, config, config, config.repeats, names)
     publish(report, out)
     return report
 
@@ -107,10 +107,10 @@ def measured(config: EvalConfig, model: ModelConfig) -> Report:
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads = read(config, model, target)
     # A log without answers is told before anything is measured.
-    logs = recorded(config, target, [each.path for each in workloads]) if config.from_log else []
+    logs = recorded(config, config, target, [each.path for each in workloads]) if config.from_log else []
     if live:
         prompts = [prompt for workload in workloads for prompt in workload.prompts]
-        gates, sampled = check(config, target, prompts)
+        gates, sampled = check(target, sources(config, target), prompts, config, config.gate_tv)
         if dtype != config.gate_dtype:
             del target
             gc.collect()  # two copies of a large target may not fit
@@ -134,13 +134,13 @@ def measured(config: EvalConfig, model: ModelConfig) -> Report:
 def from_log(config: EvalConfig, model: ModelConfig) -> Report:
     """Play logs back to the sources that read text alone; no target is loaded."""
     reader = Reader.load(model.path, model.trust_remote_code)
-    materials = recorded(config, reader, workloads_of(config, model))
+    materials = recorded(config, config, reader, workloads_of(config, model))
     return Report(
         target={"name": model.name, "path": model.path},
         device=device_facts(reader.device, None),
         settings=settings_of(config, [each.workload for each in materials]),
         gates={},
-        rows=replayed(config, reader, materials),
+        rows=replayed(config, config.seed, reader, materials),
     )
 
 
@@ -163,7 +163,8 @@ def tuned(config: EvalConfig) -> bool:
     target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    found = tune(config, target, prompts)
+    plan = TunePlan(runs[0], config.tree, config.tuner, config, config.repeats)
+    found = tune(plan, target, prompts, config.engine.label)
     found.write(out)
     found.show(console)
     console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)
@@ -234,7 +235,7 @@ def speed_dtype(config: EvalConfig, model: ModelConfig, device: torch.device) ->
 def read(config: EvalConfig, model: ModelConfig, target: Target) -> list[Workload]:
     """Return the workloads; of dialogues, the target greedily writes the answers that nobody recorded."""
     wanted = Selection(config.prompts, config.warmup, config.truncate, config.turns, config.balanced)
-    settings = settings_at(0.0, config)
+    settings = config.settings(0.0)
 
     def answer(token: list[int]) -> str:
         return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))

@@ -1,13 +1,13 @@
-"""The live tier: every workload at every temperature, batch size and request rate, a session each."""
+"""The rows of all tiers: sessions against the clock, of every workload and setting, and what given texts say."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from eval.config import EvalConfig
-from eval.gates import agreement, settings_at
+from eval.gates import agreement
 from eval.inputs.drafters import Drafters
 from eval.inputs.runs import find_heads
 from eval.inputs.workloads import Workload
@@ -17,8 +17,10 @@ from eval.live.extras import training, trees
 from eval.live.interleaved import PLAIN, Session, measure, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
-from eval.measures.results import Row
-from eval.tiers import Material, answered
+from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row
+from eval.tiers import Material, answered, forced, other_trees, replayed, written
+from inference.drafters.registry import reads_text_alone
+from inference.protocol import Drafter
 from inference.target.target import Target
 
 
@@ -47,7 +49,7 @@ def timed_rows(
         for temperature, size, rate in itertools.product(
             config.temperatures(), config.batch_sizes(), config.request_rates()
         ):
-            settings = settings_at(temperature, config)
+            settings = config.settings(temperature)
             hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
             how = target, drafters, workload.prompts, settings, config.repeats, workload.warmup
             rounds = None if rate is None else request_rate.measure(*how, size, rate)
@@ -76,3 +78,54 @@ def timed_rows(
             made += timed if rounds is None else request_rate.waited(timed, rounds, session)
         start += len(workload.prompts)
     return made
+
+
+def along_texts(
+    config: EvalConfig,
+    target: Target,
+    workloads: Sequence[Workload],
+    drafters: Mapping[str, Drafter],
+    materials: list[Material],
+    untrusted: Collection[str],
+    extras: dict[str, Any],
+) -> list[Row]:
+    """Return the rows of the tiers without a clock.
+
+    Args:
+        config: the evaluation.
+        target: the target.
+        workloads: what it answers where no texts are given.
+        drafters: the sources.
+        materials: recorded texts, or what plain decoding has just written; empty where nothing was decoded.
+        untrusted: sources with a red gate, for which no speedup is predicted.
+        extras: takes what they say besides.
+    """
+    tiers = config.tiers()
+    if not {REPLAY, TEACHER_FORCED} & set(tiers):
+        return []
+    if not materials:
+        materials = written(config, target, workloads)
+    rows = replayed(config, config.seed, target, materials) if REPLAY in tiers else []
+    if TEACHER_FORCED in tiers:
+        more, extras["teacher_forced"] = forced(config, config.budget, target, drafters, materials)
+        rows += more
+        priced = set(drafters) - set(untrusted) if LIVE in tiers else set()
+        extras["other_trees"] = other_trees(config.tuner, config, target, drafters, materials, priced)
+    return rows
+
+
+def check_sources(config: EvalConfig) -> None:
+    """Check that every source can be measured in some tier.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    tiers = config.tiers()
+    takes = {name for name, options in config.drafter.items() if REPLAY in tiers and reads_text_alone(name, options)}
+    takes |= {"head"} if TEACHER_FORCED in tiers else set()
+    without = [name for name in config.drafter if name not in takes and (name != PLAIN or not takes)]
+    if LIVE not in tiers and without:
+        raise ValueError(
+            f"tier is {', '.join(tiers)}, in which drafter={', '.join(without)} cannot be measured: replay takes "
+            "prompt_lookup and suffix, teacher_forced takes head; leave out the others, or add live to tier"
+        )

@@ -10,20 +10,18 @@ from typing import Any
 
 import torch
 
-from eval.config import EvalConfig
+from eval.config import DecodingConfig, PromptsConfig, SourcesConfig, TunerConfig
 from eval.explain import explained, price
-from eval.gates import settings_at
 from eval.inputs.states import Within, in_states
 from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Selection, Workload, check_known, read_log
 from eval.measures import tally
 from eval.measures.metrics import median_run
-from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row
+from eval.measures.results import REPLAY, TEACHER_FORCED, Row
 from eval.measures.tally import Heading
 from eval.offline import replay
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
 from eval.offline.teacher_forced import replay as steps_of
-from eval.report.breakdown import PLAIN
 from eval.tuning.simulated import simulate
 from eval.tuning.static_tree import acceptance
 from inference.decode import Generation, Settings, autoregress
@@ -63,30 +61,32 @@ def answered(workload: Workload, target: Target, settings: Settings, runs: Seque
     return Material(workload, settings.sampling.temperature, texts, True)
 
 
-def written(config: EvalConfig, target: Target, workloads: Sequence[Workload]) -> list[Material]:
+def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload]) -> list[Material]:
     """Let the target answer the prompts at every temperature."""
     made = []
     for workload in workloads:
         for temperature in config.temperatures():
-            settings = settings_at(temperature, config)
+            settings = config.settings(temperature)
             runs = [[autoregress(target, prompt.token, settings)] for prompt in workload.prompts]
             made.append(answered(workload, target, settings, runs))
     return made
 
 
-def recorded(config: EvalConfig, reads: Reads | Target, names: Sequence[str]) -> list[Material]:
+def recorded(
+    asked: PromptsConfig, config: DecodingConfig, reads: Reads | Target, names: Sequence[str]
+) -> list[Material]:
     """Return the logs' own answers, for every temperature the same.
 
     Raises:
         ValueError: a log without answers, or one that a target's context cannot hold.
     """
-    wanted = Selection(config.prompts, 0, config.truncate, config.turns, config.balanced)
+    wanted = Selection(asked.prompts, 0, asked.truncate, asked.turns, asked.balanced)
     made = []
     for name in names:
         workload, texts = read_log(name, reads, wanted, config.max_new_tokens)
         if isinstance(reads, Target):
             texts = [
-                within_context(text, prompt.id, name, reads, config.truncate)
+                within_context(text, prompt.id, name, reads, asked.truncate)
                 for text, prompt in zip(texts, workload.prompts, strict=True)
             ]
         made += [Material(workload, temperature, texts, False) for temperature in config.temperatures()]
@@ -110,57 +110,7 @@ def within_context(text: Text, id_: str, name: str, target: Target, truncate: bo
     return Text(text.token[over:], start, min(text.limit, target.context - start))
 
 
-def along_texts(
-    config: EvalConfig,
-    target: Target,
-    workloads: Sequence[Workload],
-    drafters: Mapping[str, Drafter],
-    materials: list[Material],
-    untrusted: Collection[str],
-    extras: dict[str, Any],
-) -> list[Row]:
-    """Return the rows of the tiers without a clock.
-
-    Args:
-        config: the evaluation.
-        target: the target.
-        workloads: what it answers where no texts are given.
-        drafters: the sources.
-        materials: recorded texts, or what plain decoding has just written; empty where nothing was decoded.
-        untrusted: sources with a red gate, for which no speedup is predicted.
-        extras: takes what they say besides.
-    """
-    tiers = config.tiers()
-    if not {REPLAY, TEACHER_FORCED} & set(tiers):
-        return []
-    if not materials:
-        materials = written(config, target, workloads)
-    rows = replayed(config, target, materials) if REPLAY in tiers else []
-    if TEACHER_FORCED in tiers:
-        more, extras["teacher_forced"] = forced(config, target, drafters, materials)
-        rows += more
-        extras["other_trees"] = other_trees(config, target, drafters, materials, untrusted)
-    return rows
-
-
-def check_sources(config: EvalConfig) -> None:
-    """Check that every source can be measured in some tier.
-
-    Raises:
-        ValueError: one cannot.
-    """
-    tiers = config.tiers()
-    takes = {name for name, options in config.drafter.items() if REPLAY in tiers and reads_text_alone(name, options)}
-    takes |= {"head"} if TEACHER_FORCED in tiers else set()
-    without = [name for name in config.drafter if name not in takes and (name != PLAIN or not takes)]
-    if LIVE not in tiers and without:
-        raise ValueError(
-            f"tier is {', '.join(tiers)}, in which drafter={', '.join(without)} cannot be measured: replay takes "
-            "prompt_lookup and suffix, teacher_forced takes head; leave out the others, or add live to tier"
-        )
-
-
-def replayed(config: EvalConfig, reads: Reads, materials: Sequence[Material]) -> list[Row]:
+def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence[Material]) -> list[Row]:
     """Return the rows of the sources that read text alone, warm and cold, within the budget."""
     given = {name: options for name, options in config.drafter.items() if reads_text_alone(name, options)}
     drafters = {name: make_reading(name, options, reads) for name, options in given.items()}
@@ -169,13 +119,14 @@ def replayed(config: EvalConfig, reads: Reads, materials: Sequence[Material]) ->
     for each in materials:
         if not each.own and each.temperature != materials[0].temperature:
             continue  # what was recorded is what it is
-        made += replay.replayed(sources, each.texts, each.heading(REPLAY, config.seed))
+        made += replay.replayed(sources, each.texts, each.heading(REPLAY, seed))
     return made
 
 
 def forced(
-    config: EvalConfig, target: Target, drafters: Mapping[str, Drafter], materials: Sequence[Material]
-) -> tuple[list[Row], dict[str, Any]]:
+    config: DecodingConfig, budget: int | None, target: Target, drafters: Mapping[str, Drafter],
+    materials: Sequence[Material],
+) -> tuple[list[Row], dict[str, Any]]:  # fmt: skip
     """Return the rows of the heads along the texts, and what else one pass over them says of each head.
 
     A tree whose siblings are drawn has no row above temperature 0: what its nodes were is not in the text.
@@ -188,7 +139,7 @@ def forced(
     made: list[Row] = []
     found: dict[str, Any] = {}
     for name, drafter in heads_of(drafters).items():
-        tree = drafter.config if config.budget is None else within(drafter.config, config.budget)
+        tree = drafter.config if budget is None else within(drafter.config, budget)
         for each in materials:
             drawn = each.temperature > 0 and tree.kind in DRAWN
             if drawn and tree.kind != "chain":
@@ -204,25 +155,22 @@ def forced(
 
 
 def other_trees(
-    config: EvalConfig,
+    tuner: TunerConfig,
+    config: DecodingConfig,
     target: Target,
     drafters: Mapping[str, Drafter],
     materials: Sequence[Material],
-    untrusted: Collection[str],
+    priced: Collection[str],
 ) -> dict[str, Any]:
-    """Return by head what other trees would give along the first greedy texts.
-
-    They have a price where there is a clock, and the head is not `untrusted`.
-    """
-    config = replace(config, tuner=config.tuner.within(target.context))
+    """Return by head what other trees would give along the first greedy texts; those of `priced` heads have a price."""
+    tuner = tuner.within(target.context)
     texts = next((each.texts for each in materials if each.own and each.temperature == 0), [])
     texts = [text for text in texts if text.made > 1]
-    apart = -(-len(texts) // config.tuner.prompts) or 1
+    apart = -(-len(texts) // tuner.prompts) or 1
     found = {}
     for name, drafter in heads_of(drafters).items() if texts else ():
-        trees = simulate(config.tuner, target, drafter, texts[::apart]).trees
-        priced = LIVE in config.tiers() and name not in untrusted
-        costs = price(config, target, drafter, trees, texts[::apart]) if priced else {}
+        trees = simulate(tuner, target, drafter, texts[::apart]).trees
+        costs = price(tuner, config, target, drafter, trees, texts[::apart]) if name in priced else {}
         found[name] = explained(trees, costs)
     return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data.text.prompts import Prompt
-from eval.config import EvalConfig
+from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.runs import overlay
 from eval.inputs.texts import Text, write
 from eval.live.interleaved import PLAIN, measure
@@ -43,23 +43,53 @@ Group = Callable[[Tried], str]
 T = TypeVar("T")
 
 
-def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
+@dataclass(frozen=True)
+class TunePlan:
+    """What is tuned and how.
+
+    Attributes:
+        run: the run's folder or Hub id, whose head's tree it is.
+        tree: what differs from that tree, where the search begins.
+        grid: what is tried.
+        decoding: greedy, and the batch sizes.
+        repeats: timed passes over the prompts.
+    """
+
+    run: str
+    tree: dict[str, Any]
+    grid: TunerConfig
+    decoding: DecodingConfig
+    repeats: int
+
+    @property
+    def settings(self) -> Settings:
+        """How the texts are written."""
+        return Settings(self.decoding.max_new_tokens, self.decoding.sampling(0.0), seed=self.decoding.seed)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The drafted nodes whose pass is timed."""
+        return sorted({*SIZES, *self.grid.nodes})
+
+
+def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str) -> Tuning:
     """Find the best tree for the head of a run at every batch size.
 
     The one for the smallest is written into the head's config where it beats plain decoding. Half of the prompts
     choose; what is chosen is predicted for the other half, and measured on it.
 
     Args:
-        config: the evaluation; one run, greedy.
+        plan: one run, greedy.
         target: in the dtype to be timed in.
         prompts: what the target answers.
+        engine: what reports call the engine.
 
     Raises:
         ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot
             verify.
     """
-    config = replace(config, tuner=config.tuner.within(target.context))
-    run, grid, asked = config.runs()[0], config.tuner, sorted(set(config.batch_sizes()))
+    plan = replace(plan, grid=plan.grid.within(target.context))
+    run, grid, asked = plan.run, plan.grid, sorted(set(plan.decoding.batch_sizes()))
     Batch(target, [Plain(target.device)] * asked[-1])  # says now, and not after minutes, that the target takes none
     folder = resolve_head(run)
     if is_published(folder):
@@ -67,19 +97,18 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
     saved = read_config(folder)["tree"]
-    own = typed(TreeConfig, overlay(saved, config.tree))
+    own = typed(TreeConfig, overlay(saved, plan.tree))
     head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
-    settings = Settings(config.max_new_tokens, config.sampling(0.0), seed=config.seed)
-    answered = [(each, text) for each in prompts for text in write(target, [each.token], settings)]
+    answered = [(each, text) for each in prompts for text in write(target, [each.token], plan.settings)]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
     texts, drafter = [text for _, text in answered], HeadDrafter(head, own, "head")
     simulated = simulate(grid, target, drafter, texts)
     trees = simulated.trees
-    bench = Bench(config, target, drafter, texts, halves([each for each, _ in answered])[1])
-    most = target.context - max(bench.sizes) - 1
+    bench = Bench(plan, target, drafter, texts, halves([each for each, _ in answered])[1])
+    most = target.context - max(plan.sizes) - 1
     here = min(most, round(mean([text.start + text.made / 2 for text in texts])))  # the workload's context
-    contexts = costing.verification(target, bench.sizes, [here, *grid.contexts], 2 * grid.samples, config.seed)
+    contexts = costing.verification(target, plan.sizes, [here, *grid.contexts], 2 * grid.samples, plan.decoding.seed)
     costs: dict[int, Costs] = {}
     found: list[AtBatch] = []
     for batch in sorted({1, *asked}):
@@ -93,7 +122,7 @@ def tune(config: EvalConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
             best = fastest(candidates)
             done = keep(best.tree, run, folder, saved) if best and not found else ""
             found.append(AtBatch(batch, costs[batch], candidates, best, conclude(batch, candidates, done)))
-    return Tuning(settings_of(config, target, simulated), simulated.table.tolist(), contexts, found)
+    return Tuning(settings_of(plan, target, simulated, engine), simulated.table.tolist(), contexts, found)
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
@@ -109,27 +138,17 @@ def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group
 class Bench:
     """What is measured with: the target, the head, all texts, and the prompts that nothing is chosen from."""
 
-    config: EvalConfig
+    plan: TunePlan
     target: Target
     head: HeadDrafter
     texts: list[Text]
     held: list[Prompt]
 
-    @property
-    def settings(self) -> Settings:
-        """How the texts were written."""
-        return Settings(self.config.max_new_tokens, self.config.sampling(0.0), seed=self.config.seed)
-
-    @property
-    def sizes(self) -> list[int]:
-        """The drafted nodes whose pass is timed."""
-        return sorted({*SIZES, *self.config.tuner.nodes})
-
     def costs(self, trees: Sequence[Tried], samples: int, batch: int, first: Costs | None = None) -> Costs:
         """Measure what the trees cost at a batch size; what was measured `first` stands where it is not again."""
-        sizes = sizes_for(trees, self.sizes)
+        sizes = sizes_for(trees, self.plan.sizes)
         found = costing.measure(
-            self.target, self.head, self.texts, distinct(trees), sizes, samples, self.settings, batch
+            self.target, self.head, self.texts, distinct(trees), sizes, samples, self.plan.settings, batch
         )
         return found if first is None else merged(first, found)
 
@@ -165,12 +184,12 @@ class Bench:
         drafters: dict[str, Drafter] = {
             str(i): HeadDrafter(self.head.head, one.tree, str(i)) for i, one in enumerate(candidates)
         }
-        prompts, target, seed = cycled(self.held, batch), self.target, self.config.seed
-        exact = replace(self.settings, gaps=True)
+        prompts, target, seed = cycled(self.held, batch), self.target, self.plan.decoding.seed
+        exact = replace(self.plan.settings, gaps=True)
         once = measure(target, drafters, prompts, exact, 1, (), hf=False, batch_size=batch)
         first = {name: [repeats[0] for repeats in each] for name, each in once.items()}
-        ids, repeats = [prompt.id for prompt in prompts], self.config.repeats  # all have run once already: no warm-up
-        runs = measure(target, drafters, prompts, self.settings, repeats, (), hf=False, batch_size=batch)
+        ids, repeats = [prompt.id for prompt in prompts], self.plan.repeats  # all have run once already: no warm-up
+        runs = measure(target, drafters, prompts, self.plan.settings, repeats, (), hf=False, batch_size=batch)
         middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
         made = []
         for name, one in zip(drafters, candidates, strict=True):
@@ -222,16 +241,17 @@ def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> 
     return f"written to {folder}"
 
 
-def settings_of(config: EvalConfig, target: Target, simulated: Simulated) -> dict[str, Any]:
+def settings_of(plan: TunePlan, target: Target, simulated: Simulated, engine: str) -> dict[str, Any]:
     """Return what the numbers depend on."""
-    keys = ("max_new_tokens", "seed", "repeats")
     return {
-        "run": config.runs()[0],
+        "run": plan.run,
         "target": target.name,
         "device": device_facts(target.device, target.dtype),
         "texts": {"chosen": simulated.chosen, "held": simulated.held},
-        **{key: getattr(config, key) for key in keys},
-        "engine": config.engine.label,
-        "tuner": asdict(config.tuner),
+        "max_new_tokens": plan.decoding.max_new_tokens,
+        "seed": plan.decoding.seed,
+        "repeats": plan.repeats,
+        "engine": engine,
+        "tuner": asdict(plan.grid),
         "provenance": provenance(),
     }

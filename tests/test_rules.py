@@ -17,6 +17,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ["heads", "inference", "data", "eval", "train"]
 FOLDERS = [*PACKAGES, "conf", "tests", "examples", "benchmarks"]
 SOURCES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+PRODUCT = [file for file in SOURCES if file.relative_to(ROOT).parts[0] in PACKAGES]
+# Whole configurations are seen where they are composed; everything else takes the part that it needs.
+WHOLE = {
+    "RunConfig": {"train/run.py", "train/config.py", "train/planning"},
+    "EvalConfig": {"eval/run.py", "eval/config.py", "eval/sessions.py"},
+}
 YAMLS = sorted((ROOT / "conf").rglob("*.yaml"))
 SILENCERS = re.compile(r"noqa|type:\s*ignore|(mypy|ruff|pylint|pyright|isort):|pragma:")
 
@@ -51,13 +57,47 @@ def test_a_file_is_short_and_silences_nothing(file: Path) -> None:
 
 
 def test_the_median_file_is_short() -> None:
-    lengths = [len(file.read_text(encoding="utf-8").splitlines()) for file in SOURCES if file.parts[-2] in PACKAGES]
+    lengths = [len(file.read_text(encoding="utf-8").splitlines()) for file in PRODUCT]
     assert statistics.median(lengths) <= 150
 
 
-@pytest.mark.parametrize("file", [file for file in SOURCES if file.parts[-2] in PACKAGES], ids=name)
+@pytest.mark.parametrize("file", PRODUCT, ids=name)
 def test_a_config_has_types_and_no_values(file: Path) -> None:
     assert defaults(file.read_text(encoding="utf-8")) == []
+
+
+def names(source: str) -> set[str]:
+    """Return the names that a source reads or writes."""
+    return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+def test_a_whole_configuration_stays_where_it_is_composed(whole: str) -> None:
+    seen = {name(file) for file in PRODUCT if whole in names(file.read_text(encoding="utf-8"))}
+    assert seen, f"no file names {whole}"
+    assert [file for file in sorted(seen) if not any(file.startswith(place) for place in WHOLE[whole])] == []
+
+
+def set_outside(source: str, attribute: str) -> list[str]:
+    """Return the functions that assign an attribute, other than constructors."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and function.name != "__init__":
+            stored = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
+            if any(node.attr == attribute and isinstance(node.ctx, ast.Store) for node in stored):
+                found.append(function.name)
+    return found
+
+
+@pytest.mark.parametrize("file", PRODUCT, ids=name)
+def test_the_layers_that_a_head_reads_are_set_where_it_is_made(file: Path) -> None:
+    assert set_outside(file.read_text(encoding="utf-8"), "feature_layers") == []
+
+
+def test_an_assignment_outside_of_a_constructor_is_seen() -> None:
+    source = "class A:\n    def __init__(self):\n        self.x = 1\n    def f(self, a):\n        a.x, b = 2, self.x\n"
+    assert set_outside(source, "x") == ["f"]
+    assert set_outside(source, "b") == []
 
 
 @pytest.mark.parametrize("file", YAMLS, ids=name)
@@ -65,7 +105,7 @@ def test_yaml_names_no_code(file: Path) -> None:
     assert "_target_" not in file.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("file", [file for file in SOURCES if file.parts[-2] in PACKAGES], ids=name)
+@pytest.mark.parametrize("file", PRODUCT, ids=name)
 def test_nobody_asks_which_head_it_is(file: Path) -> None:
     compared = [
         ast.unparse(side)

@@ -31,6 +31,7 @@ from data.features.store_files import write_whole
 from data.text.lineage import lineage
 from data.text.prompts import load_training, save_prompts
 from data.text.template import template_sha256
+from eval.config import eval_config
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.common.command import command
@@ -210,7 +211,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
 
 def report(run: RunConfig) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
-    found = evaluate(evaluation(run))
+    found = evaluate(eval_config(**evaluation(run)))
     sweep.note(run.name, run.head.name, Path(run.out))
     if not found.passed:
         raise SystemExit(1)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import track
 
-from eval.config import EvalConfig
+from eval.config import DecodingConfig, EndpointConfig, PromptsConfig
 from eval.endpoint.client import Asked, Server, requests_of
 from eval.endpoint.rows import Runs, Session, Timed, row_of, text_gate
 from eval.inputs.workloads import Selection, chosen, short_name
@@ -39,28 +39,30 @@ class Job(NamedTuple):
     distinct: int
 
 
-def measure(config: EvalConfig, workloads: Sequence[str]) -> Report:
+def measure(
+    served: EndpointConfig, asked: PromptsConfig, config: DecodingConfig, repeats: int, workloads: Sequence[str]
+) -> Report:
     """Measure the endpoint, and the baseline where there is one, on every workload, temperature and batch size.
 
     Raises:
         ValueError: nobody answers, the model is not served, the server counts no drafts or was started anew or asked by
             others meanwhile, a request failed, a workload cannot be read; one line, and nothing is written.
     """
-    assert config.endpoint is not None
-    jobs = [_job(name, config) for name in workloads]
-    server = Server(config.endpoint, config.client, "endpoint")
+    assert served.endpoint is not None
+    jobs = [_job(name, asked, chat=served.client.chat) for name in workloads]
+    server = Server(served.endpoint, served.client, "endpoint")
     told = server.says()
     servers = {told.get("speculative_algorithm", "endpoint").lower(): server}
-    if config.baseline is not None:
-        servers = {PLAIN: _baseline(config, server), **servers}
+    if served.baseline is not None:
+        servers = {PLAIN: _baseline(served, server), **servers}
     sessions, runs = [], []
     start = 0
     for job in jobs:
         for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
             sessions.append(Session(job.name, temperature, size, config.seed, start, job.asked))
-            runs.append(_session(servers, job, _settings(config, temperature), size, config))
+            runs.append(_session(servers, job, _settings(config, temperature), size, repeats, config.seed))
         start += len(job.asked)
-    gates = _gates(sessions, runs) if config.baseline is not None else {}
+    gates = _gates(sessions, runs) if served.baseline is not None else {}
     return Report(
         target={"name": server.model, "path": server.model},
         device={
@@ -70,17 +72,16 @@ def measure(config: EvalConfig, workloads: Sequence[str]) -> Report:
             "client": cpu_name(),
             "python": platform.python_version(),
         },
-        settings=_told(config, jobs),
+        settings=_told(served, asked, config, repeats, jobs),
         gates=gates,
         rows=_rows(sessions, runs, gates),
     )
 
 
-def _job(name: str, config: EvalConfig) -> Job:
+def _job(name: str, config: PromptsConfig, *, chat: bool) -> Job:
     """Return a workload's requests; where it has no further ones for the warm-up, its last ones."""
     wanted = Selection(config.prompts, config.warmup, False, config.turns, config.balanced)
     measured, spare = chosen(name, wanted)
-    chat = config.client.chat
     try:
         asked = [each for place, record in measured for each in requests_of(record, place, config.turns, chat)]
         warmup = [each for record in spare for each in requests_of(record, -1, "first", chat)]
@@ -94,7 +95,7 @@ def _job(name: str, config: EvalConfig) -> Job:
     return Job(short_name(name), asked, warmup, fresh, len(set(bodies)))
 
 
-def _baseline(config: EvalConfig, server: Server) -> Server:
+def _baseline(config: EndpointConfig, server: Server) -> Server:
     """Return the baseline.
 
     Raises:
@@ -111,7 +112,7 @@ def _baseline(config: EvalConfig, server: Server) -> Server:
     return base
 
 
-def _settings(config: EvalConfig, temperature: float) -> dict[str, Any]:
+def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
     """Return what every request says of sampling, nothing of which is left to the server's own defaults."""
     sampling = {"temperature": temperature, "top_p": config.top_p, "top_k": config.top_k or -1, "min_p": config.min_p}
     drawn = {"seed": config.seed} if temperature else {}
@@ -121,20 +122,20 @@ def _settings(config: EvalConfig, temperature: float) -> dict[str, Any]:
 
 
 def _session(
-    servers: Servers, job: Job, settings: Mapping[str, Any], in_flight: int, config: EvalConfig
+    servers: Servers, job: Job, settings: Mapping[str, Any], in_flight: int, repeats: int, seed: int
 ) -> dict[str, Runs]:
     """Let all servers answer all requests, `repeats` times, in turns, in a new random order each time.
 
     One request at a time, they take turns on each; with more in flight, a turn is all requests.
     """
-    shuffle = random.Random(config.seed)
+    shuffle = random.Random(seed)
     for name, server in servers.items() if job.warmup else ():
         server.round(job.warmup, settings, in_flight, name != PLAIN)
     runs = {name: Runs([[] for _ in job.asked], []) for name in servers}
     every = list(range(len(job.asked)))
     turns = [[place] for place in every] if in_flight == 1 else [every]
     console = Console(stderr=True)
-    work = [places for _ in range(config.repeats) for places in turns]
+    work = [places for _ in range(repeats) for places in turns]
     for places in track(work, "measuring", console=console, transient=True, disable=not console.is_terminal):
         for name in shuffle.sample(list(servers), len(servers)):
             made = servers[name].round([job.asked[place] for place in places], settings, in_flight, name != PLAIN)
@@ -177,15 +178,20 @@ def _rows(sessions: Sequence[Session], runs: Sequence[Mapping[str, Runs]], gates
     return rows
 
 
-def _told(config: EvalConfig, jobs: Sequence[Job]) -> dict[str, Any]:
+def _told(
+    served: EndpointConfig, asked: PromptsConfig, config: DecodingConfig, repeats: int, jobs: Sequence[Job]
+) -> dict[str, Any]:
     """Return what the numbers depend on besides the server."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    keys = ("endpoint", "baseline", "max_new_tokens", "min_new_tokens", *sampling, "repeats", "warmup", "turns")
     return {
         "prompts": sum(len(job.asked) for job in jobs),
         "distinct_prompts": sum(job.distinct for job in jobs),
         "warmup_prompts": "further ones" if all(job.fresh for job in jobs) else "measured ones",
-        **{key: getattr(config, key) for key in (*keys, "balanced")},
+        "endpoint": served.endpoint,
+        "baseline": served.baseline,
+        **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling)},
+        "repeats": repeats,
+        **{key: getattr(asked, key) for key in ("warmup", "turns", "balanced")},
         "engine": "as served",
         "provenance": provenance(),
     }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.config import EvalConfig
+from eval.config import SourcesConfig
 from eval.inputs.runs import find_heads
 from heads.common.typed import build
 from inference.drafters.head import load_drafter, saved_tree
@@ -16,7 +16,7 @@ from inference.target.target import Target
 Drafters = dict[str, Drafter]
 
 
-def check_drafters(config: EvalConfig) -> None:
+def check_drafters(config: SourcesConfig) -> None:
     """Check every draft source as far as is possible without the target.
 
     Raises:
@@ -32,7 +32,7 @@ def check_drafters(config: EvalConfig) -> None:
             configured(name, options)
 
 
-def load_drafters(config: EvalConfig, target: Target) -> Drafters:
+def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
     """Return every draft source that the configuration names, on the target's device and in its dtype.
 
     Raises:
@@ -49,7 +49,7 @@ def load_drafters(config: EvalConfig, target: Target) -> Drafters:
     return drafters
 
 
-def _hybrid(config: EvalConfig, options: Mapping[str, Any], target: Target) -> Drafter:
+def _hybrid(config: SourcesConfig, options: Mapping[str, Any], target: Target) -> Drafter:
     """Return the first run's head beside a model-free source."""
     own = build(Hybrid.Config, dict(options), "drafter.hybrid")
     lookup = make("hybrid.lookup", own.lookup, target)
@@ -58,7 +58,7 @@ def _hybrid(config: EvalConfig, options: Mapping[str, Any], target: Target) -> D
     return Hybrid(own, next(iter(_heads(config, target).values())), lookup, "hybrid")
 
 
-def _folders(config: EvalConfig) -> dict[str, Path]:
+def _folders(config: SourcesConfig) -> dict[str, Path]:
     """Return the heads' folders under the names that the report gives them."""
     runs = [*config.runs(), *config.compare]
     if not runs:
@@ -66,6 +66,6 @@ def _folders(config: EvalConfig) -> dict[str, Path]:
     return find_heads(runs)
 
 
-def _heads(config: EvalConfig, target: Target) -> Drafters:
+def _heads(config: SourcesConfig, target: Target) -> Drafters:
     """Return the heads of all runs, each under its own tree."""
     return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}

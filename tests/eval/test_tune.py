@@ -17,7 +17,7 @@ from eval.live import interleaved
 from eval.live.interleaved import PLAIN
 from eval.measures.cost_model import Costs, Prediction, Replayed, Step, draft_key
 from eval.run import main, tuned
-from eval.tune import Bench, halves, keep, merged, ranked
+from eval.tune import Bench, TunePlan, halves, keep, merged, ranked
 from eval.tuning import costs, grid
 from eval.tuning.grid import OWN, Tried, hopeful, proposed, sizes_for
 from eval.tuning.results import Candidate, Measured, conclude, fastest
@@ -299,7 +299,9 @@ def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
     third, other = replace(second, held=[replayed(1, 1)]), Tried("static", tree, [replayed(0)], [replayed(1)])
     known = replace(costs_of(chain, {0: 1.0}), draft={draft_key(one.tree): 0.0 for one in (first, second, other)})
     target = toys.target()
-    bench = Bench(configured(tmp_path), target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [])
+    config = configured(tmp_path)
+    plan = TunePlan("run", {}, config.tuner, config, config.repeats)
+    bench = Bench(plan, target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [])
     asked: list[TreeConfig] = []
 
     def timed(_: Bench, candidates: list[Candidate], batch: int) -> list[Candidate]:

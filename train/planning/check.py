@@ -9,7 +9,7 @@ import torch
 from data.features.store import FeatureStore
 from data.text.prompts import locate
 from data.text.sources import check_source, check_sources
-from eval.config import EvalConfig, eval_config
+from eval.config import eval_config
 from eval.inputs.runs import find_heads
 from heads import HEADS
 from heads.common.context import check_rows, context_of
@@ -50,7 +50,7 @@ def check_run(run: RunConfig) -> None:
         FeatureStore(run.features.folder)
     if run.eval.prompts:
         find_heads(run.compare)
-        evaluation(run)
+        eval_config(**evaluation(run))
     check_start(run.peft, run.init, run.model.placement)
     check_target(run)
 
@@ -69,10 +69,10 @@ def check_out(out: Path, *, replaces: bool) -> None:
         )
 
 
-def evaluation(run: RunConfig) -> EvalConfig:
-    """Return the evaluation that ends a run: of the kept head beside those of `compare`."""
+def evaluation(run: RunConfig) -> dict[str, Any]:
+    """Return the values of conf/eval.yaml for the evaluation that ends a run: its head beside those of `compare`."""
     trust = {"trust_remote_code": run.model.trust_remote_code}
-    return eval_config(run=run.out, compare=run.compare, workload=run.workload, model=trust, **asdict(run.eval))
+    return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": trust, **asdict(run.eval)}
 
 
 def check_target(run: RunConfig) -> None:

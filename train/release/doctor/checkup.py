@@ -1,5 +1,6 @@
 """The checks by measurement, in one go: the head decodes a few prompts, and is tried otherwise along the answers."""
 
+from dataclasses import replace
 from typing import Any
 
 from eval.inputs.texts import of_answer
@@ -36,10 +37,12 @@ def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig
     """
     target = against.whole
     assert target is not None
-    drafting = loaded.to(device=target.device, dtype=target.dtype).eval()
-    told = layers.as_read(head)
-    if told is not None and len(told) == len(drafting.feature_layers) and 0 <= min(told) <= max(told) < against.layers:
-        drafting.feature_layers = tuple(told)  # our own reader forgives ids that are counted in the other way
+    drafting, told = loaded, layers.as_read(head)
+    if told is not None and len({*told}) == len(loaded.feature_layers) and 0 <= min(told) <= max(told) < against.layers:
+        # Our own reader forgives ids that are counted in the other way.
+        drafting = type(loaded)(replace(loaded.config, feature_layers=list(told)), target.ends)
+        drafting.load_state_dict(loaded.state_dict())
+    drafting = drafting.to(device=target.device, dtype=target.dtype).eval()
     try:
         decoded, said = _decoded(head, target, drafting, config)
     except ValueError as error:
