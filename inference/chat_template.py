@@ -2,21 +2,22 @@
 
 transformers renders them in jinja2's sandbox, which keeps them from files and from Python, but not from work without
 end. Here they are compiled for that sandbox with a clock in it: each round of a loop, each macro and each item of a
-filter looks at it, so it needs no thread and no signal. What one step may take is bounded where a product or a power is
-made, a width is given or a text is replaced; what many steps gather is not.
+filter looks at it, so it needs no thread and no signal. What one step may make is bounded: a sum, a product or a power,
+a text of texts, one with a width or with parts replaced.
 """
 
 import importlib
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from time import thread_time
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Context
@@ -29,6 +30,8 @@ from heads.common.untrusted import CUT
 SECONDS = 10.0  # of a processor that one rendering may take: thousands of times what the longest chats do
 LARGEST = 1 << 20  # elements of a product, or bits of a number
 WIDEST = 1 << 24  # characters of a text that one step makes
+MULTIPLYING = ("replace", "translate", "wordwrap", "join", "indent")  # a text by another, or by items
+ITEMS = 100_000  # of what does not say how many it has: as many as the sandbox's longest range
 WIDENING = ("center", "indent", "batch", "slice", "tojson", "ljust", "rjust", "zfill", "expandtabs")  # by a number
 # In a format's text: widths that are large, or given beside it.
 WIDTHS = {
@@ -97,10 +100,23 @@ def _why(error: Exception) -> str:
     return kind + one_line(error)[:CUT] if str(error) else type(error).__name__
 
 
+def _join(generator: CodeGenerator, node: nodes.Concat, frame: Frame) -> None:
+    """Write the call of `Timed.joined` for the operator ~, which no sandbox intercepts."""
+    generator.write("environment.joined(")
+    for each in node.nodes:
+        generator.visit(each, frame)
+        generator.write(", ")
+    generator.write(")")
+
+
+Joining = type("Joining", (CodeGenerator,), {"visit_Concat": _join})
+
+
 class Timed(ImmutableSandboxedEnvironment):
     """The sandbox with the clock in it."""
 
-    intercepted_binops = frozenset(("*", "**", "%"))
+    code_generator_class = Joining
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def from_string(self, source: Any, *args: Any, **named: Any) -> Template:
         """Compile a template whose loops and macros look at the clock."""
@@ -120,11 +136,29 @@ class Timed(ImmutableSandboxedEnvironment):
         CLOCK.tick()
         return True
 
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """Join what a template, a macro or a block gives."""
+        made, size = [], 0
+        for part in parts:
+            size += len(part)
+            if size > WIDEST:
+                raise SecurityError("a text of it is too large")
+            made.append(part)
+        return "".join(made)
+
+    def joined(self, *parts: object) -> str:
+        """Return the texts of some values in one, as the operator ~ does."""
+        return self.concat(map(str, parts))
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Multiply or raise to a power, where that is no bomb."""
         if operator == "%":
             _check_width("format", left, right)
-        elif _size(operator, left, right) > LARGEST:
+        elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            if len(left) + len(right) > WIDEST:
+                raise SecurityError("the result of + is too large")
+        elif operator != "+" and _size(operator, left, right) > LARGEST:
             raise SecurityError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
@@ -153,10 +187,17 @@ def _check_width(name: str, text: Any = None, *given: Any) -> None:
     if name in WIDENING:
         lines = str(text).count("\n") + str(text).count("\t") if isinstance(text, str) else 0
         size = max(numbers, default=0) * (1 + lines)
-    elif name == "replace" and isinstance(text, str):
-        size = len(text) * max((len(each) for each in given if isinstance(each, str)), default=0)
+    if name in MULTIPLYING:
+        size = max(size, _length(text) * max(map(_length, given), default=0))
     if size > WIDEST or (name in WIDTHS and isinstance(text, str) and WIDTHS[name].search(text)):
         raise SecurityError(f"the result of {name} is too large")
+
+
+def _length(value: Any) -> int:
+    """Return the characters or items of a value, the characters of a mapping's longest text; 1 of what has neither."""
+    if isinstance(value, dict):
+        return max(map(_length, value.values()), default=0)
+    return len(value) if hasattr(value, "__len__") else ITEMS if isinstance(value, Iterator) else 1
 
 
 def _size(operator: str, left: Any, right: Any) -> int:

@@ -48,7 +48,16 @@ FAILING = (
     "{{ ('a\t' * 9999).expandtabs(99999) }}", "{{ '{:>9000000000}'.format(1) }}", "{{ '%999999999d' | format(1) }}",
     "{{ '%*d' % (999999999, 1) }}", "{{ '{:{}}'.format(1, 999999999) }}", "{{ [messages] | tojson(indent=900000000) }}",
     "{{ ('a' * 99999) | replace('a', 'a' * 99999) }}", "{{ ('a' * 99999).replace('a', 'a' * 99999) }}",
-    "{{ [1] | batch(9000000000, 'x') | list }}",
+    "{{ [1] | batch(9000000000, 'x') | list }}", "{{ ('a ' * 3000) | wordwrap(1, wrapstring='b' * 1000000) }}",
+    "{{ ('a' * 3000).translate({97: 'b' * 1000000}) }}", "{{ (['a'] * 100000) | join('b' * 1000000) }}",
+    "{{ ('b' * 1000000).join(['a'] * 100000) }}", "{{ range(99999) | map('string') | join('b' * 1000000) }}",
+    "{{ ('a\n' * 9999) | indent('b' * 100000) }}",
+    *(
+        "{% set n = namespace(x='aa') %}{% for i in range(99) %}" + grown + "{% endfor %}"
+        for grown in (
+            "{% set n.x = n.x ~ n.x %}", "{% set n.x = n.x + n.x %}", "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}",
+        )
+    ),
     "{{ messages.__class__.__mro__ }}", "{{ foo.bar }}", "{{ 1 + 'a' }}", "{% for a, b in [1] %}{% endfor %}",
     "{% include 'x' %}", "{{ strftime_now(3) }}", "{{ namespace()|tojson }}", "{{ [1, 'a']|sort }}",
     "{{ '%d'|format('a') }}", "{{ raise_exception('no \x1b[2J\n way') }}", "{{ raise_exception('a' * 99999) }}",
