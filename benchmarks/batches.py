@@ -109,8 +109,8 @@ def main() -> None:
             line += f"{expected:15.2f} {gain:5.2f} {expected / gain - 1:+8.1%}"
         print(line, flush=True)
     for name, found in gains.items():
-        ends = [stops_paying({size: pair[i] for size, pair in found.items()}) for i in range(2)]
-        told = ["none tried" if end is None else str(end) for end in ends]
+        embeddings = [stops_paying({size: pair[i] for size, pair in found.items()}) for i in range(2)]
+        told = ["none tried" if end is None else str(end) for end in embeddings]
         print(f"batch size from which on a {name} no longer pays: predicted {told[0]}, measured {told[1]}")
 
 

@@ -45,7 +45,7 @@ def prepared(run: RunConfig) -> Loop:
     head: Any = first_head(run.head, run.init, target).to(accelerator.device)
     run = replace(run, head=head.config)
     samples, _, _ = load_training(run.data, target.tokenizer, run.trainer.eval_prompts, run.workload)
-    prune(head, token_counts(samples, target.ends.vocab_size))
+    prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source = source_for(run.features, run.objective, target, head, batches)
     return loop_of(run, accelerator, target, head, batches, source, [], {})

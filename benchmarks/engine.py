@@ -152,7 +152,7 @@ def overhead(target: Target, head: Any, prompt: list[int], tokens: int) -> None:
     for name, tree in TREES.items():
         drafter = HeadDrafter(head, tree, name)
         speculate(target, drafter, prompt, Settings(8, GREEDY))
-        places = [(target, "run"), (target.ends, "logits"), (head, "expand"), (head, "extend")]
+        places = [(target, "run"), (target.embeddings, "logits"), (head, "expand"), (head, "extend")]
         with clocked(*places) as spent:
             made = speculate(target, drafter, prompt, Settings(tokens, GREEDY))
         passes = sum(spent) - made.prefill_s  # the prefill's own passes and its little else
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="do not compile")
     asked = parser.parse_args()
     target = random_target(asked.dtype)
-    own: Any = HEADS["eagle"](HEADS["eagle"].Config(**EAGLE), target.ends)
+    own: Any = HEADS["eagle"](HEADS["eagle"].Config(**EAGLE), target.embeddings)
     head = own.to(target.dtype).eval().requires_grad_(False)
     prompts = random_prompts(4)
     size = sum(parameter.numel() for parameter in target.model.parameters())

@@ -80,7 +80,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     init = resolve_init(run.init, run.head, target.target)
     head: Any = first_head(run.head, init, target.target)
     run = replace(run, init=init)
-    prune(head, token_counts(samples, target.ends.vocab_size))
+    prune(head, token_counts(samples, target.embeddings.vocab_size))
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source = Live(target, batches, head.feature_layers)
@@ -126,7 +126,7 @@ def main() -> None:
             first = runs[0][2]
             target = Target.load(first.model.path, "float32", "cpu")
             layers = sorted(
-                {i for _, _, run in runs for i in HEADS[run.head.name](run.head, target.ends).feature_layers}
+                {i for _, _, run in runs for i in HEADS[run.head.name](run.head, target.embeddings).feature_layers}
             )
             extracted = Extracted(target, tuple(layers))
             samples = load_samples(first.data, target.tokenizer)

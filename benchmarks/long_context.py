@@ -33,7 +33,7 @@ from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Proposal
 from inference.session import Session, Settings
 from inference.target.cache import TargetCache
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Generator
@@ -72,7 +72,7 @@ def filled(target: Target, length: int) -> TargetCache:
     """Return a cache of random rows."""
     cache = target.cache()
     config: Any = target.config
-    shape = 1, config.num_key_value_heads, length, target.ends.layer.head_dim
+    shape = 1, config.num_key_value_heads, length, target.embeddings.layer.head_dim
     chance = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(shape, generator=chance, dtype=target.dtype) for _ in range(2))
     for layer in range(config.num_hidden_layers):
@@ -100,7 +100,7 @@ def alone(target: Target, cache: TargetCache, rows: int) -> float:
     base: Any = target.base
     begin = time.perf_counter()
     out = base(input_ids=token, position_ids=position, past_key_values=cache.hf, use_cache=True)
-    target.ends.logits(out.last_hidden_state)
+    target.embeddings.logits(out.last_hidden_state)
     spent = time.perf_counter() - begin
     cache.keep(length, [])
     return spent
@@ -130,11 +130,14 @@ def masked(target: Target, length: int, draft: DraftTree) -> float:
 @torch.inference_mode()
 def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], float]:
     """Return what times a head's commit of two rows and its proposal, behind so many committed rows."""
-    shape, width = (1, target.ends.layer.num_heads, length, target.ends.layer.head_dim), target.ends.hidden_size
+    shape, width = (
+        (1, target.embeddings.layer.num_heads, length, target.embeddings.layer.head_dim),
+        target.embeddings.hidden_size,
+    )
     chance = torch.Generator().manual_seed(0)
     keys, values, rows = (torch.randn(each, generator=chance) for each in (shape, shape, (1, 2, width)))
     before = Committed(((keys, values),))
-    commit = Commit(torch.tensor([1, 2]), Pass(rows.new_zeros(1, 2, 0, width), rows, None), None)
+    commit = Commit(torch.tensor([1, 2]), TargetOutput(rows.new_zeros(1, 2, 0, width), rows, None), None)
     context = Context([0] * (length + 2), GREEDY, Generator(0, target.device), ROOM)
 
     def once() -> float:
@@ -156,7 +159,7 @@ def main() -> None:
     asked = parser.parse_args()
     positions = max(asked.contexts) + ROOM
     target = random_target("float32", max_position_embeddings=positions, num_key_value_heads=asked.kv_heads)
-    head: Any = HEADS["eagle"](HEADS["eagle"].Config(**EAGLE | {"num_kv_heads": 12}), target.ends)
+    head: Any = HEADS["eagle"](HEADS["eagle"].Config(**EAGLE | {"num_kv_heads": 12}), target.embeddings)
     drafter = HeadDrafter(head.eval().requires_grad_(False), TREE, "eagle")
     print(f"{device_facts(target.device, target.dtype)}, {asked.kv_heads} key-value heads; milliseconds")
     titles = "context", "draft", "alone", "attention", "step", "step/alone", "mask", "settle", "head"

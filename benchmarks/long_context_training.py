@@ -27,7 +27,7 @@ from heads import HEADS
 from heads.base import Features
 from heads.common.resolvers import register_resolvers
 from heads.modules.layers import Recomputing
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.step import Loss
@@ -51,14 +51,14 @@ def peak() -> float:
 def step(name: str, length: int, *, recompute: bool) -> None:
     """Print what one step on one row costs."""
     run = composed(f"head={name}")
-    target = Bare.load(run.model.path, "float32", "cpu", False)
+    target = EmbeddingsOnly.load(run.model.path, "float32", "cpu", False)
     kind: Any = HEADS[name]
-    head = kind(run.head, target.ends)
+    head = kind(run.head, target.embeddings)
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = recompute
-    token = torch.randint(target.ends.vocab_size, (1, length))
-    document, width = torch.zeros_like(token), target.ends.hidden_size
+    token = torch.randint(target.embeddings.vocab_size, (1, length))
+    document, width = torch.zeros_like(token), target.embeddings.hidden_size
     states = torch.randn(1, length, len(head.feature_layers) + 1, width)
     weight = weights(document, token * 0 + 1, None, run.objective).row / length
     before, begin = peak(), time.perf_counter()

@@ -29,7 +29,7 @@ from data.text.prompts import load_prompts
 from eval.measures.machine import device_facts
 from inference.drafters.registry import make
 from inference.protocol import Commit, Context, Drafter, Verified
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, children
@@ -71,14 +71,14 @@ def accepted(tree: DraftTree, following: list[int]) -> list[int]:
     return path
 
 
-def commit(tree: DraftTree, riders: int, following: list[int], vocabulary: int) -> Commit:
+def commit(tree: DraftTree, look_ahead: int, following: list[int], vocabulary: int) -> Commit:
     """Return what the engine would report if the target wrote `following`."""
     path = accepted(tree, following)
-    law = torch.randn(len(tree.token) + riders, vocabulary)
+    law = torch.randn(len(tree.token) + look_ahead, vocabulary)
     law[path, following[: len(path)]] = 20.0
     logits, behind = law.tensor_split([len(tree.token)])
-    rows = Pass(torch.zeros(1, len(path), 0, 1), torch.zeros(1, len(path), 1), None)
-    seen = Verified(tree, path, logits, behind if riders else None)
+    rows = TargetOutput(torch.zeros(1, len(path), 0, 1), torch.zeros(1, len(path), 1), None)
+    seen = Verified(tree, path, logits, behind if look_ahead else None)
     return Commit(torch.tensor(following[: len(path)]), rows, seen)
 
 
@@ -89,7 +89,7 @@ def replay(source: Drafter, text: list[int], start: int, vocabulary: int) -> Cos
     index = time.perf_counter() - began
     every = torch.arange(vocabulary)  # one pass over all tokens, so that a source that learns from logits is warm
     known = DraftTree(every, every - 1)
-    rows = Pass(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None)
+    rows = TargetOutput(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None)
     source.observe(Commit(every[:1], rows, Verified(known, [0], torch.randn(vocabulary, vocabulary), None)))
     at, seconds, drafted, rng = start + 1, [], 0, Generator(0, torch.device("cpu"))
     for step in range(STEPS + 1):
@@ -97,8 +97,8 @@ def replay(source: Drafter, text: list[int], start: int, vocabulary: int) -> Cos
         began = time.perf_counter()
         proposal = source.propose(context)
         proposed = time.perf_counter()
-        tree, riders = proposal.tree, proposal.riders
-        riding = 0 if riders is None else len(riders.token)
+        tree, look_ahead = proposal.tree, proposal.look_ahead
+        riding = 0 if look_ahead is None else len(look_ahead.token)
         settled = commit(tree, riding, text[at : at + ROOM], vocabulary)
         resumed = time.perf_counter()
         source.observe(settled)
@@ -116,7 +116,7 @@ def main() -> None:
     """Measure and print."""
     names = sys.argv[1:] or list(NAMES)
     target = Target.load(str(ROOT / "examples" / "tiny"), device="cpu")
-    vocabulary, length = target.ends.vocab_size, max(CONTEXTS) + 2 + (STEPS + 1) * (ROOM + 1)
+    vocabulary, length = target.embeddings.vocab_size, max(CONTEXTS) + 2 + (STEPS + 1) * (ROOM + 1)
     chance = random.Random(0)
     once = chance.choices(range(vocabulary), k=64)
     texts = {

@@ -105,7 +105,7 @@ def measured(run: str) -> None:
     """Print the second table."""
     folder = resolve_head(run)
     target = Target.load(target_path(read_config(folder)["target"]["name"]))
-    head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+    head: Any = load_head(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
     prompts = load_workload("tiny", target, PROMPTS, truncate=True)
     cells = {}
     for kind, rule in RULES:

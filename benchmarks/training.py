@@ -57,9 +57,9 @@ class Reader(nn.Module):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.ends: Any = self
+        self.embeddings: Any = self
         self.hidden_size, self.vocab_size = WIDTH, vocabulary
-        self.lm_head = Readout(self.ends, "own", None)
+        self.lm_head = Readout(self.embeddings, "own", None)
 
     def head_weight(self) -> Tensor:
         """Return what the lm_head starts at."""
@@ -124,8 +124,8 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
     keep_freed()
     run = composed(f"head={name}")
     torch.manual_seed(0)
-    head = HEADS[name](run.head, target.ends)
-    token = torch.randint(target.ends.vocab_size, (tokens // LENGTH, LENGTH))
+    head = HEADS[name](run.head, target.embeddings)
+    token = torch.randint(target.embeddings.vocab_size, (tokens // LENGTH, LENGTH))
     document, config = torch.zeros_like(token), run.objective
     features = target.features(token, document, head.feature_layers)
     anchors = draw_anchors(document == 0, config.anchors, 0, torch.arange(len(token)))
@@ -151,7 +151,7 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
 
 def features_over_forward(target: Target, tokens: int) -> float:
     """Return the throughput of feature extraction over that of the bare model."""
-    token = torch.randint(target.ends.vocab_size, (tokens // LENGTH, LENGTH))
+    token = torch.randint(target.embeddings.vocab_size, (tokens // LENGTH, LENGTH))
     with torch.inference_mode():
         bare, ours = fastest(
             lambda: target.base(input_ids=token, use_cache=False),

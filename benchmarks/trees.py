@@ -37,7 +37,7 @@ register_resolvers()
 
 def row(target: Target, head: str, tree: TreeConfig, settings: Settings) -> Callable[[list[int]], Generation]:
     """Return what decodes a prompt with a head under a tree."""
-    found = load_found(resolve_head(head), target.ends, target.spec)
+    found = load_found(resolve_head(head), target.embeddings, target.spec)
     drafter = HeadDrafter(found.eval().to(target.device, target.dtype), tree, head)
 
     def decode(prompt: list[int]) -> Generation:

@@ -98,7 +98,7 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
         )
     saved = read_config(folder)["tree"]
     own = typed(TreeConfig, overlay(saved, plan.tree))
-    head: Any = load_head(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+    head: Any = load_head(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
     answered = [(each, text) for each in prompts for text in write(target, [each.token], plan.settings)]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")

@@ -116,7 +116,7 @@ class LayerShape(NamedTuple):
 
 
 @runtime_checkable
-class Ends(Protocol):
+class Embeddings(Protocol):
     """The target's embedding and lm_head, which heads read and never train."""
 
     hidden_size: int
@@ -151,7 +151,7 @@ class DraftHead(Protocol):
     vocab: DraftVocabulary | None
 
     @property
-    def ends(self) -> Ends:
+    def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
         ...
 
@@ -198,13 +198,13 @@ class DraftHead(Protocol):
         ...
 
 
-def layer_shape(config: Any, ends: Ends) -> LayerShape:
+def layer_shape(config: Any, embeddings: Embeddings) -> LayerShape:
     """Return the shape that a head's configuration asks for, the target's own where it asks for nothing.
 
     Raises:
         ValueError: the query heads are no multiple of the key-value heads, or the head width is odd.
     """
-    shape = LayerShape(*(getattr(config, name) or getattr(ends.layer, name) for name in LayerShape._fields))
+    shape = LayerShape(*(getattr(config, name) or getattr(embeddings.layer, name) for name in LayerShape._fields))
     if shape.num_heads % shape.num_kv_heads:
         raise ValueError(
             f"head.num_heads is {shape.num_heads} and head.num_kv_heads {shape.num_kv_heads}, where null takes the "

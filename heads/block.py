@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Ends, Features, Level, check_depths, layer_shape
+from heads.base import Draft, Embeddings, Features, Level, check_depths, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules.attention import KeyValue, Pattern, attend_rows
 from heads.modules.fusion import Fusion, chosen_layers
@@ -40,16 +40,16 @@ class Drafted(NamedTuple):
     slots: Float[Tensor, "K D"]
 
 
-def _mask(token: int | None, ends: Ends) -> nn.Parameter:
+def _mask(token: int | None, embeddings: Embeddings) -> nn.Parameter:
     """Return what a mask slot holds: a vector to train, or the target's embedding of a token; -1 is the last one."""
     if token is None:
-        return nn.Parameter(torch.randn(ends.hidden_size) * 0.02)
-    if not -ends.vocab_size <= token < ends.vocab_size:
-        raise ValueError(f"head.mask_token is {token}: the target has {ends.vocab_size} tokens; give one of them")
-    slot = nn.Parameter(torch.empty(ends.hidden_size), requires_grad=False)
+        return nn.Parameter(torch.randn(embeddings.hidden_size) * 0.02)
+    if not -embeddings.vocab_size <= token < embeddings.vocab_size:
+        raise ValueError(f"head.mask_token is {token}: the target has {embeddings.vocab_size} tokens; give one of them")
+    slot = nn.Parameter(torch.empty(embeddings.hidden_size), requires_grad=False)
     if not slot.is_meta:  # shapes alone have nothing to hold
-        place = ends.head_weight().device
-        slot.data.copy_(ends.embed(torch.tensor(token % ends.vocab_size, device=place)).detach())
+        place = embeddings.head_weight().device
+        slot.data.copy_(embeddings.embed(torch.tensor(token % embeddings.vocab_size, device=place)).detach())
     return slot
 
 
@@ -81,34 +81,36 @@ class Block(nn.Module):
         lm_head: str
         draft_vocab: Count | None
 
-    def __init__(self, config: Config, ends: Ends) -> None:
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.depths
         self.idle = 0 if config.from_anchor else 1  # how many slots of a block draft nothing: the anchor's or none
         self.size = config.depths + self.idle
-        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
-        width, shape, eps = ends.hidden_size, layer_shape(config, ends), config.norm_eps
-        self.feature_layers = chosen_layers(config.feature_layers, FUSED, ends.num_layers)
+        self._embeddings = (
+            embeddings,
+        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
+        self.feature_layers = chosen_layers(config.feature_layers, FUSED, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
         self.hidden_norm = RMSNorm(width, eps)
-        self.mask = _mask(config.mask_token, ends)
+        self.mask = _mask(config.mask_token, embeddings)
         self.layers = nn.ModuleList(
             Layer(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm) for _ in range(config.layers)
         )
         self.norm = RMSNorm(width, eps)
-        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
-        self.lm_head = Readout(ends, config.lm_head, self.vocab)
-        size, rank = ends.vocab_size if self.vocab is None else len(self.vocab.ids), config.markov_rank
-        self.before = None if rank is None else nn.Embedding(ends.vocab_size, rank)
+        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
+        self.lm_head = Readout(embeddings, config.lm_head, self.vocab)
+        size, rank = embeddings.vocab_size if self.vocab is None else len(self.vocab.ids), config.markov_rank
+        self.before = None if rank is None else nn.Embedding(embeddings.vocab_size, rank)
         self.bias = None if rank is None else nn.Linear(rank, size, bias=False)
         if self.bias is not None:
             nn.init.zeros_(self.bias.weight)
         self.confidence = nn.Linear(width + (rank or 0), 1) if config.confidence else None
 
     @property
-    def ends(self) -> Ends:
+    def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        return self._ends[0]
+        return self._embeddings[0]
 
     def context(
         self, hidden: Float[Tensor, "B T L D"], position: Int[Tensor, "B T"], last: int
@@ -120,7 +122,7 @@ class Block(nn.Module):
 
     def slots(self, root: Int[Tensor, "*n"]) -> Float[Tensor, "*n S D"]:
         """Return what the blocks behind these chosen tokens enter with."""
-        embedding = self.ends.embed(root).to(self.mask.dtype)[..., None, :]
+        embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
     def conditioned(self, state: Float[Tensor, "*n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"]:
@@ -130,7 +132,7 @@ class Block(nn.Module):
     def score(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
         """Return the logits of slots."""
         del depth
-        width = self.ends.hidden_size
+        width = self.embeddings.hidden_size
         logits = self.lm_head(state[..., :width])
         return logits if self.bias is None else logits + self.bias(state[..., width:])
 

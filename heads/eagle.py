@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.base import Draft, Ends, Features, Level, layer_shape
+from heads.base import Draft, Embeddings, Features, Level, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
@@ -48,23 +48,25 @@ class Eagle(nn.Module):
     max_depth = 64
     detach = False  # whether a gradient stops where a predicted feature enters the head again
 
-    def __init__(self, config: Config, ends: Ends) -> None:
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.attentions = config, config.layers
-        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
-        width, shape = ends.hidden_size, layer_shape(config, ends)
+        self._embeddings = (
+            embeddings,
+        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width, shape = embeddings.hidden_size, layer_shape(config, embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList(
             Block(width, shape, rope=Rope.of(config), eps=config.norm_eps, input_norm=i > 0)
             for i in range(config.layers)
         )
-        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
-        self.lm_head = Readout(ends, config.lm_head, self.vocab)
+        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
+        self.lm_head = Readout(embeddings, config.lm_head, self.vocab)
 
     @property
-    def ends(self) -> Ends:
+    def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        return self._ends[0]
+        return self._embeddings[0]
 
     def begin(self, features: Features) -> Float[Tensor, "B T D"]:
         """Return the target's own features."""
@@ -83,7 +85,7 @@ class Eagle(nn.Module):
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the predicted features, which are also what the lm_head reads."""
-        x = self.fc(torch.cat([self.ends.embed(token).to(state.dtype), state], -1))
+        x = self.fc(torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
         for layer, pattern in zip(self.layers, attend, strict=True):
             x = layer(x, position, last, pattern)
         return x, x

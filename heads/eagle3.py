@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.base import Draft, Ends, Features, Level, layer_shape
+from heads.base import Draft, Embeddings, Features, Level, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
@@ -88,12 +88,14 @@ class Eagle3(nn.Module):
 
     max_depth = 64
 
-    def __init__(self, config: Config, ends: Ends) -> None:
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.attentions = config, config.layers
-        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
-        width, shape, eps = ends.hidden_size, layer_shape(config, ends), config.norm_eps
-        self.feature_layers = chosen_layers(config.feature_layers, FUSED, ends.num_layers)
+        self._embeddings = (
+            embeddings,
+        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
+        self.feature_layers = chosen_layers(config.feature_layers, FUSED, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm)
         inject = width if config.kv_injection else None
         wide = Attention(
@@ -113,13 +115,13 @@ class Eagle3(nn.Module):
         )
         self.inject_norm = RMSNorm(width, eps) if config.kv_injection else None
         self.norm = RMSNorm(width, eps)
-        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
-        self.lm_head = Readout(ends, config.lm_head, self.vocab)
+        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
+        self.lm_head = Readout(embeddings, config.lm_head, self.vocab)
 
     @property
-    def ends(self) -> Ends:
+    def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        return self._ends[0]
+        return self._embeddings[0]
 
     def begin(self, features: Features) -> Float[Tensor, "B T D"]:
         """Return the fused features."""
@@ -142,7 +144,7 @@ class Eagle3(nn.Module):
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the states that are fed back, and the normed ones that the lm_head reads."""
-        x = self.first(self.ends.embed(token).to(state.dtype), state, position, last, attend[0])
+        x = self.first(self.embeddings.embed(token).to(state.dtype), state, position, last, attend[0])
         for layer, pattern in zip(self.layers, attend[1:], strict=True):
             x = layer(x, position, last, pattern)
         read = self.norm(x)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, DraftVocabulary, Ends, Features, LayerShape, Level, check_depths, layer_shape
+from heads.base import Draft, DraftVocabulary, Embeddings, Features, LayerShape, Level, check_depths, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.medusa import ResidualBlock
 from heads.modules import autoregressive
@@ -118,25 +118,27 @@ class Hydra(nn.Module):
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: Config, ends: Ends) -> None:
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.heads
-        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
-        width = ends.hidden_size
-        self.prefix = Prefix(config, width, layer_shape(config, ends)) if config.prefix else None
+        self._embeddings = (
+            embeddings,
+        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width = embeddings.hidden_size
+        self.prefix = Prefix(config, width, layer_shape(config, embeddings)) if config.prefix else None
         self.branches = nn.ModuleList(
             Branch((d + 1) * width, width, config.layers, tied=config.tied) for d in range(1, config.heads + 1)
         )
-        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
+        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_heads = nn.ModuleList(
-            Readout(ends, config.lm_head, self.vocab, config.lm_head_rank, config.lm_head_bias)
+            Readout(embeddings, config.lm_head, self.vocab, config.lm_head_rank, config.lm_head_bias)
             for _ in range(config.heads)
         )
 
     @property
-    def ends(self) -> Ends:
+    def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        return self._ends[0]
+        return self._embeddings[0]
 
     def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
         """Return head `depth`'s logits of its own states, counted from 1."""
@@ -144,7 +146,7 @@ class Hydra(nn.Module):
 
     def joined(self, before: Float[Tensor, "*n X"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n Y"]:
         """Return a head's input with one more token."""
-        return torch.cat([before, self.ends.embed(token).to(before.dtype)], -1)
+        return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 
     def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
         """Draft from all rows at every depth."""
@@ -181,5 +183,5 @@ class Hydra(nn.Module):
         return self._level(self.joined(level.hidden[parent], token))
 
     def _level(self, x: Float[Tensor, "N X"]) -> Level:
-        depth = x.shape[-1] // self.ends.hidden_size - 1
+        depth = x.shape[-1] // self.embeddings.hidden_size - 1
         return Level(spread(self.vocab, self.score(self.branches[depth - 1](x), depth)), x, ())

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Ends, Features, Level, check_depths
+from heads.base import Draft, Embeddings, Features, Level, check_depths
 from heads.common.ranges import Count, Parts
 from heads.modules.vocab import Readout, draft_vocabulary, spread
 
@@ -44,22 +44,25 @@ class Medusa(nn.Module):
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: Config, ends: Ends) -> None:
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.heads
-        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        self._embeddings = (
+            embeddings,
+        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(ends.hidden_size) for _ in range(config.layers))) for _ in range(config.heads)
+            nn.Sequential(*(ResidualBlock(embeddings.hidden_size) for _ in range(config.layers)))
+            for _ in range(config.heads)
         )
-        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
+        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_heads = nn.ModuleList(
-            Readout(ends, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
+            Readout(embeddings, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
         )
 
     @property
-    def ends(self) -> Ends:
+    def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        return self._ends[0]
+        return self._embeddings[0]
 
     def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
         """Return head `depth`'s logits of its own states, counted from 1."""

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Ends, Features, Level, check_depths
+from heads.base import Draft, Embeddings, Features, Level, check_depths
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.vocab import draft_vocabulary, spread
 from heads.rows import drafted_token
@@ -50,16 +50,18 @@ class Mlp(nn.Module):
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: Config, ends: Ends) -> None:
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.heads
-        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
-        width = ends.hidden_size
+        self._embeddings = (
+            embeddings,
+        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width = embeddings.hidden_size
         inner = config.inner or width
-        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
-        size = ends.vocab_size if self.vocab is None else len(self.vocab.ids)
+        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
+        size = embeddings.vocab_size if self.vocab is None else len(self.vocab.ids)
         count = 1 if config.tied else config.heads
-        self.emb = nn.ModuleList(nn.Embedding(ends.vocab_size, inner) for _ in range(count))
+        self.emb = nn.ModuleList(nn.Embedding(embeddings.vocab_size, inner) for _ in range(count))
         self.proj = nn.ModuleList(
             nn.Linear(inner if i else width, inner, bias=False)
             for i in range(min(config.heads, 2) if config.tied else config.heads)
@@ -73,9 +75,9 @@ class Mlp(nn.Module):
         self.mix = math.sqrt((1 - weight**2) * inner / 2) / weight
 
     @property
-    def ends(self) -> Ends:
+    def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head; neither is used but for their sizes."""
-        return self._ends[0]
+        return self._embeddings[0]
 
     def begin(self, last: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Return the state that step 1 starts from."""

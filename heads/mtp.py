@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.base import Draft, Ends, Features, Level, layer_shape
+from heads.base import Draft, Embeddings, Features, Level, layer_shape
 from heads.common.ranges import Amount, Count, Positive, Width
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
@@ -51,23 +51,25 @@ class Mtp(nn.Module):
     max_depth = 64
     attentions = 1
 
-    def __init__(self, config: Config, ends: Ends) -> None:
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config = config
-        self._ends = (ends,)  # in a tuple, so that the target's ends are no submodule and never trained or saved
-        width, shape, eps = ends.hidden_size, layer_shape(config, ends), config.norm_eps
+        self._embeddings = (
+            embeddings,
+        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.enorm: nn.Module = RMSNorm(width, eps)
         self.hnorm: nn.Module = RMSNorm(width, eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.block: nn.Module = Block(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm)
         self.norm: nn.Module = RMSNorm(width, eps)
-        self.vocab = draft_vocabulary(config.draft_vocab, ends.vocab_size)
-        self.lm_head = Readout(ends, config.lm_head, self.vocab)
+        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
+        self.lm_head = Readout(embeddings, config.lm_head, self.vocab)
 
     @property
-    def ends(self) -> Ends:
+    def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        return self._ends[0]
+        return self._embeddings[0]
 
     def begin(self, features: Features) -> Float[Tensor, "B T D"]:
         """Return the target's own states."""
@@ -86,7 +88,7 @@ class Mtp(nn.Module):
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
         """Return the normed states, which are fed back and which the lm_head reads."""
-        embedding = self.ends.embed(token).to(state.dtype)
+        embedding = self.embeddings.embed(token).to(state.dtype)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
         x = self.norm(self.block(x, position, last, attend[0]))
         return x, x

@@ -58,7 +58,7 @@ class Batch:
         sessions = [row.session for row in self.rows]
         proposals = [session.draft() for session in sessions]
         # A draft that has a pass of its own (some layers already run, other layers for its riders) shares none.
-        own = any(each.entered is not None or (each.riders and each.riders.stack) for each in proposals)
+        own = any(each.entered is not None or (each.look_ahead and each.look_ahead.stack) for each in proposals)
         switch = self.target.switch
         apart = switch is not None and not switch.shared([session.prefix for session in sessions])
         if own or apart or len(sessions) == 1:
@@ -66,7 +66,9 @@ class Batch:
                 session.verify(proposal)
             return
         begin = sessions[0].clock()
-        outs = self.target.score_all([(each.tree, each.riders) for each in proposals], self.cache, sessions[0].layers)
+        outs = self.target.score_all(
+            [(each.tree, each.look_ahead) for each in proposals], self.cache, sessions[0].layers
+        )
         share = (sessions[0].clock() - begin) / len(sessions)
         for session, proposal, out in zip(sessions, proposals, outs, strict=True):
             session.settle(proposal, out, share)
@@ -75,10 +77,10 @@ class Batch:
 def batch_of(target: Target, drafter: Drafter, prompt: list[int], size: int) -> Batch:
     """Return a batch for so many sequences, each with a twin of the drafter; the prompt is the first that will come."""
     drafter.reset(prompt)  # ends what the last request may have left at work
-    return Batch(target, [drafter, *(twin(drafter) for _ in range(size - 1))])
+    return Batch(target, [drafter, *(clone(drafter) for _ in range(size - 1))])
 
 
-def twin(drafter: AnyDrafter) -> AnyDrafter:
+def clone(drafter: AnyDrafter) -> AnyDrafter:
     """Return a drafter with a state of its own and the same models, for one more sequence at the same time.
 
     Tensors are shared too: those that are written to belong to a sequence, and `reset` begins them anew.

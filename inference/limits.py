@@ -15,7 +15,7 @@ def check_prompt(target: Target, prompt: list[int]) -> None:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens but {target.name} reads at most {target.context}: shorten it"
         )
-    last = target.ends.vocab_size - 1
+    last = target.embeddings.vocab_size - 1
     for token in (min(prompt), max(prompt)):
         if not 0 <= token <= last:
             raise ValueError(

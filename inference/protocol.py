@@ -6,11 +6,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.target.cache import TargetCache
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.target.stack import Entered
 from inference.verification.rng import Rng
 from inference.verification.sample import Sampling
-from inference.verification.tree import DraftTree, Riders
+from inference.verification.tree import DraftTree, LookAhead
 
 
 class Context(NamedTuple):
@@ -37,7 +37,7 @@ class Proposal(NamedTuple):
 
     tree: DraftTree
     q: Float[Tensor, "N V"] | None = None
-    riders: Riders | None = None
+    look_ahead: LookAhead | None = None
     replacement: bool = False
     entered: Entered | None = None
 
@@ -48,7 +48,7 @@ class Verified(NamedTuple):
     tree: DraftTree
     path: list[int]
     logits: Float[Tensor, "N V"]
-    riders: Float[Tensor, "R V"] | None
+    look_ahead: Float[Tensor, "R V"] | None
 
 
 class Commit(NamedTuple):
@@ -59,7 +59,7 @@ class Commit(NamedTuple):
     """
 
     token: Int[Tensor, "T"]
-    rows: Pass
+    rows: TargetOutput
     verified: Verified | None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from inference.limits import check_prompt, check_size
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
 from inference.target.cache import TargetCache
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Coupled, Generator, Rng
@@ -110,7 +110,7 @@ class Session:
             self.rng = Coupled(settings.seed, target.device, lambda: len(self.context))
         self.seen: Tensor | None = None  # which tokens stand in the context, where a penalty asks for it
         if settings.sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(target.ends.vocab_size, dtype=torch.bool, device=target.device)
+            self.seen = torch.zeros(target.embeddings.vocab_size, dtype=torch.bool, device=target.device)
             self.seen[prompt] = True
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
         self.made = Generation()
@@ -159,18 +159,18 @@ class Session:
         if self.target.switch is not None and self.target.switch.renews(self.prefix):
             out = self.renew()
         elif proposal.entered is None:
-            out = self.target.score(proposal.tree, self.cache, proposal.riders, self.layers)
+            out = self.target.score(proposal.tree, self.cache, proposal.look_ahead, self.layers)
         else:
             out = self.target.parts.score_from(proposal.entered, proposal.tree, self.cache, self.layers)
         self.settle(proposal, out, self.clock() - begin)
 
-    def renew(self) -> Pass:
+    def renew(self) -> TargetOutput:
         """Compute all rows anew, under the other side of the rope's switch; return the root's."""
         self.cache.keep(0, [])
         out = self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache, self.layers)
-        return Pass(out.hidden[:, -1:], out.last[:, -1:], out.logits)
+        return TargetOutput(out.hidden[:, -1:], out.last[:, -1:], out.logits)
 
-    def settle(self, proposal: Proposal, out: Pass, verify_s: float) -> None:
+    def settle(self, proposal: Proposal, out: TargetOutput, verify_s: float) -> None:
         """Verify, keep the accepted path, and let the drafter learn.
 
         Args:
@@ -180,7 +180,7 @@ class Session:
         """
         begin = self.clock()
         drafted = proposal.tree
-        logits, riders = _logits(out).tensor_split([len(drafted.token)])
+        logits, look_ahead = _logits(out).tensor_split([len(drafted.token)])
         sampling, asked = self.settings.sampling, self.settings.rule
         scores = self.processed(logits, drafted)
         path, bonus, rule = decide(drafted, scores, proposal.q, sampling, self.rng, asked, proposal.replacement)
@@ -190,8 +190,8 @@ class Session:
         committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], scores[index])
         settled = self.clock()
         if not self.made.finish:
-            rows = Pass(out.hidden[:, index], out.last[:, index], None)
-            seen = Verified(drafted, path, logits, None if proposal.riders is None else riders)
+            rows = TargetOutput(out.hidden[:, index], out.last[:, index], None)
+            seen = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
             self.drafter.observe(Commit(following, rows, seen))
         draft_s, other_s = self.draft_s + self.clock() - settled, settled - begin
         accepted = min(len(path) - 1, committed)
@@ -245,6 +245,6 @@ class Session:
         return any(stop in text for stop in self.settings.stop)
 
 
-def _logits(out: Pass) -> Tensor:
+def _logits(out: TargetOutput) -> Tensor:
     assert out.logits is not None
     return out.logits[0]

@@ -144,7 +144,7 @@ FAMILIES: dict[str, Callable[[torch.Generator], tuple[Tensor, Tensor]]] = {
 class Tables:
     """A target and a draft head that are tables: random logits for every sequence of tokens after the root."""
 
-    config, vocab, ends = None, None, TinyEnds()
+    config, vocab, embeddings = None, None, TinyEnds()
     max_depth = 8
     feature_layers: tuple[int, ...] = ()
 

@@ -91,7 +91,7 @@ def lines(value: Any) -> bytes:
 
 def head(folder: Path) -> object:
     target = toys.target()
-    loaded = load_head(folder, target.ends, target.spec)
+    loaded = load_head(folder, target.embeddings, target.spec)
     tree = typed(TreeConfig, read_config(folder)["tree"])
     return loaded, tree.label, tree.deepest
 
@@ -142,9 +142,9 @@ def heads_of(root: Path) -> dict[str, Reader]:
             partial(head, root / "header"),
         ),
         "published config": Reader(
-            foreign / "config.json", said, encoded, partial(load_published, foreign, target.ends)
+            foreign / "config.json", said, encoded, partial(load_published, foreign, target.embeddings)
         ),
-        "safetensors index": Reader(index, shards, encoded, partial(load_published, sharded, target.ends)),
+        "safetensors index": Reader(index, shards, encoded, partial(load_published, sharded, target.embeddings)),
         "target index": Reader(index, shards, encoded, partial(check_index, str(sharded))),
     }
 

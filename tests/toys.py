@@ -109,7 +109,7 @@ def head(name: str, of: Target) -> torch.nn.Module:
     """Return a toy head, or one of `OPTIONS`, whose weights are large enough that it drafts varied tokens."""
     torch.manual_seed(2)
     kind, options = OPTIONS.get(name, (name, {}))
-    made = HEADS[kind](HEADS[kind].Config(name=kind, **HEAD_CONFIGS[kind] | options), of.ends)
+    made = HEADS[kind](HEADS[kind].Config(name=kind, **HEAD_CONFIGS[kind] | options), of.embeddings)
     prune(made, torch.randint(100, (VOCAB,), generator=torch.Generator().manual_seed(3)))
     for parameter in made.parameters():
         if parameter.ndim == 2:

@@ -19,7 +19,7 @@ from inference.verification.sample import GREEDY
 from train.config import TrainerConfig
 
 
-class Judge:
+class AcceptanceEvaluator:
     """Measures heads on the same prompts: `trainer.eval_prompts` of the held-out ones, drawn by the seed."""
 
     def __init__(

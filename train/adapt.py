@@ -88,7 +88,7 @@ def plain(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
         weights: its state, that of the factors included; they are merged into the weights that they adapt.
     """
     build: Any = type(head)
-    copy: nn.Module = build(head.config, head.ends)
+    copy: nn.Module = build(head.config, head.embeddings)
     factors: dict[str, PeftConfig] | None = vars(head).get("peft_config")  # where peft notes what it has put in
     if factors is None:
         copy.load_state_dict(weights)

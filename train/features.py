@@ -10,12 +10,12 @@ from data.batches import Batches
 from data.features.coding import Wanted, compute
 from data.features.extract import GB
 from data.features.extraction import spec_of
-from data.features.keeper import Keeper
 from data.features.source import FeaturesConfig, FeatureSource, Live
 from data.features.store import META, FeatureStore, StoreSpec
 from data.features.stored import Fallback, Stored
+from data.features.writer import StoreWriter
 from heads.base import DraftHead
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.losses import ObjectiveConfig
 
@@ -25,7 +25,11 @@ SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layer
 
 
 def source_for(
-    config: FeaturesConfig, objective: ObjectiveConfig, target: Target | Bare, head: DraftHead, batches: Batches
+    config: FeaturesConfig,
+    objective: ObjectiveConfig,
+    target: Target | EmbeddingsOnly,
+    head: DraftHead,
+    batches: Batches,
 ) -> FeatureSource:
     """Return the source of a run's features.
 
@@ -70,7 +74,7 @@ def fallback_for(target: Target, store: FeatureStore, keeps: bool, budget_gb: fl
         return compute(target, token, document, spec)
 
     budget = None if budget_gb is None else budget_gb * GB
-    return Fallback(made, Keeper(FeatureStore(store.folder), budget) if keeps else None)
+    return Fallback(made, StoreWriter(FeatureStore(store.folder), budget) if keeps else None)
 
 
 def check_whole(store: FeatureStore) -> None:

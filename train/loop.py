@@ -12,14 +12,14 @@ from data.features.store_files import write_whole
 from heads.common.errors import one_line
 from heads.formats.store import load_head, save_head
 from inference.drafters.policy import TreeConfig
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train import adapt
-from train.acceptance import Judge
+from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.checkpoints.resume import Identity
 from train.checkpoints.saver import Saver
-from train.distributed.peers import STOPPED, Peers, on_main
+from train.distributed.control import STOPPED, ProcessControl, on_main
 from train.guard import BAD, keep_batch
 from train.step import Stepper
 from train.tracking.track import Tracker
@@ -55,16 +55,16 @@ class Loop:
     """
 
     def __init__(
-        self, folder: RunFolder, stepper: Stepper, target: Target | Bare, judge: Judge | None, tree: TreeConfig,
-        identity: Identity,
+        self, folder: RunFolder, stepper: Stepper, target: Target | EmbeddingsOnly,
+        evaluator: AcceptanceEvaluator | None, tree: TreeConfig, identity: Identity,
     ) -> None:  # fmt: skip
-        self.step, self.target, self.judge, self.tree, self.identity = stepper, target, judge, tree, identity
+        self.step, self.target, self.evaluator, self.tree, self.identity = stepper, target, evaluator, tree, identity
         self.trainer, self.accelerator, self.head = stepper.trainer, stepper.accelerator, stepper.head
         # Where a pass of the target takes all processes, all decode the same.
         self.together = isinstance(target, Target) and target.placed.together
         self.source, self.out = stepper.source, folder.out
-        self.peers = Peers(self.accelerator, self.out, self.trainer.timeout)
-        self.saver = Saver(self.out, self.peers, self.trainer.keep)
+        self.control = ProcessControl(self.accelerator, self.out, self.trainer.timeout)
+        self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
         if folder.resume:
             self.load()
@@ -89,7 +89,7 @@ class Loop:
             ) from error
         self.start, self.progress = found["step"], self.progress | found.get("progress", {})
         if changed := resume.differences(found.get("arithmetic", {}), self.identity.numerics):
-            self.peers.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
+            self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         if self.progress["best_step"]:
             best = format.folder_of(self.saver.folder, self.progress["best_step"])
             complaints = self.saver.complaints(best)
@@ -103,7 +103,7 @@ class Loop:
         """
         kept: dict[str, Tensor] = {}
         try:
-            kept = load_head(self.out / "head", self.target.ends, self.target.spec).state_dict()
+            kept = load_head(self.out / "head", self.target.embeddings, self.target.spec).state_dict()
         except ValueError as error:
             if complaints:
                 raise ValueError(
@@ -115,7 +115,7 @@ class Loop:
         weights = resume.kept_weights(best)
         wanted = decoding_copy(self.head, weights, None).state_dict()
         if kept.keys() != wanted.keys() or not all(kept[name].equal(wanted[name]) for name in wanted):
-            self.peers.warn(
+            self.control.warn(
                 f"{self.out / 'head'} is not the head of its best step, and is written again from {best.name}"
             )
             self.keep(weights)
@@ -132,7 +132,7 @@ class Loop:
         Raises:
             ValueError: the disk or the memory is full, or a process was lost.
         """
-        with self.peers.listening(), self.peers.guarded():
+        with self.control.listening(), self.control.guarded():
             try:
                 self.advance()
             except OSError as error:
@@ -202,10 +202,10 @@ class Loop:
         """Take one step, note what it cost and did; return whether it was taken, and not left half-done."""
         begin, stall = time.perf_counter(), self.source.stall
         if step == self.start and self.step.flops is None:
-            taken = self.step.counted(step, halted=self.peers.halted)
+            taken = self.step.counted(step, halted=self.control.halted)
             self.progress["flops"] = self.step.flops
         else:
-            taken = self.step(step, halted=self.peers.halted)
+            taken = self.step(step, halted=self.control.halted)
         if taken.stopped:
             return False
         self.progress["seconds"] += time.perf_counter() - begin
@@ -228,7 +228,7 @@ class Loop:
         self.step.guard.take_back()
         self.save(step)
         self.saver.finish()
-        self.peers.refuse(f"stopped before step {step + 1}: {why}; {kept}; {remedy}")
+        self.control.refuse(f"stopped before step {step + 1}: {why}; {kept}; {remedy}")
 
     def write_cost(self, steps: int) -> None:
         """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
@@ -250,21 +250,21 @@ class Loop:
     def measure(self, step: int) -> bool:
         """Measure τ with the real verifier, keep the head if it is the best; return whether nobody was told to stop."""
         weights = self.step.state.weights()
-        if self.judge is None:
+        if self.evaluator is None:
             self.keep(weights)
         elif not (self.accelerator.is_main_process or self.together):
-            self.peers.attend()
+            self.control.attend()
         else:
             head = decoding_copy(self.head, weights, self.target)
-            found = self.judge.tau(head, lambda: self.peers.measuring(over=False))
+            found = self.evaluator.tau(head, lambda: self.control.measuring(over=False))
             if found is not None:
                 self.note(step, found, weights)
                 if not self.together:  # then nobody attends
-                    self.peers.measuring(over=True)
+                    self.control.measuring(over=True)
         # What the main process knows now, all know.
-        went = self.peers.share({key: self.progress[key] for key in SHARED})
+        went = self.control.share({key: self.progress[key] for key in SHARED})
         self.progress |= went
-        return self.judge is None or self.progress["measured"] == step
+        return self.evaluator is None or self.progress["measured"] == step
 
     def note(self, step: int, found: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Take note of a measurement, where it was made; the main process writes."""
@@ -286,15 +286,15 @@ class Loop:
 
     def estimate(self, step: int) -> None:
         """Log what one pass over recorded text says of the head."""
-        if self.judge is None:
+        if self.evaluator is None:
             return
         weights = self.step.state.weights()
         if self.accelerator.is_main_process or self.together:
             head = decoding_copy(self.head, weights, self.target)
-            self.tracker.log({"step": step, "estimate": self.judge.estimate(head)})
+            self.tracker.log({"step": step, "estimate": self.evaluator.estimate(head)})
 
 
-def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | Bare | None) -> Any:
+def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | EmbeddingsOnly | None) -> Any:
     """Return a plain copy of the head with these weights, in the target's dtype, or in its own without a target."""
     copy = adapt.plain(head, weights).eval().requires_grad_(False)
     return copy.to(target.device, target.dtype) if target else copy

@@ -68,7 +68,7 @@ def objective(
 
 def suited(head: Any, device: str) -> int:
     """Return how many logits make a chunk on a device."""
-    size = head.ends.vocab_size if head.vocab is None else len(head.vocab.ids)
+    size = head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
     own = any(each.requires_grad and each.ndim == 2 and len(each) == size for each in head.parameters())
     return CHUNK.get(device, CHUNK["cuda"]) * (2 if own and device == "cpu" else 1)
 
@@ -116,7 +116,7 @@ class Work(NamedTuple):
         """Return how many teacher rows make a chunk."""
         if self.chunk is None:
             return self.weight.shape[1]
-        return max(1, min(ROWS, self.chunk // self.head.ends.vocab_size))
+        return max(1, min(ROWS, self.chunk // self.head.embeddings.vocab_size))
 
     def used(self) -> Int[Tensor, "n"]:
         """Return the rows that are teachers of a trained row."""
@@ -136,9 +136,9 @@ class Work(NamedTuple):
         """Return the target's law at these rows."""
         if self.top is not None:
             kept = TopLaw(*(part.flatten(0, 1)[teacher] for part in self.top))
-            log_p = whole_law(kept, self.head.ends.vocab_size)
+            log_p = whole_law(kept, self.head.embeddings.vocab_size)
         else:
-            logits = self.head.ends.logits(self.features.last.flatten(0, 1)[teacher])
+            logits = self.head.embeddings.logits(self.features.last.flatten(0, 1)[teacher])
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         best, vocab = likeliest(log_p), self.head.vocab
         return Law(log_p, best) if vocab is None else Law(log_p[:, vocab.ids], vocab.place(best))

@@ -34,7 +34,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, head: Any, config: TrainerConfig) -> None:
-        sizes = {head.ends.vocab_size} if head.vocab is None else {head.ends.vocab_size, len(head.vocab.ids)}
+        sizes = (
+            {head.embeddings.vocab_size} if head.vocab is None else {head.embeddings.vocab_size, len(head.vocab.ids)}
+        )
         trained = [p for p in head.parameters() if p.requires_grad]
         inner = [p for p in trained if p.ndim == 2 and p.shape[0] not in sizes]
         others = [p for p in trained if p.ndim != 2 or p.shape[0] in sizes]

@@ -41,15 +41,15 @@ from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import bracketed
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
-from inference.target.embeddings_only import Bare, load_target
+from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.target import Target
 from train import adapt
-from train.acceptance import Judge
+from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import format, resume
 from train.config import RunConfig, run_config
 from train.distributed import launch, processes
+from train.distributed.control import RANKS, on_main
 from train.distributed.lock import RunLock
-from train.distributed.peers import RANKS, on_main
 from train.features import origin_of, source_for
 from train.loop import Loop, RunFolder
 from train.planning.advice import advice
@@ -121,7 +121,7 @@ def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batche
     return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
-def identity(run: RunConfig, target: Target | Bare, batches: Batches, world: int) -> resume.Identity:
+def identity(run: RunConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int) -> resume.Identity:
     """Return what the run is known by when it goes on, its head's configuration being that of the head as built."""
     return resume.Identity(
         resume.settings(run.trainer, run.head, run.peft, target.spec.fingerprint, batches),
@@ -130,17 +130,17 @@ def identity(run: RunConfig, target: Target | Bare, batches: Batches, world: int
 
 
 def loop_of(
-    run: RunConfig, accelerator: Accelerator, target: Target | Bare, head: Any, batches: Batches,
+    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, batches: Batches,
     source: FeatureSource, prompts: list[list[int]], resolved: dict[str, Any],
 ) -> Loop:  # fmt: skip
     """Return the run's loop, ready for its first step or for the one that it was stopped at."""
-    judge = None
+    evaluator = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
-        judge = Judge(target, prompts, run.trainer, run.tree, run.name)
+        evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
     known = identity(run, target, batches, accelerator.num_processes)
-    parts = accelerator, head, batches, source, target.ends.hidden_size
+    parts = accelerator, head, batches, source, target.embeddings.hidden_size
     stepper = Stepper(run.trainer, run.objective, run.launcher, *parts)
-    return Loop(RunFolder(Path(run.out), run.resume, resolved), stepper, target, judge, run.tree, known)
+    return Loop(RunFolder(Path(run.out), run.resume, resolved), stepper, target, evaluator, run.tree, known)
 
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
@@ -169,9 +169,9 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     wanted = max(run.eval.prompts, run.trainer.eval_prompts)
     samples, prompts, counts = load_training(run.data, target.tokenizer, wanted, run.workload)
     packed = pack(samples, run.data.length)
-    check_known(packed, target.tokenizer, target.ends.vocab_size)
+    check_known(packed, target.tokenizer, target.embeddings.vocab_size)
     if run.init in (None, LAST_LAYER, CHECKPOINT):  # else the vocabulary is chosen already
-        prune(head, token_counts(samples, target.ends.vocab_size))
+        prune(head, token_counts(samples, target.embeddings.vocab_size))
     adapt.adapt(head, run.peft)
     batches = batches_for(run, packed, accelerator)
     source = source_for(run.features, run.objective, target, head, batches)

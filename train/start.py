@@ -17,7 +17,7 @@ from heads.formats.store import TargetSpec, read_config
 from heads.modules.rope import scaling_of
 from heads.mtp import Mtp
 from inference.drafters.mtp_module import load_mtp
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.placed import whole
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # what `init` may be besides a head
 
 
-def resolve_init(init: str | None, config: HeadConfig, target: Target | Bare) -> str | None:
+def resolve_init(init: str | None, config: HeadConfig, target: Target | EmbeddingsOnly) -> str | None:
     """Return what a head starts from, where `init=auto` is the target's last layer for head=mtp if that is alike."""
     if init != AUTO:
         return init
@@ -68,29 +68,29 @@ def check_copied(init: str | None, placement: str) -> None:
         )
 
 
-def first_head(config: HeadConfig, init: str | None, target: Target | Bare) -> nn.Module:
+def first_head(config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly) -> nn.Module:
     """Return the head to train: a new one of this configuration, or what `init` names, configuration and weights.
 
     Raises:
         ValueError: there is no such head, it is for a target of another shape or of another kind than the
             configuration, or no head can be built for the target.
     """
-    target.ends.check_width()
+    target.embeddings.check_width()
     kind: Any = HEADS[config.name]
     if init in (LAST_LAYER, CHECKPOINT):
         assert isinstance(target, Target)
         return mtp_from_target(config, init, target)
     if init is None:
-        new: nn.Module = kind(config, target.ends)
+        new: nn.Module = kind(config, target.embeddings)
         return new
     folder = resolve_head(init)
-    found: Any = load_found(folder, target.ends, start_spec(folder, target.spec))
+    found: Any = load_found(folder, target.embeddings, start_spec(folder, target.spec))
     if type(found.config) is not type(config):
         name = found.config.name
         raise ValueError(
             f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}"
         )
-    head: nn.Module = kind(replace(found.config, name=config.name), target.ends)
+    head: nn.Module = kind(replace(found.config, name=config.name), target.embeddings)
     head.load_state_dict(found.state_dict())  # into a new head's fp32, whatever the file's dtype
     return head
 
@@ -131,7 +131,7 @@ def mtp_from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
         raise ValueError(f"init={init}: {odd}")
     own = head.state_dict()
     if init == LAST_LAYER:
-        width = target.ends.hidden_size
+        width = target.embeddings.hidden_size
         start["eh_proj.weight"] = torch.cat([own["eh_proj.weight"][:, :width], torch.eye(width)], 1)
     head.load_state_dict({**own, **{name: value.float() for name, value in start.items()}})
     return head
@@ -142,7 +142,7 @@ def module_like(config: Mtp.Config, target: Target) -> Mtp:
     rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or vars(target.config)
     theta = float(rope.get("rope_theta", config.rope_theta))
     eps = float(getattr(target.config, "rms_norm_eps", config.norm_eps))
-    return Mtp(replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps), target.ends)
+    return Mtp(replace(config, rope_theta=theta, rope_scaling=scaling_of(rope), norm_eps=eps), target.embeddings)
 
 
 def last_layer(target: Target) -> dict[str, Tensor]:

@@ -59,8 +59,8 @@ from train.checkpoints.saver import Saver
 from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig, check_name
 from train.distributed import launch, processes
+from train.distributed.control import RANKS, ProcessControl, on_main
 from train.distributed.lock import RunLock
-from train.distributed.peers import RANKS, Peers, on_main
 from train.optim import Average, adamw, learning_rate
 from train.planning.check import check_out
 from train.run import provenance
@@ -163,8 +163,8 @@ class StreamLoop:
         self.optimizer: Any
         self.module, self.optimizer = accelerator.prepare(streams, adamw(streams, run.trainer))
         self.state = TrainState(streams, self.optimizer, self.average)
-        self.peers = Peers(accelerator, self.out, run.trainer.timeout)
-        self.saver = Saver(self.out, self.peers, run.trainer.keep)
+        self.control = ProcessControl(accelerator, self.out, run.trainer.timeout)
+        self.saver = Saver(self.out, self.control, run.trainer.keep)
         self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0}
         if run.resume:
             self.load()
@@ -245,7 +245,7 @@ class StreamLoop:
 
     def rate(self, step: int) -> float:
         """Return the step's learning rate at this target's width."""
-        return learning_rate(step, self.run.trainer) * self.run.trainer.lr_width / self.target.ends.hidden_size
+        return learning_rate(step, self.run.trainer) * self.run.trainer.lr_width / self.target.embeddings.hidden_size
 
     def backward(self, batch: Batch, chosen: Anchors, trained: Tensor, *, last: bool) -> dict[str, Tensor]:
         """Add one micro-batch's gradient, divided by the global count; processes average theirs, hence the factor."""
@@ -329,7 +329,7 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
     streams = Streams(run.streams, target)
     samples, prompts, counts = load_training(run.data, target.tokenizer, trainer.eval_prompts)
     packed = pack(samples, run.data.length)
-    check_known(packed, target.tokenizer, target.ends.vocab_size)
+    check_known(packed, target.tokenizer, target.embeddings.vocab_size)
     step, micro = (tokens // run.data.length for tokens in (trainer.batch_tokens, trainer.micro_tokens))
     batches = Batches(packed, step, micro, trainer.seed, accelerator.process_index, accelerator.num_processes)
 

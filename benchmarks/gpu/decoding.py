@@ -92,7 +92,7 @@ def generate(bench: Bench) -> dict[str, Any]:
     """Measure tokens a second of plain decoding here and in HF generate, the prefill of a short prompt included."""
     target, asked = bench.target, bench.asked
     length, tokens = (16, 8) if asked.toy else (64, 128)
-    prompt = torch.randint(target.ends.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = torch.randint(target.embeddings.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
     config = CompileConfig(backend="eager", mode="default") if asked.toy else CompileConfig()
     if asked.device.type == "cpu":
         config._compile_all_devices = True  # else it compiles on accelerators alone
@@ -130,7 +130,7 @@ def generate(bench: Bench) -> dict[str, Any]:
 def limits(bench: Bench) -> dict[str, Any]:
     """Measure what the device can do, and count what a step must read."""
     config: Any = bench.target.config
-    row = 2 * config.num_hidden_layers * config.num_key_value_heads * bench.target.ends.layer.head_dim
+    row = 2 * config.num_hidden_layers * config.num_key_value_heads * bench.target.embeddings.layer.head_dim
     return {
         "bandwidth": bandwidth(bench.asked),
         "weight_bytes": weight_bytes(bench.target),

@@ -34,7 +34,7 @@ from benchmarks.gpu.text import KINDS
 from benchmarks.training import composed
 from heads import HEADS
 from heads.common.resolvers import ROOT
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 
 GRACE = 45  # seconds that a stopped training has for its checkpoint
 NOT_LOSSLESS = 1  # an evaluation's status where a gate is red: the report is there all the same
@@ -167,9 +167,9 @@ class Work:
 
     def layers(self) -> list[int]:
         """Return the target's layers that any head reads."""
-        ends = Bare.load(str(self.target), "auto", "cpu", False).ends
+        embeddings = EmbeddingsOnly.load(str(self.target), "auto", "cpu", False).embeddings
         runs = [composed(f"head={name}", f"model.path={self.target}", f"data.path={self.answers}") for name in HEADS]
-        return sorted({i for run in runs for i in HEADS[run.head.name](run.head, ends).feature_layers})
+        return sorted({i for run in runs for i in HEADS[run.head.name](run.head, embeddings).feature_layers})
 
     def train(self, name: str, session: Session) -> bool:
         """Train a head, or go on with it."""

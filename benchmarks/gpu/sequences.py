@@ -22,7 +22,7 @@ from eval.measures.machine import synchronize
 from eval.tuning.costs import planted
 from heads import HEADS
 from heads.base import DraftHead
-from inference.batch import Batch, Row, twin
+from inference.batch import Batch, Row, clone
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
@@ -30,7 +30,7 @@ from inference.protocol import Commit, Drafter
 from inference.session import Session, Settings
 from inference.target import compiled
 from inference.target.cache import TargetCache, roomy
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -122,14 +122,14 @@ class Sequences:
     def drafted(self, head: DraftHead, tree: TreeConfig) -> list[Drafter]:
         """Return what drafts with a head that has taken in as many random rows as it looks back at."""
         target, rows = self.target, min(self.context, getattr(head.config, "length", None) or self.context)
-        width, layers = target.ends.hidden_size, len(head.feature_layers)
+        width, layers = target.embeddings.hidden_size, len(head.feature_layers)
         hidden = torch.randn(1, rows, layers, width, device=target.device, dtype=target.dtype)
         last = torch.randn(1, rows, width, device=target.device, dtype=target.dtype)
         first = HeadDrafter(head, tree, head.config.name)
-        first.observe(Commit(torch.arange(rows, device=target.device) % 100, Pass(hidden, last, None), None))
+        first.observe(Commit(torch.arange(rows, device=target.device) % 100, TargetOutput(hidden, last, None), None))
         twins: list[Drafter] = []
         for _ in self.caches:
-            twins.append(twin(first))
+            twins.append(clone(first))
             vars(twins[-1]).update(state=first.state, level=first.level)
         return twins
 
@@ -142,7 +142,7 @@ def fill(target: Target, cache: TargetCache, rows: int) -> None:
     config: Any = target.config
     whole = roomy(rows + 2 * LARGEST)
     for start, end in ((0, whole // 2), (whole // 2, whole)):
-        shape = 1, config.num_key_value_heads, end - start, target.ends.layer.head_dim
+        shape = 1, config.num_key_value_heads, end - start, target.embeddings.layer.head_dim
         keys, values = (torch.randn(shape, device=target.device, dtype=target.dtype) for _ in range(2))
         for layer in range(config.num_hidden_layers):
             cache.hf.update(keys, values, layer)
@@ -152,7 +152,7 @@ def fill(target: Target, cache: TargetCache, rows: int) -> None:
 def random_head(name: str, target: Target) -> Any:
     """Return a head of random weights, otherwise as `conf/head` has it, in the target's dtype."""
     torch.manual_seed(1)
-    head: Any = HEADS[name](composed(f"head={name}").head, target.ends)
+    head: Any = HEADS[name](composed(f"head={name}").head, target.embeddings)
     return head.to(target.device, target.dtype).eval().requires_grad_(False)
 
 

@@ -80,7 +80,7 @@ def trained(asked: Asked) -> Path:
 
 def sources(asked: Asked, target: Target, folder: Path) -> dict[str, Drafter]:
     """Return what drafts: the head by the tree that it was saved with, and a source that reads the text alone."""
-    head: Any = load_head(folder, target.ends, target.spec)
+    head: Any = load_head(folder, target.embeddings, target.spec)
     head = head.to(device=asked.device, dtype=target.dtype).eval()
     tree = typed(TreeConfig, read_config(folder)["tree"])
     options: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / "suffix.yaml"))

@@ -76,11 +76,11 @@ def stepper(bench: Bench, run: RunConfig) -> Stepper:
     torch.manual_seed(0)
     head: Any = first_head(run.head, resolve_init(run.init, run.head, target), target).to(target.device)
     length, rows = run.data.length, run.trainer.batch_tokens // run.data.length
-    token = torch.randint(target.ends.vocab_size, (2 * rows, length)).tolist()
+    token = torch.randint(target.embeddings.vocab_size, (2 * rows, length)).tolist()
     samples = [Sample(str(i), row, [1] * length) for i, row in enumerate(token)]
-    prune(head, token_counts(samples, target.ends.vocab_size))
+    prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, length), accelerator)
-    source, width = Live(target, batches, head.feature_layers), target.ends.hidden_size
+    source, width = Live(target, batches, head.feature_layers), target.embeddings.hidden_size
     return Stepper(run.trainer, run.objective, run.launcher, accelerator, head, batches, source, width)
 
 
@@ -158,7 +158,7 @@ def feature_rows(bench: Bench, lengths: list[int]) -> tuple[dict[str, Any], Tabl
     last = target.spec.num_layers - 1
     layers = (1, last // 2, last - 3)
     for length in lengths:
-        token = torch.randint(target.ends.vocab_size, (ROWS, length), device=target.device)
+        token = torch.randint(target.embeddings.vocab_size, (ROWS, length), device=target.device)
         document = torch.zeros_like(token)
         with torch.inference_mode():
             bare = seconds(lambda token=token: target.base(input_ids=token, use_cache=False), target.device, 5)

@@ -9,5 +9,5 @@ extract.py        all rows into a store: the estimate, then shard after shard
 extraction.py     the same from a configuration
 vllm_features.py  hidden states that vLLM wrote
 stored.py         features from a store, read ahead of training
-keeper.py         what a hybrid run computes goes into the store
+writer.py         what a hybrid run computes goes into the store
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 from data.features.quantize import Coded, decode, encode
 from data.features.source import Given, forward
 from data.features.store import Row, StoreSpec
-from heads.base import Ends, Features
+from heads.base import Embeddings, Features
 from heads.modules.top_k import TopLaw, top_law
 from inference.target.target import Target
 
@@ -39,10 +39,10 @@ def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B 
         ValueError: a hidden state is not finite.
     """
     made = forward(target, token, document, spec.layers)
-    return to_row(States(made.hidden, made.last), target.ends, spec)
+    return to_row(States(made.hidden, made.last), target.embeddings, spec)
 
 
-def to_row(states: States, ends: Ends, spec: StoreSpec) -> Row:
+def to_row(states: States, embeddings: Embeddings, spec: StoreSpec) -> Row:
     """Return what a store of this kind keeps of hidden states.
 
     Raises:
@@ -53,7 +53,9 @@ def to_row(states: States, ends: Ends, spec: StoreSpec) -> Row:
     if spec.teacher == "state":
         parts[LAST] = states.last
     else:
-        laws = [top_law(ends.logits(last), spec.k) for last in states.last]  # a row's logits at once, not a batch's
+        laws = [
+            top_law(embeddings.logits(last), spec.k) for last in states.last
+        ]  # a row's logits at once, not a batch's
         kept[IDS] = torch.stack([law.ids for law in laws]).int().cpu()
         kept[LOG_P] = torch.stack([law.log_p for law in laws]).cpu()
     for name, part in parts.items():

@@ -21,7 +21,7 @@ from heads.common.context import check_rows, context_of
 from heads.common.typed import typed
 from inference.target.config import ModelConfig
 from inference.target.embeddings import final_norm
-from inference.target.embeddings_only import Bare, load_target
+from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.loading import configuration
 from inference.target.placement import check_alone
 from inference.target.target import Target
@@ -35,7 +35,7 @@ class Layers(NamedTuple):
     head: Any
     named: list[int] | None
 
-    def of(self, target: Target | Bare) -> tuple[int, ...]:
+    def of(self, target: Target | EmbeddingsOnly) -> tuple[int, ...]:
         """Return the layers for a target.
 
         Raises:
@@ -44,7 +44,7 @@ class Layers(NamedTuple):
         if self.named is None:
             kind: Any = HEADS[self.head["name"]]
             with torch.device("meta"):
-                layers: tuple[int, ...] = kind(typed(kind.Config, self.head), target.ends).feature_layers
+                layers: tuple[int, ...] = kind(typed(kind.Config, self.head), target.embeddings).feature_layers
             return layers
         count = target.spec.num_layers
         if any(not 0 <= layer < count for layer in self.named) or len(set(self.named)) < len(self.named):
@@ -52,7 +52,9 @@ class Layers(NamedTuple):
         return tuple(self.named)
 
 
-def spec_of(target: Target | Bare, packed: Packed, layers: tuple[int, ...], config: FeaturesConfig) -> StoreSpec:
+def spec_of(
+    target: Target | EmbeddingsOnly, packed: Packed, layers: tuple[int, ...], config: FeaturesConfig
+) -> StoreSpec:
     """Return what a store of these rows is, were it made now.
 
     Raises:
@@ -98,7 +100,7 @@ def extract_features(
     check_alone(model.where, "an extraction")
     target = load_target(model, str(state.device), whole=config.vllm is None and prompts is None)
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
-    check_known(packed, target.tokenizer, target.ends.vocab_size)
+    check_known(packed, target.tokenizer, target.embeddings.vocab_size)
     if prompts is not None:
         if state.is_main_process:
             say(f"{prompts}: the tokens of {write_prompts(packed, Path(prompts))} documents, for vLLM")
@@ -120,16 +122,16 @@ def extract_features(
     say(f"{folder}: {written} shards written by process {state.process_index}, {store.bytes() / GB:.3f} GB{beside}")
 
 
-def _maker(target: Target | Bare, packed: Packed, spec: StoreSpec, config: FeaturesConfig) -> Make:
+def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, config: FeaturesConfig) -> Make:
     """Return what gives the tensors of some rows."""
     if isinstance(target, Target) and config.vllm is None:
         whole = target
         return lambda rows: compute(whole, packed.token[rows].long(), packed.document[rows].long(), spec)
-    count, ends = target.spec.num_layers, target.ends
-    norm = target.norm if isinstance(target, Bare) else final_norm(target.base, count)
+    count, embeddings = target.spec.num_layers, target.embeddings
+    norm = target.norm if isinstance(target, EmbeddingsOnly) else final_norm(target.base, count)
     files = VllmFiles(Path(str(config.vllm)), config.vllm_layers, spec.layers, count)
 
     def read(rows: list[int]) -> Row:
-        return join(to_row(files.row(packed, row, norm, spec.width), ends, spec) for row in rows)
+        return join(to_row(files.row(packed, row, norm, spec.width), embeddings, spec) for row in rows)
 
     return read

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from data.batches import Batch, Batches
 from data.features.coding import Wanted, join, split, to_given
-from data.features.keeper import Keeper
 from data.features.source import Given
 from data.features.store import DamagedError, FeatureStore, Row
+from data.features.writer import StoreWriter
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Fallback(NamedTuple):
     """What is done for rows that are missing or damaged: how they are computed, and who keeps them, if anybody."""
 
     compute: Compute
-    keeper: Keeper | None
+    writer: StoreWriter | None
 
 
 class Job(NamedTuple):
@@ -82,8 +82,8 @@ class Stored:
     def close(self) -> str:
         """Stop reading, write what is kept, and return how many rows were read and computed."""
         self._reader.shutdown(cancel_futures=True)
-        keeper = self.fallback.keeper if self.fallback is not None else None
-        kept = keeper.close() if keeper is not None else ""
+        writer = self.fallback.writer if self.fallback is not None else None
+        kept = writer.close() if writer is not None else ""
         return f"features: {self.read} rows read, {self.computed} computed{kept}"
 
     def _from(self, step: int) -> Iterator[tuple[int, Batch]]:
@@ -108,8 +108,8 @@ class Stored:
 
     def _row(self, row: int) -> Row | None:
         """Return a row's tensors, None where they are to be computed."""
-        keeper = self.fallback.keeper if self.fallback is not None else None
-        pending = keeper.pending.get(row) if keeper is not None else None
+        writer = self.fallback.writer if self.fallback is not None else None
+        pending = writer.pending.get(row) if writer is not None else None
         if pending is not None:
             return pending
         if not self.store.has(row):
@@ -134,8 +134,8 @@ class Stored:
             assert self.fallback is not None
             made = split(self.fallback.compute(batch.token[lacking], batch.document[lacking]))
             numbers = batch.index[lacking].tolist()
-            if self.fallback.keeper is not None:
-                self.fallback.keeper.keep({row: each for row, each in zip(numbers, made, strict=True) if row >= 0})
+            if self.fallback.writer is not None:
+                self.fallback.writer.keep({row: each for row, each in zip(numbers, made, strict=True) if row >= 0})
             for i, each in zip(lacking, made, strict=True):
                 rows[i] = each
         self.computed += len(lacking)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from eval.inputs.drafters import Drafters
-from inference.batch import twin
+from inference.batch import clone
 from inference.drafters.contrib.mirror import Mirror
 from inference.protocol import Commit, Context, Drafter, Proposal
 
@@ -79,5 +79,5 @@ def in_states(drafters: Drafters, cold: bool, depth: int | None) -> Drafters:
     for name, drafter in drafters.items():
         made[name] = drafter if depth is None else Within(drafter, depth)
         if cold and remembers(drafter):
-            made[f"{name} {COLD}"] = Cold(twin(made[name]), f"{name} {COLD}")
+            made[f"{name} {COLD}"] = Cold(clone(made[name]), f"{name} {COLD}")
     return made

@@ -110,7 +110,7 @@ def chances(target: Target, drafter: Drafter, prompt: list[int], run: Generation
     q = {} if head is None or len(token) > LONGEST else drafted(head, features, begin, run, temperature)
     last = features.last[0, begin - 1 : -1]  # a row's law is that of the token after it
     for first in range(0, len(run.tokens), ROWS):
-        law = softmax(target.ends.logits(last[first : first + ROWS]), temperature)
+        law = softmax(target.embeddings.logits(last[first : first + ROWS]), temperature)
         likely, ids = (part.tolist() for part in law.topk(min(LIKELIEST, law.shape[-1])))
         wanted = token[begin + first : begin + first + ROWS]
         for row, p in enumerate(law.gather(1, wanted[:, None])[:, 0].tolist()):

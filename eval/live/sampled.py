@@ -208,7 +208,7 @@ def _placed(target: Target, drafter: Drafter, of: Session, settings: Settings) -
 def _scored(session: Session, proposal: Proposal) -> Float[Tensor, "N V"]:
     """Return the target's processed logits after each node, and take its rows out of the cache again."""
     if proposal.entered is None:
-        out = session.target.score(proposal.tree, session.cache, proposal.riders)
+        out = session.target.score(proposal.tree, session.cache, proposal.look_ahead)
     else:
         out = session.target.parts.score_from(proposal.entered, proposal.tree, session.cache)
     session.cache.keep(len(session.context) - 1, [])

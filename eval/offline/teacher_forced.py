@@ -22,7 +22,7 @@ from heads.modules.vocab import spread
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import CONFIDENT, TreeConfig, candidates
 from inference.protocol import Commit, Context
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification.rng import TINY, Generator
 from inference.verification.sample import GREEDY, Sampling, distribution
@@ -104,8 +104,8 @@ def growth(tree: TreeConfig) -> str:
     return f"{tree.kind} {tree.top_k}" if tree.kind == "dynamic" else tree.kind
 
 
-def _rows(features: Any, first: int, end: int) -> Pass:
-    return Pass(features.hidden[:, first:end], features.last[:, first:end], None)
+def _rows(features: Any, first: int, end: int) -> TargetOutput:
+    return TargetOutput(features.hidden[:, first:end], features.last[:, first:end], None)
 
 
 def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> Int[Tensor, "T"]:
@@ -201,7 +201,7 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     begin = text.start - 1
-    law = distribution(target.ends.logits(features.last[0, begin:]), sampling)
+    law = distribution(target.embeddings.logits(features.last[0, begin:]), sampling)
     places = text.made - 1
     share = law.new_zeros(places, depth)
     common = torch.full_like(share, float("nan"))

@@ -18,7 +18,7 @@ import torch
 from eval.inputs.texts import Text
 from eval.measures.cost_model import Costs, draft_key, rising
 from eval.measures.machine import synchronize
-from inference.batch import Batch, twin
+from inference.batch import Batch, clone
 from inference.decode import Settings, Step
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
@@ -115,7 +115,7 @@ def planted(root: int, tokens: Sequence[int], size: int, target: Target) -> Draf
 
     All other nodes are wrong: siblings of the tokens, or behind them if the target takes chains alone.
     """
-    vocabulary, device = target.ends.vocab_size, target.device
+    vocabulary, device = target.embeddings.vocab_size, target.device
     token, parent = [root], [-1]
     levels = max(len(tokens), 1)
     spare = size - len(tokens)
@@ -159,7 +159,7 @@ def measure(
     """
     script = Script(measured, sizes, settings.seed)
     script.texts = {tuple(text.token[: text.start]): text for text in texts}
-    heads = [head, *(twin(head) for _ in range(batch - 1))] if head is not None else [None] * batch
+    heads = [head, *(clone(head) for _ in range(batch - 1))] if head is not None else [None] * batch
     players = [Playback(target, each, script) for each in heads]
     verify: Samples = defaultdict(list)
     settle: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
@@ -224,7 +224,7 @@ def verification(
 
     Contexts that leave no room for the largest tree are left out. The committed rows are those of random tokens.
     """
-    shuffle, vocabulary = random.Random(seed), target.ends.vocab_size
+    shuffle, vocabulary = random.Random(seed), target.embeddings.vocab_size
     caches = {context: target.cache() for context in contexts if 0 < context < target.context - max(sizes)}
     for context, cache in caches.items():
         target.prefill(torch.tensor(shuffle.choices(range(vocabulary), k=context), device=target.device), cache)

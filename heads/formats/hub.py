@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.common.resolvers import ROOT
 from heads.formats.published import format_of, is_published, load_published
@@ -54,13 +54,13 @@ def resolve_head(run_or_repo: str) -> Path:
     return folder
 
 
-def load_found(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
+def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
     """Load a head of our own or one that another project has published, on the CPU, in the dtype that it was saved in.
 
     Raises:
         ValueError: as `load_head` and `load_published`.
     """
-    return load_published(folder, ends) if is_published(folder) else load_head(folder, ends, spec)
+    return load_published(folder, embeddings) if is_published(folder) else load_head(folder, embeddings, spec)
 
 
 def kind_of(folder: Path) -> str:

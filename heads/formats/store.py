@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from heads import HEADS
-from heads.base import DraftVocabulary, Ends
+from heads.base import DraftVocabulary, Embeddings
 from heads.common.files import flush, last_good, replacing
 from heads.common.typed import typed
 from heads.common.untrusted import names_code, parse_json, shown
@@ -123,12 +123,12 @@ def save_tree(folder: Path, tree: dict[str, Any]) -> None:
         raise OSError(f"{path}: could not be written ({error}); the tree in it is the one of before") from error
 
 
-def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
+def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
     """Load a head for a target, on the CPU and in the dtype that it was saved in.
 
     Args:
         folder: the head's folder.
-        ends: the target's embedding and lm_head.
+        embeddings: the target's embedding and lm_head.
         spec: the target; another one's head is refused.
 
     Raises:
@@ -137,8 +137,8 @@ def load_head(folder: Path, ends: Ends, spec: TargetSpec) -> nn.Module:
     content = read_config(folder)
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
     kind, config = _kind(folder, content), head_config(folder, content)
-    check_fit(last_good(folder) / WEIGHTS, outline(kind, config, ends, f"{folder}/{CONFIG}: "), CONFIG)
-    head: nn.Module = kind(config, ends)
+    check_fit(last_good(folder) / WEIGHTS, outline(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
+    head: nn.Module = kind(config, embeddings)
     fill(head, folder)
     return head
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.common.untrusted import CUT, regular, shown
 
@@ -75,7 +75,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         ) from None
 
 
-def outline(kind: Any, config: Any, ends: Ends, where: str) -> dict[str, Tensor]:
+def outline(kind: Any, config: Any, embeddings: Embeddings, where: str) -> dict[str, Tensor]:
     """Return a head's tensors without memory, to be compared with a file before the head is made.
 
     Raises:
@@ -83,7 +83,7 @@ def outline(kind: Any, config: Any, ends: Ends, where: str) -> dict[str, Tensor]
     """
     try:
         with torch.device("meta"):
-            made: dict[str, Tensor] = kind(config, ends).state_dict()
+            made: dict[str, Tensor] = kind(config, embeddings).state_dict()
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{where}no head can be made of it: {one_line(error)[:CUT]}") from error
     return made

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import DraftVocabulary, Ends
+from heads.base import DraftVocabulary, Embeddings
 
 
 def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None:
@@ -37,15 +37,23 @@ class Readout(nn.Module):
     KINDS = ("shared", "own")
 
     def __init__(
-        self, ends: Ends, kind: str, vocab: DraftVocabulary | None, rank: int | None = None, bias: bool = False
+        self,
+        embeddings: Embeddings,
+        kind: str,
+        vocab: DraftVocabulary | None,
+        rank: int | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         if kind not in self.KINDS:
             raise ValueError(f"head.lm_head is {kind!r}: choose {' or '.join(self.KINDS)}")
         if rank is not None and kind == "shared":
             raise ValueError(f"head.lm_head_rank is {rank}: give null with lm_head=shared, or lm_head=own")
-        self._ends, self._vocab = (ends,), (vocab,)  # in tuples, so that neither becomes a part of this module
-        width, size = ends.hidden_size, ends.vocab_size if vocab is None else len(vocab.ids)
+        self._embeddings, self._vocab = (
+            (embeddings,),
+            (vocab,),
+        )  # in tuples, so that neither becomes a part of this module
+        width, size = embeddings.hidden_size, embeddings.vocab_size if vocab is None else len(vocab.ids)
         inner = width if rank is None else min(rank, width)
         self.down = None if rank is None else nn.Linear(width, inner, bias=False)
         own = kind == "own"
@@ -59,7 +67,7 @@ class Readout(nn.Module):
         """Begin at the target's own lm_head, of the tokens that the vocabulary holds now."""
         if self.weight is None or self.weight.is_meta:  # shapes alone have nothing to start at
             return
-        weight, vocab = self._ends[0].head_weight().detach(), self._vocab[0]
+        weight, vocab = self._embeddings[0].head_weight().detach(), self._vocab[0]
         weight = (weight if vocab is None else weight[vocab.ids.to(weight.device)]).float()
         if self.down is None:
             self.weight.copy_(weight)
@@ -72,7 +80,7 @@ class Readout(nn.Module):
         """Return the logits."""
         if self.weight is None:
             vocab = self._vocab[0]
-            return self._ends[0].logits(hidden, None if vocab is None else vocab.ids)
+            return self._embeddings[0].logits(hidden, None if vocab is None else vocab.ids)
         hidden = hidden if self.down is None else self.down(hidden)
         if self.sums is None or not torch.is_grad_enabled():
             return functional.linear(hidden, self.weight, self.bias)

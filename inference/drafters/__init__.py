@@ -2,7 +2,7 @@
 
 contrib/          rarer draft sources, each with the modules that it alone needs
 policy.py         how a tree grows: chain, static, dynamic, best-first, sampled
-follower.py       another model that reads along and drafts
+runner.py         another model that reads along and drafts
 vocabulary.py     between two tokenizers: tokens to tokens
 text.py           between two tokenizers: drafts as text
 suffix_tree.py    counted suffixes of all that was written

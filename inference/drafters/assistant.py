@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import Level
-from inference.drafters import follower
-from inference.drafters.follower import Follower
+from inference.drafters import runner
 from inference.drafters.policy import Growth, TreeConfig, grow
+from inference.drafters.runner import DraftModelRunner
 from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary, Vocabulary
 from inference.protocol import Commit, Context, Proposal, Verified
 from inference.target.target import Target
@@ -103,7 +103,7 @@ class Assistant:
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name = config, name
         self.tree = config.tree.label
-        model = follower.load(
+        model = runner.load(
             config.model, config.dtype, config.device, config.trust_remote_code, target, "drafter.assistant"
         )
         if config.tree.kind != "chain" and not model.takes_trees:
@@ -112,14 +112,14 @@ class Assistant:
                 "honour a tree mask: set tree.kind=chain"
             )
         self.vocabulary: Vocabulary = MATCHES[config.match](target, model)
-        self.follower = Follower(model)
+        self.runner = DraftModelRunner(model)
         self.device, self.eos = target.device, target.eos
         self.length = Length(config.schedule, config.tree.depth)
         self.reset([])
 
     def reset(self, prompt: list[int]) -> None:
         """Begin a new sequence."""
-        self.follower.clear()
+        self.runner.clear()
         self.length.reset()
         self.text = self.vocabulary.prompt(prompt)
         self.level: Level | None = None
@@ -134,13 +134,13 @@ class Assistant:
         # A prefill's rows are the prompt's, which reset() took; only the last token is new.
         self.text += self.vocabulary.follow(following[-1:] if commit.verified is None else following)
         self.length.learn(commit.verified)
-        fits = 0 < len(self.text) <= self.follower.model.context
-        self.level = self.answer(self.follower.read(self.text)) if fits else None
+        fits = 0 < len(self.text) <= self.runner.model.context
+        self.level = self.answer(self.runner.read(self.text)) if fits else None
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Grow the tree; where the text is over the assistant's own context, draft nothing."""
-        room = min(context.room, self.follower.model.context - len(self.text))
+        room = min(context.room, self.runner.model.context - len(self.text))
         token, tree = context.token[-1], self.config.tree
         if self.level is None or room < 1:
             return Proposal(root(token, self.device))
@@ -174,7 +174,7 @@ class Assistant:
         self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
     ) -> Level:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the follower's cache."""
-        return self.answer(self.follower.expand(self.vocabulary.to_assistant(token), parent))
+        return self.answer(self.runner.expand(self.vocabulary.to_assistant(token), parent))
 
     def answer(self, logits: Tensor) -> Level:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""

@@ -71,7 +71,7 @@ def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: s
     Raises:
         ValueError: it is damaged or of another target, or the target cannot verify its tree.
     """
-    head: Any = load_found(folder, target.ends, target.spec).to(device=target.device, dtype=target.dtype).eval()
+    head: Any = load_found(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
     tree = saved_tree(folder, given)
     check_tree(target, tree, name)
     check_masks(target, tree)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
-from inference.verification.tree import DraftTree, Riders
+from inference.verification.tree import DraftTree, LookAhead
 
 
 class Lookahead:
@@ -82,10 +82,10 @@ class Lookahead:
     @torch.inference_mode()
     def observe(self, commit: Commit) -> None:
         """Take the n-grams that the pass completed, and move the window on by one level."""
-        if commit.verified is None or commit.verified.riders is None:
+        if commit.verified is None or commit.verified.look_ahead is None:
             return
         width = len(self.levels[0])
-        written = commit.verified.riders[-width:].argmax(-1).tolist()
+        written = commit.verified.look_ahead[-width:].argmax(-1).tolist()
         if self.passes >= self.config.ngram - 2:  # before, the columns hold random tokens below their first
             for column in zip(*self.levels, written, strict=True):
                 self.collect(list(column))
@@ -106,7 +106,7 @@ class Lookahead:
         size = width, len(tree.token)
         if size not in self.windows:
             self.windows[size] = window(self.config.ngram - 1, *size, self.device)
-        return Proposal(tree, None, Riders(torch.tensor(token, device=self.device), *self.windows[size]))
+        return Proposal(tree, None, LookAhead(torch.tensor(token, device=self.device), *self.windows[size]))
 
 
 def window(levels: int, width: int, nodes: int, device: torch.device) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R M"]]:

@@ -128,7 +128,8 @@ def _build(target: Target) -> Mtp:
     eps = float(getattr(target.config, "rms_norm_eps", 0.0))  # the copies know their own
     with torch.device("meta"):
         head = Mtp(
-            Mtp.Config("mtp", None, None, None, None, None, 10000.0, None, eps, False, "shared", None), target.ends
+            Mtp.Config("mtp", None, None, None, None, None, 10000.0, None, eps, False, "shared", None),
+            target.embeddings,
         ).to(target.dtype)
     head.block = block
     head.enorm, head.hnorm, head.norm = (copy.deepcopy(norm) for _ in range(3))
@@ -142,7 +143,7 @@ def _try(head: Mtp, target: Target) -> None:
         ValueError: the target's layer wants more than this module gives it.
     """
     token = torch.zeros(2, dtype=torch.long, device=target.device)
-    last = target.ends.embed(token)[None].to(target.dtype)
+    last = target.embeddings.embed(token)[None].to(target.dtype)
     try:
         head.extend(None, Features(token[None], last[:, :, None], last, token[None]), token)
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:

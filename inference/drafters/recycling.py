@@ -55,7 +55,7 @@ class Recycling:
                 f"{target.name}: {target.objection}, which drafter={name} needs: use drafter=prompt_lookup or suffix, "
                 "which draft chains"
             )
-        vocabulary = target.ends.vocab_size
+        vocabulary = target.embeddings.vocab_size
         if config.candidates > vocabulary:
             raise ValueError(
                 f"drafter.recycling.candidates is {config.candidates}: give at most {vocabulary}, the vocabulary"

@@ -51,7 +51,7 @@ class SameVocabulary:
         difference = _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab())
         if difference:
             raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: {difference}; {OTHER_WAYS}")
-        self.ours, self.theirs = target.ends.vocab_size, assistant.ends.vocab_size
+        self.ours, self.theirs = target.embeddings.vocab_size, assistant.embeddings.vocab_size
 
     def prompt(self, token: list[int]) -> list[int]:
         """Return the prompt without tokens that only the target's padding numbers."""
@@ -89,7 +89,7 @@ class SharedVocabulary:
         if not pairs:
             raise ValueError(f"{assistant.name} shares no token with {target.name}: use drafter=assistant_slem")
         self.one = pairs
-        self.size = target.ends.vocab_size
+        self.size = target.embeddings.vocab_size
         self.ours = torch.tensor(list(pairs), device=assistant.device)
         self.theirs = torch.tensor(list(pairs.values()), device=assistant.device)
         self.number = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
@@ -144,7 +144,7 @@ def token_bytes(model: Target) -> dict[int, bytes]:
     return {
         number: piece.encode() if number in added else _piece_bytes(piece, steps)
         for piece, number in model.tokenizer.get_vocab().items()
-        if number < model.ends.vocab_size and number not in special
+        if number < model.embeddings.vocab_size and number not in special
     }
 
 
@@ -209,7 +209,7 @@ def _shared(target: Target, assistant: Target, ours: dict[int, bytes], theirs: d
     pairs = {number: theirs[piece] for piece, number in _numbers(ours).items() if piece in theirs}
     other = _special(assistant.tokenizer)
     pairs |= {number: other[name] for name, number in _special(target.tokenizer).items() if name in other}
-    ends = target.tokenizer.eos_token_id, assistant.tokenizer.eos_token_id
-    if None not in ends and ends[0] not in pairs and ends[1] not in pairs.values():
-        pairs[ends[0]] = ends[1]
-    return {a: b for a, b in pairs.items() if a < target.ends.vocab_size and b < assistant.ends.vocab_size}
+    embeddings = target.tokenizer.eos_token_id, assistant.tokenizer.eos_token_id
+    if None not in embeddings and embeddings[0] not in pairs and embeddings[1] not in pairs.values():
+        pairs[embeddings[0]] = embeddings[1]
+    return {a: b for a, b in pairs.items() if a < target.embeddings.vocab_size and b < assistant.embeddings.vocab_size}

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from heads.base import LayerShape
 
 
-class TargetEnds(nn.Module):
+class TargetEmbeddings(nn.Module):
     """The target's embedding and lm_head, frozen; what a head needs of the target besides its features."""
 
     def __init__(self, model: PreTrainedModel) -> None:

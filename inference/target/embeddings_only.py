@@ -16,18 +16,18 @@ from heads.common.target_config import UNFIT, read_target_config, reason
 from heads.formats.store import TargetSpec
 from inference.target.checkpoint import fingerprint_on_disk, tensor_files
 from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
-from inference.target.embeddings import TargetEnds, final_norm
+from inference.target.embeddings import TargetEmbeddings, final_norm
 from inference.target.loading import load_tokenizer, note_dtype
 from inference.target.target import Target
 
 log = logging.getLogger(__name__)
 
 
-class Bare:
+class EmbeddingsOnly:
     """A target without its layers.
 
     Attributes:
-        ends: embedding and lm_head; norm: the final norm.
+        embeddings: embedding and lm_head; norm: the final norm.
         spec: the same as the whole target's.
         quantized: None, since a quantised target is not loaded in this way.
     """
@@ -37,15 +37,15 @@ class Bare:
     ) -> None:
         self.name, self.tokenizer, self.device = name, tokenizer, place
         self.config: Any = model.config.get_text_config()
-        self.ends = TargetEnds(model)
+        self.embeddings = TargetEmbeddings(model)
         self.norm = final_norm(model.base_model, self.config.num_hidden_layers)
-        self.dtype: torch.dtype = self.ends.lm_head.weight.dtype
-        sizes = self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers
+        self.dtype: torch.dtype = self.embeddings.lm_head.weight.dtype
+        sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
         self.spec = TargetSpec(name, *sizes, fingerprint_on_disk(model, name))
         self.quantized: str | None = None
 
     @classmethod
-    def load(cls, path: str, dtype: str, device: str | None, trust_remote_code: bool) -> "Bare":
+    def load(cls, path: str, dtype: str, device: str | None, trust_remote_code: bool) -> "EmbeddingsOnly":
         """Load the ends of a checkpoint.
 
         Args:
@@ -95,7 +95,7 @@ def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtyp
             setattr(part, name, loaded[id(parameter)])
 
 
-def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | Bare:
+def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | EmbeddingsOnly:
     """Return the target on a device; unless it is wanted `whole`, without its layers where it can be loaded so.
 
     Raises:
@@ -103,7 +103,7 @@ def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | Bar
     """
     if not whole and model.as_saved:
         try:
-            return Bare.load(model.path, model.dtype, device, model.trust_remote_code)
+            return EmbeddingsOnly.load(model.path, model.dtype, device, model.trust_remote_code)
         except ValueError as error:
             log.warning("%s; the whole target is loaded", error)
     return Target.of(model, device=device)

@@ -25,12 +25,12 @@ from inference.target.packed import Packing, by_documents, spans_of
 from inference.target.placed import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
-from inference.verification.tree import DraftTree, Riders
+from inference.verification.tree import DraftTree, LookAhead
 
 log = logging.getLogger(__name__)
 
 
-class Pass(NamedTuple):
+class TargetOutput(NamedTuple):
     """One target pass: hidden states of the feature layers, the last one after the final norm, and logits if wanted."""
 
     hidden: Float[Tensor, "B T L D"]
@@ -142,17 +142,17 @@ class TargetModel:
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
         self.placed = on_one_device(model, name) if placed is None else placed
-        self.device, self.dtype, self.ends = self.placed.device, model.dtype, self.placed.ends
+        self.device, self.dtype, self.embeddings = self.placed.device, model.dtype, self.placed.embeddings
         self.base: nn.Module = model.base_model
         self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
         self._noted = LayerOutputs(self.decoder_layers)
         self.context: int = context_of(self.config)
         self.eos = end_tokens(model.generation_config, tokenizer)
         self.quantized = loading.method_of(model)
-        sizes = self.ends.vocab_size, self.ends.hidden_size, self.config.num_hidden_layers
+        sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
         mark, carried = (self.placed.mark, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = TargetSpec(name, *sizes, mark, carried)
-        note_unknown(tokenizer, self.ends.vocab_size, name)
+        note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Compiler | None = None
         self.packing: Packing | None = None
         self.switch = switch_of(model)
@@ -192,49 +192,52 @@ class TargetModel:
         return Features(token, out.hidden, out.last, document)
 
     @torch.inference_mode()
-    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: tuple[int, ...] = ()) -> Pass:
+    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: tuple[int, ...] = ()) -> TargetOutput:
         """Append a sequence of committed tokens; logits of the last one alone (R = 1)."""
         position = torch.arange(cache.length, cache.length + len(token), device=self.device)
         out = self.run(token[None], position[None], None, cache, layers)
-        return out._replace(logits=self.ends.logits(out.last[:, -1:]))
+        return out._replace(logits=self.embeddings.logits(out.last[:, -1:]))
 
     @torch.inference_mode()
     def score(
-        self, drafted: DraftTree, cache: TargetCache, riders: Riders | None = None, layers: tuple[int, ...] = ()
-    ) -> Pass:
+        self, drafted: DraftTree, cache: TargetCache, look_ahead: LookAhead | None = None, layers: tuple[int, ...] = ()
+    ) -> TargetOutput:
         """Verify a tree in one pass: append its N nodes, then the riders, to the cache and return the logits of all.
 
         The caller compacts the cache to the accepted path afterwards.
         """
         prefix = cache.length
-        token = drafted.token if riders is None else torch.cat([drafted.token, riders.token])
+        token = drafted.token if look_ahead is None else torch.cat([drafted.token, look_ahead.token])
         if len(token) == 1:
             position, seen = torch.tensor([[prefix]], device=self.device), None
         else:
-            position, seen = self._layout(drafted, prefix, riders)
-        stack = None if riders is None else riders.stack
+            position, seen = self._layout(drafted, prefix, look_ahead)
+        stack = None if look_ahead is None else look_ahead.stack
         if self.compiled is None or stack is not None:
             out = self.run(token[None], position, seen, cache, layers, stack=stack)
         else:
             columns = torch.arange(prefix, prefix + len(token), device=self.device)
             out = self.run(token[None], position, seen, cache.over(columns[None], prefix + len(token)), layers)
             cache.append(len(token))
-        return out._replace(logits=self.ends.logits(out.last))
+        return out._replace(logits=self.embeddings.logits(out.last))
 
     @torch.inference_mode()
     def score_all(
         self,
-        drafted: Sequence[tuple[DraftTree, Riders | None]],
+        drafted: Sequence[tuple[DraftTree, LookAhead | None]],
         cache: BatchCache,
         layers: tuple[int, ...] = (),
-    ) -> list[Pass]:
+    ) -> list[TargetOutput]:
         """Verify a tree with its riders of each active sequence in one pass; the caller compacts the caches afterwards.
 
         A sequence's nodes and riders stand behind its own prefix, padded behind to the widest. Padding is seen by
         nobody, but sees the prefix: a row that saw nothing would be NaN, and NaN comes through a mask.
         """
         prefixes = [each.length for each in cache.active]
-        tokens = [each.token if riders is None else torch.cat([each.token, riders.token]) for each, riders in drafted]
+        tokens = [
+            each.token if look_ahead is None else torch.cat([each.token, look_ahead.token])
+            for each, look_ahead in drafted
+        ]
         counts = [len(token) for token in tokens]
         width, end = max(counts), max(prefixes) + max(counts)
         token = torch.zeros(len(drafted), width, dtype=torch.long, device=self.device)
@@ -252,18 +255,20 @@ class TargetModel:
         out = self.run(token, position, seen, cache.over(written, end), layers, column)
         for own, count in zip(cache.active, counts, strict=True):
             own.append(count)
-        logits = self.ends.logits(out.last)
+        logits = self.embeddings.logits(out.last)
         return [
-            Pass(out.hidden[row : row + 1, :count], out.last[row : row + 1, :count], logits[row : row + 1, :count])
+            TargetOutput(
+                out.hidden[row : row + 1, :count], out.last[row : row + 1, :count], logits[row : row + 1, :count]
+            )
             for row, count in enumerate(counts)
         ]
 
-    def _layout(self, drafted: DraftTree, prefix: int, riders: Riders | None) -> tuple[Tensor, Tensor | None]:
+    def _layout(self, drafted: DraftTree, prefix: int, look_ahead: LookAhead | None) -> tuple[Tensor, Tensor | None]:
         """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
-        position, seen = tree.layout(drafted, prefix, riders)
+        position, seen = tree.layout(drafted, prefix, look_ahead)
         if self.takes_trees:
             return position[None], seen[None]
-        if riders is not None or drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
+        if look_ahead is not None or drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
             raise ValueError(f"{self.name}: {self.objection}; draft with tree=chain")
         return position[None], None
 
@@ -276,7 +281,7 @@ class TargetModel:
         layers: tuple[int, ...] = (),
         column: Int[Tensor, "B S"] | None = None,
         stack: Callable[..., Any] | None = None,
-    ) -> Pass:
+    ) -> TargetOutput:
         """Run the decoder stack without the lm_head.
 
         Args:
@@ -291,9 +296,9 @@ class TargetModel:
         """
         layers = layers if stack is None else ()
         if self.compiled is not None and stack is None and isinstance(cache, BatchPass):
-            return Pass(*self.compiled.run(token, position, seen, cache, column, layers), None)
+            return TargetOutput(*self.compiled.run(token, position, seen, cache, column, layers), None)
         mask = None if seen is None else self.attention_mask(seen, position, column)
-        return Pass(*self.forward(token, position, mask, cache, layers, stack), None)
+        return TargetOutput(*self.forward(token, position, mask, cache, layers, stack), None)
 
     def forward(
         self,

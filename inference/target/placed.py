@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from heads.common.target_config import read_target_config
 from inference.target.checkpoint import FEW, digest, fingerprint, fingerprint_on_disk
-from inference.target.embeddings import TargetEnds
+from inference.target.embeddings import TargetEmbeddings
 from inference.target.placement import TENSOR_PARALLEL, Placement, mesh
 
 Rows = Callable[[Tensor, Tensor], Any]
@@ -24,14 +24,14 @@ class Placed(NamedTuple):
 
     Attributes:
         device: where features, ends and tokens are; the layers may lie elsewhere.
-        ends: whole, and on that device.
+        embeddings: whole, and on that device.
         mark: the fingerprint of the weights, the same however they lie.
         group: the processes of this one's tensor-parallel group; None without one.
         together: whether every pass takes all processes.
     """
 
     device: torch.device
-    ends: TargetEnds
+    embeddings: TargetEmbeddings
     mark: str
     group: distributed.ProcessGroup | None
     together: bool
@@ -39,7 +39,7 @@ class Placed(NamedTuple):
 
 def on_one_device(model: PreTrainedModel, name: str) -> Placed:
     """Return a model that lies whole on one device."""
-    return Placed(model.device, TargetEnds(model), fingerprint(model, name), None, together=False)
+    return Placed(model.device, TargetEmbeddings(model), fingerprint(model, name), None, together=False)
 
 
 def placed(model: PreTrainedModel, where: Placement, path: str, place: torch.device, trust: bool) -> Placed:
@@ -53,7 +53,7 @@ def placed(model: PreTrainedModel, where: Placement, path: str, place: torch.dev
             f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
         )
     config = read_target_config(path, trust)
-    ends, mark = _ends(model, config, place, trust), _mark(model, path)
+    embeddings, mark = _embeddings(model, config, place, trust), _mark(model, path)
     group = None
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
         group = mesh(where.group_size, place)["tp"].get_group()
@@ -61,7 +61,7 @@ def placed(model: PreTrainedModel, where: Placement, path: str, place: torch.dev
         # The first call makes a module the root of those sharded in it; later the decoder stack is called by itself.
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=place), use_cache=False)
-    return Placed(place, ends, mark, group, together=where.together)
+    return Placed(place, embeddings, mark, group, together=where.together)
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
@@ -93,11 +93,11 @@ def _mark(model: PreTrainedModel, path: str) -> str:
         return digest({name: value.flatten()[:FEW].clone() for name, value in _whole(model) if name in names})
 
 
-def _ends(model: PreTrainedModel, config: Any, place: torch.device, trust: bool) -> TargetEnds:
+def _embeddings(model: PreTrainedModel, config: Any, place: torch.device, trust: bool) -> TargetEmbeddings:
     """Return the ends: the model's own where they are whole and on the device, else whole copies there."""
     own = [model.get_input_embeddings(), model.get_output_embeddings()]
     if all(_is_here(each, place) for each in own):
-        return TargetEnds(model)
+        return TargetEmbeddings(model)
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     bare.tie_weights()
@@ -111,7 +111,7 @@ def _ends(model: PreTrainedModel, config: Any, place: torch.device, trust: bool)
             setattr(copy, name, buffer.to(place))
     if tied:
         copies[1].weight = copies[0].weight
-    return TargetEnds(bare.eval())
+    return TargetEmbeddings(bare.eval())
 
 
 def _is_here(part: nn.Module, place: torch.device) -> bool:

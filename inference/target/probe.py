@@ -43,7 +43,7 @@ def check(target: TargetModel) -> bool:
     known = windows(target.model, target.context)
     length = _length(target, known.values())
     generator = torch.Generator().manual_seed(0)
-    token = torch.randint(target.ends.vocab_size, (length + len(PARENTS),), generator=generator).to(target.device)
+    token = torch.randint(target.embeddings.vocab_size, (length + len(PARENTS),), generator=generator).to(target.device)
     prompt, nodes = token[:length], token[length:]
     _check_logits(target, prompt)
     target.takes_trees = True
@@ -129,7 +129,7 @@ def _honours_masks(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> b
 @torch.no_grad()
 def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
     """Return whether a chain that has run through the first layers gives the full pass's logits from there on."""
-    token = torch.arange(2 * PROMPT, device=target.device) % target.ends.vocab_size
+    token = torch.arange(2 * PROMPT, device=target.device) % target.embeddings.vocab_size
     prompt, nodes = token[:PROMPT], token[PROMPT:]
     chain = DraftTree(nodes, torch.arange(-1, PROMPT - 1, device=target.device))
     whole, split = target.cache(), target.cache()
@@ -144,7 +144,7 @@ def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
 @torch.no_grad()
 def packs(target: TargetModel) -> bool:
     """Return whether documents packed in a row have the last hidden states that each has by itself."""
-    token = torch.arange(2 * PROMPT, device=target.device)[None] % target.ends.vocab_size
+    token = torch.arange(2 * PROMPT, device=target.device)[None] % target.embeddings.vocab_size
     document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
     alone = [
         target.run(part, torch.arange(part.shape[1], device=target.device)[None], None, None).last

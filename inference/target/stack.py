@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from inference.target.cache import TargetCache
-from inference.target.model import Pass, TargetModel
+from inference.target.model import TargetModel, TargetOutput
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
@@ -85,12 +85,12 @@ class Parts:
         with self._answering(answers | {self.layers[layers]: note}):
             column = None if earlier is None else torch.cat([earlier, position])[None]
             out = self.target.run(token[None], position[None], seen[None], cache, column=column)
-        return left[0][0], self.target.ends.logits(out.last[0])
+        return left[0][0], self.target.embeddings.logits(out.last[0])
 
     @torch.inference_mode()
     def score_from(
         self, entered: Entered, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()
-    ) -> Pass:
+    ) -> TargetOutput:
         """Verify a tree as `Target.score` does, running the remaining layers alone.
 
         Feature layers below `entered.layers` are not run, so their outputs are not those of the full pass.
@@ -100,7 +100,7 @@ class Parts:
         answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: entered.layers], _same)
         with self._answering(answers | {self.layers[0]: lambda _: entered.hidden[None]}):
             out = self.target.run(drafted.token[None], position[None], seen[None], cache, layers)
-        return out._replace(logits=self.target.ends.logits(out.last))
+        return out._replace(logits=self.target.embeddings.logits(out.last))
 
     @torch.inference_mode()
     def skim(
@@ -119,7 +119,7 @@ class Parts:
         left_out += [_sublayers(self.layers[i])[1] for i in skipped.mlp]
         with self._answering(dict.fromkeys(left_out, torch.zeros_like)):
             out = self.target.run(token[None], position[None], seen[None], cache)
-        return self.target.ends.logits(out.last[0])
+        return self.target.embeddings.logits(out.last[0])
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the parameters of each layer's attention and of its MLP.

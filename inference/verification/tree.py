@@ -24,7 +24,7 @@ class DraftTree(NamedTuple):
     parent: Int[Tensor, "N"]
 
 
-class Riders(NamedTuple):
+class LookAhead(NamedTuple):
     """Tokens that ride along in a verification pass and are neither verified nor committed.
 
     They see all committed rows and what `seen` says of the N tree nodes and the R riders; nodes never see riders, so
@@ -104,7 +104,7 @@ def seen_tokens(tree: DraftTree, before: Bool[Tensor, "V"]) -> Bool[Tensor, "N V
 
 
 def layout(
-    tree: DraftTree, prefix: int, riders: Riders | None = None, window: int | None = None
+    tree: DraftTree, prefix: int, look_ahead: LookAhead | None = None, window: int | None = None
 ) -> tuple[Int[Tensor, "M"], Bool[Tensor, "M S"]]:
     """Return the position of each of the M = N + R nodes and riders, and which of the S = P + M rows it attends to.
 
@@ -116,10 +116,10 @@ def layout(
     """
     lineage = ancestors(tree)
     position = prefix + lineage.sum(-1) - 1
-    if riders is not None:
-        position = torch.cat([position, prefix + riders.offset])
-        blind = lineage.new_zeros(len(lineage), len(riders.token))  # nodes never see riders
-        lineage = torch.cat([torch.cat([lineage, blind], 1), riders.seen])
+    if look_ahead is not None:
+        position = torch.cat([position, prefix + look_ahead.offset])
+        blind = lineage.new_zeros(len(lineage), len(look_ahead.token))  # nodes never see riders
+        lineage = torch.cat([torch.cat([lineage, blind], 1), look_ahead.seen])
     seen = torch.cat([lineage.new_ones(len(lineage), prefix), lineage], 1)
     if window is not None:
         key = torch.cat([torch.arange(prefix, device=position.device), position])

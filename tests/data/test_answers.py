@@ -126,7 +126,7 @@ def test_a_trained_head_drafts_and_changes_nothing(tmp_path: Path) -> None:
     }  # fmt: skip
     config = Eagle.Config(name="eagle", layers=1, bias=True, lm_head="shared", draft_vocab=None, **layer)
     tree = {"kind": "chain", "depth": 3, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
-    save_head(tmp_path / "run" / "head", Eagle(config, target.ends), target.spec, tree)
+    save_head(tmp_path / "run" / "head", Eagle(config, target.embeddings), target.spec, tree)
     drafter = drafter_of({"plain": {}}, str(tmp_path / "run"), NO_TREE, target)
     assert drafter.tree == "chain-3"
     answer(tmp_path / "plain", settings(1.0))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from data.features import keeper
+from data.features import writer
 from data.features.coding import split
-from data.features.keeper import WAITING, Keeper
 from data.features.store import INDEX, FeatureStore, Row
+from data.features.writer import WAITING, StoreWriter
 from tests.data import stores
 
 
@@ -18,8 +18,8 @@ def rows(*numbers: int) -> dict[int, Row]:
     return {number: split(stores.made([number]))[0] for number in numbers}
 
 
-def keeper_of(folder: Path) -> Keeper:
-    return Keeper(FeatureStore.create(folder, stores.SPEC), None)
+def keeper_of(folder: Path) -> StoreWriter:
+    return StoreWriter(FeatureStore.create(folder, stores.SPEC), None)
 
 
 def test_no_shard_is_written_over_after_an_entry_was_removed(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_lock_that_the_disk_refuses_ends_keeping_alone(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(keeper, "claim", refuse)
+    monkeypatch.setattr(writer, "claim", refuse)
     with caplog.at_level(logging.WARNING):
         made.keep(rows(0, 1))
         made.close()

@@ -14,10 +14,10 @@ from data.batches import Batches, Packed
 from data.features.coding import States, Wanted, compute, join, split, to_row
 from data.features.extract import extract
 from data.features.extraction import spec_of
-from data.features.keeper import Keeper
 from data.features.source import FeaturesConfig, Given, Live
 from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
 from data.features.stored import Fallback, Stored
+from data.features.writer import StoreWriter
 from heads.common.typed import typed
 from heads.modules.top_k import whole_law
 from inference.target.target import Target
@@ -67,8 +67,8 @@ def stored(
     return Stored(store, of, Wanted(layers, torch.float32), torch.device("cpu"), 3, fallback)
 
 
-def fallback(target: Target, store: FeatureStore, keeper: Keeper | None = None) -> Fallback:
-    return Fallback(lambda token, document: compute(target, token, document, store.spec), keeper)
+def fallback(target: Target, store: FeatureStore, writer: StoreWriter | None = None) -> Fallback:
+    return Fallback(lambda token, document: compute(target, token, document, store.spec), writer)
 
 
 def steps(source: Any, count: int) -> list[Given]:
@@ -133,7 +133,7 @@ def test_the_top_of_the_law_stands_in_for_the_last_state(tmp_path: Path, target:
     (given, *_), (live, *_) = steps(stored(store, batches(packed)), 1), steps(Live(target, batches(packed), LAYERS), 1)
     assert given.top is not None
     assert given.features.last.shape == (2, 16, 0)
-    true = target.ends.logits(live.features.last).log_softmax(-1)
+    true = target.embeddings.logits(live.features.last).log_softmax(-1)
     real = live.features.document >= 0
     assert torch.allclose(whole_law(given.top, toys.VOCAB)[real], true[real], atol=1e-4)
 
@@ -187,7 +187,7 @@ def test_a_computed_row_is_rounded_as_a_stored_one(tmp_path: Path, target: Targe
 def hybrid(folder: Path, target: Target, packed: Packed, budget: float | None) -> Stored:
     spec = spec_of(target, packed, LAYERS, config(mode="hybrid")).sharded(3)
     store = FeatureStore.create(folder, spec)
-    return stored(store, batches(packed), fallback(target, store, Keeper(FeatureStore(folder), budget)))
+    return stored(store, batches(packed), fallback(target, store, StoreWriter(FeatureStore(folder), budget)))
 
 
 def test_a_hybrid_run_keeps_what_it_computes(tmp_path: Path, target: Target, packed: Packed) -> None:
@@ -264,4 +264,4 @@ def test_states_that_are_not_finite_are_refused(tmp_path: Path, target: Target, 
     spec = spec_of(target, packed, LAYERS, config())
     bad = States(torch.full((1, 16, 2, 32), float("inf")), torch.zeros(1, 16, 32))
     with pytest.raises(ValueError, match="a hidden state is not finite"):
-        to_row(bad, target.ends, spec)
+        to_row(bad, target.embeddings, spec)

@@ -32,7 +32,7 @@ def as_vllm(target: Target, folder: Path, packed: Packed, ids: list[int]) -> Non
         made = target.features(
             token[None], torch.zeros(1, len(token), dtype=torch.long), tuple(range(target.spec.num_layers))
         )
-        states = [target.ends.embed(token), *made.hidden[0].unbind(1)]
+        states = [target.embeddings.embed(token), *made.hidden[0].unbind(1)]
         content = {"token_ids": token, "hidden_states": torch.stack([states[i] for i in ids], 1)}
         save_file(content, folder / f"{number}-abc.safetensors")
         (folder / f"{number}-abc.safetensors.lock").touch()
@@ -51,7 +51,7 @@ def test_its_files_give_the_targets_own_features(tmp_path: Path, name: str) -> N
         assert torch.allclose(states.hidden[real], live.hidden[real], atol=1e-3)
         assert torch.allclose(states.last[real], live.last[real], atol=1e-3)
         assert (states.last[~real] == 0).all()
-        assert to_row(states, target.ends, spec)["last"].shape == (1, 16, 32)
+        assert to_row(states, target.embeddings, spec)["last"].shape == (1, 16, 32)
 
 
 def test_the_last_state_is_where_the_norm_is(tmp_path: Path) -> None:

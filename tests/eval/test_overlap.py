@@ -97,7 +97,7 @@ def test_shares_are_of_the_laws_of_every_row_by_itself() -> None:
                     assert found.share[made - 1, depth] == 0
                     assert found.common[made - 1, depth].isnan()
                     continue
-                p = distribution(target.ends.logits(features.last[0, place - 1]), sampling)
+                p = distribution(target.embeddings.logits(features.last[0, place - 1]), sampling)
                 q = distribution(level.logits[0], sampling)
                 ratio = (q[token[place]] / p[token[place]]).clamp_max(1)
                 torch.testing.assert_close(found.share[made - 1, depth], ratio, atol=1e-5, rtol=1e-4)

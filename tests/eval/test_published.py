@@ -52,7 +52,7 @@ def config(folder: Path, **values: Any) -> EvalConfig:
 
 def test_a_published_head_drafts_and_the_text_stays(folder: Path) -> None:
     target, accepted = toys.target(), 0
-    head: Any = load_found(folder / "theirs", target.ends, target.spec)
+    head: Any = load_found(folder / "theirs", target.embeddings, target.spec)
     for seed in range(3):
         prompt = toys.prompt(seed)
         plain = autoregress(target, prompt, Settings(36, GREEDY)).tokens

@@ -160,6 +160,6 @@ def test_a_races_gap_is_in_logits_at_any_temperature(temperature: float, monkeyp
     how = replace(HOT, rule=COUPLED, sampling=replace(HOT.sampling, temperature=temperature))
     monkeypatch.setattr(sampled.Coupled, "noise", lambda *_: torch.ones(toys.VOCAB))
     token = torch.tensor(prompt)[None]
-    logits = target.ends.logits(target.features(token, torch.zeros_like(token), ()).last[0, -1])
+    logits = target.embeddings.logits(target.features(token, torch.zeros_like(token), ()).last[0, -1])
     first, second = logits.topk(2).values.tolist()
     assert race_gap(target, prompt, [], how) == pytest.approx(first - second, rel=1e-3)

@@ -37,7 +37,7 @@ def made(kind: str, **options: Any) -> Any:
     config = {"name": kind, **toys.HEAD_CONFIGS[kind], **options}
     if "length" in config:
         config["length"] = options.get("length")
-    head: Any = HEADS[kind](HEADS[kind].Config(**config), target().ends)
+    head: Any = HEADS[kind](HEADS[kind].Config(**config), target().embeddings)
     if head.vocab is not None:
         head.vocab.choose(torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(3)))
     for name, parameter in head.named_parameters():

@@ -35,7 +35,7 @@ def made(name: str, **options: Any) -> nn.Module:
     config = {"name": kind, **toys.HEAD_CONFIGS[kind], **own, **options}
     if "length" in config:
         config |= NOT_LOOKING_BACK
-    head = HEADS[kind](HEADS[kind].Config(**config), toys.target().ends)
+    head = HEADS[kind](HEADS[kind].Config(**config), toys.target().embeddings)
     vocab: Any = head.vocab
     if vocab is not None:
         vocab.choose(torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(3)))
@@ -92,7 +92,7 @@ DFLASH_CONFIG = {
 
 
 def embedding() -> Tensor:
-    return toys.target().ends.embedding.weight.detach().clone()
+    return toys.target().embeddings.embedding.weight.detach().clone()
 
 
 def block(**options: Any) -> nn.Module:
@@ -165,7 +165,7 @@ def medusa_vllm_without_bias() -> tuple[nn.Module, Tensors, dict[str, Any]]:
         if name.endswith("bias"):
             tensor.zero_()
     tensors = {name: tensor for name, tensor in renamed(head, *VLLM).items() if not name.endswith("bias")}
-    tensors["lm_heads.0.weight"] = toys.target().ends.head_weight().clone()
+    tensors["lm_heads.0.weight"] = toys.target().embeddings.head_weight().clone()
     return head, tensors, {"model_type": "medusa", "num_heads": 4, "original_lm_head": True}
 
 
@@ -273,7 +273,7 @@ def drafts(head: Any) -> list[Tensor]:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(ValueError, match=r"\S") as caught:
-        load_published(folder, toys.target().ends)
+        load_published(folder, toys.target().embeddings)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

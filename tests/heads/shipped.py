@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from heads.formats import custom_generate
 from heads.formats.custom_generate import generate as entry
 from heads.formats.custom_generate.reading import Head
-from heads.formats.custom_generate.target import Ends, Seen
+from heads.formats.custom_generate.target import Embeddings, Seen
 from heads.formats.store import save_head
 from inference.target.target import Target
 from tests import toys
@@ -64,5 +64,5 @@ class Known:
 
 def drafting(monkeypatch: Any, of: Target, drafts: Known, draft_tokens: int = 4) -> None:
     """Let generate draft so, wherever its head is said to be."""
-    head = Head(drafts, Ends(of.model), draft_tokens)
+    head = Head(drafts, Embeddings(of.model), draft_tokens)
     monkeypatch.setattr(entry, "load", lambda *_: head)

@@ -37,10 +37,10 @@ class Stub(nn.Module):
         rate: float | None
         layers: list[int]
 
-    def __init__(self, config: Config, ends: Any) -> None:
+    def __init__(self, config: Config, embeddings: Any) -> None:
         super().__init__()
-        self.config, self._ends = config, (ends,)
-        self.linear = nn.Linear(ends.hidden_size, config.width)
+        self.config, self._embeddings = config, (embeddings,)
+        self.linear = nn.Linear(embeddings.hidden_size, config.width)
         self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
 
 

@@ -101,8 +101,8 @@ def test_a_length_below_one_is_refused() -> None:
 def test_a_head_that_was_saved_without_a_length_looks_at_everything(tmp_path: Path) -> None:
     target, folder = toys.target(), tmp_path / "head"
     save_head(folder, toys.head("eagle", target), target.spec, TREE)
-    assert load_head(folder, target.ends, target.spec).config.length == 12
+    assert load_head(folder, target.embeddings, target.spec).config.length == 12
     content = json.loads((folder / CONFIG).read_text())
     del content["head"]["length"]
     (folder / CONFIG).write_text(json.dumps(content))
-    assert load_head(folder, target.ends, target.spec).config.length is None
+    assert load_head(folder, target.embeddings, target.spec).config.length is None

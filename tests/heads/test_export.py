@@ -41,7 +41,7 @@ class Case(NamedTuple):
 def masked(head: Any) -> Any:
     """Return a block head whose mask slots hold a token's embedding."""
     if "mask" in head.state_dict():
-        head.state_dict()["mask"].copy_(target().ends.embed(torch.tensor(7)))
+        head.state_dict()["mask"].copy_(target().embeddings.embed(torch.tensor(7)))
     return head
 
 
@@ -112,7 +112,7 @@ def test_what_was_exported_is_read_back(name: str, tmp_path: Path, caplog: pytes
     case = CASES[name]
     head = masked(made(case.kind, **case.options))
     with caplog.at_level(logging.WARNING):
-        loaded: Any = load_published(exported(head, case.form, tmp_path), target().ends)
+        loaded: Any = load_published(exported(head, case.form, tmp_path), target().embeddings)
     assert caplog.text == ""
     assert sorted(loaded.feature_layers) == list(loaded.feature_layers)
     order = sorted(range(len(head.feature_layers)), key=lambda i: head.feature_layers[i])
@@ -138,7 +138,7 @@ def test_every_format_and_head_is_tried() -> None:
 
 def identity(head: Any, norm: torch.Tensor | None) -> Any:
     """Make a head one that hands on the last of its features, to the target's lm_head."""
-    width = target().ends.hidden_size
+    width = target().embeddings.hidden_size
     for name, tensor in head.state_dict().items():
         if name.endswith(("o_proj.weight", "down_proj.weight", ".linear.weight", "bias")):
             tensor.zero_()
@@ -149,7 +149,7 @@ def identity(head: Any, norm: torch.Tensor | None) -> Any:
         elif name.endswith("fc.weight"):
             tensor.zero_()[:, -width:] = torch.eye(width)
         elif "lm_head" in name:
-            rows = target().ends.head_weight()
+            rows = target().embeddings.head_weight()
             tensor.copy_(rows if head.vocab is None else rows[head.vocab.ids])
     if norm is not None:
         head.state_dict()["norm.weight"].copy_(norm)

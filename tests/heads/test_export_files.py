@@ -153,7 +153,7 @@ def test_a_block_whose_slots_hold_a_token_stays_one_that_engines_serve(tmp_path:
         "mask_token": -1,
         "length": None,
     }
-    head: Any = HEADS["block"](HEADS["block"].Config(**config), target().ends)
+    head: Any = HEADS["block"](HEADS["block"].Config(**config), target().embeddings)
     optimizer = torch.optim.SGD([each for each in head.parameters() if each.requires_grad], 1.0)
     token = torch.tensor([TOKENS[:-1]])
     features = target().features(token, torch.zeros_like(token), head.feature_layers)
@@ -161,9 +161,9 @@ def test_a_block_whose_slots_hold_a_token_stays_one_that_engines_serve(tmp_path:
     optimizer.step()
     folder = exported(head.requires_grad_(False), "dflash", tmp_path)
     assert json.loads((folder / "config.json").read_text())["dflash_config"]["mask_token_id"] == toys.VOCAB - 1
-    again: Any = load_published(folder, target().ends)
+    again: Any = load_published(folder, target().embeddings)
     assert torch.equal(again.mask, head.mask)
     assert not again.mask.requires_grad
     config["mask_token"] = toys.VOCAB
     with pytest.raises(ValueError, match=r"head\.mask_token is 40: the target has 40 tokens"):
-        HEADS["block"](HEADS["block"].Config(**config), target().ends)
+        HEADS["block"](HEADS["block"].Config(**config), target().embeddings)

@@ -78,7 +78,7 @@ def test_tensorrt_llm_finds_every_parameter(options: dict[str, Any], tmp_path: P
     assert config["hidden_size"] == HIDDEN
     assert config["vocab_size"] == VOCAB
     captured = len(head.feature_layers)
-    assert target().ends.num_layers > 5  # of a target with fewer it takes no default
+    assert target().embeddings.num_layers > 5  # of a target with fewer it takes no default
     if options["feature_layers"] is None:
         assert head.feature_layers == (1, 3, 4)  # its own three, {1, n/2 - 1, n - 4}
     tensors = load_file(folder / "model.safetensors")

@@ -114,11 +114,11 @@ def test_medusa_starts_as_the_targets_own_next_token() -> None:
     """Zero-initialised blocks add SiLU(b) alone; with b = 0 every head's law is the target's."""
     target = toys.target()
     config = {**toys.HEAD_CONFIGS["medusa"], "name": "medusa", "heads": 2, "lm_head": "shared"}
-    head = HEADS["medusa"](HEADS["medusa"].Config(**config), target.ends)
+    head = HEADS["medusa"](HEADS["medusa"].Config(**config), target.embeddings)
     for block in head.blocks:
         torch.nn.init.zeros_(block[0].linear.bias)
     last = torch.randn(3, 32)
-    torch.testing.assert_close(head.score(head.blocks[1](last), 2), target.ends.logits(last))
+    torch.testing.assert_close(head.score(head.blocks[1](last), 2), target.embeddings.logits(last))
     assert sum(p.numel() for p in head.parameters()) == 2 * (32 * 32 + 32)
 
 

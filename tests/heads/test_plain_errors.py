@@ -111,7 +111,7 @@ def test_what_is_not_decoded_speculatively_is_refused(folder: Path, options: dic
 
 
 def test_other_inputs_are_refused(folder: Path) -> None:
-    embedded = toys.target().ends.embed(PROMPT)
+    embedded = toys.target().embeddings.embed(PROMPT)
     assert said(folder, inputs=None, inputs_embeds=embedded).startswith("inputs_embeds does not go")
 
 
@@ -139,7 +139,7 @@ def test_a_head_that_nothing_names_is_asked_for() -> None:
 def test_lengths_that_differ_need_a_token_to_pad_with(tmp_path: Path) -> None:
     folder = published(tmp_path / "head", toys.head("medusa", toys.target()), toys.target())
 
-    class Ends(list[Any]):
+    class Embeddings(list[Any]):
         """Ends the second sequence after one token."""
 
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
@@ -148,5 +148,5 @@ def test_lengths_that_differ_need_a_token_to_pad_with(tmp_path: Path) -> None:
     from transformers import StoppingCriteriaList
 
     batch = torch.stack([PROMPT[0].clone().index_fill(0, torch.tensor([0]), i) for i in (4, 5)])
-    line = said(folder, inputs=batch, stopping_criteria=StoppingCriteriaList([Ends()]))
+    line = said(folder, inputs=batch, stopping_criteria=StoppingCriteriaList([Embeddings()]))
     assert line == "the sequences ended at different lengths: give generate a pad_token_id"

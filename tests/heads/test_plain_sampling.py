@@ -19,7 +19,7 @@ from transformers import (
 from eval.measures.chi_square import ALPHA, p_value
 from heads.formats.custom_generate import decoding
 from heads.formats.custom_generate.decoding import Sequence, Settings, decode
-from heads.formats.custom_generate.target import Ends, Seen, Target
+from heads.formats.custom_generate.target import Embeddings, Seen, Target
 
 VOCAB, LENGTH, DRAWS = 5, 3, 2000  # tokens, of a text, texts
 PROMPT = [0, 1]
@@ -60,7 +60,7 @@ class Guessing:
         return self.law[token[-1]]
 
 
-class Plain(Ends):
+class Plain(Embeddings):
     """A model's sizes."""
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ def expected(table: Table) -> dict[tuple[int, ...], float]:
 def measured() -> tuple[float, float]:
     """Return the p-value of drawn texts, and how many tokens a pass gave."""
     torch.manual_seed(0)
-    table, head, ends, asked, prompt = Table(), Guessing(), Plain(), settings(), torch.tensor(PROMPT)
+    table, head, embeddings, asked, prompt = Table(), Guessing(), Plain(), settings(), torch.tensor(PROMPT)
     counts, passes, tokens = Counter[tuple[int, ...]](), 0, 0
     for _ in range(DRAWS):
         table.rows = 0
-        written = decode(table, head, ends, prompt, Sequence(prompt[None], asked))
+        written = decode(table, head, embeddings, prompt, Sequence(prompt[None], asked))
         counts[tuple(written.ids[0, len(PROMPT) :].tolist())] += 1
         passes, tokens = passes + written.passes, tokens + written.verified
         assert table.rows == len(PROMPT) + LENGTH - 1

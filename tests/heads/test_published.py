@@ -38,7 +38,7 @@ def test_a_head_under_foreign_names_drafts_the_same_bits(case: str, tmp_path: Pa
     folder = publish(tmp_path / "theirs", tensors, config)
     assert is_published(folder)
     assert format_of(folder) == form
-    loaded: Any = load_published(folder, toys.target().ends)
+    loaded: Any = load_published(folder, toys.target().embeddings)
     expected = drafts(head)
     assert not torch.equal(expected[0][0], expected[2][0])
     for one, other in zip(expected, drafts(loaded), strict=True):
@@ -46,7 +46,7 @@ def test_a_head_under_foreign_names_drafts_the_same_bits(case: str, tmp_path: Pa
     spec = toys.target().spec
     save_head(tmp_path / "ours", loaded, spec, {})
     assert not is_published(tmp_path / "ours")
-    again = drafts(load_head(tmp_path / "ours", toys.target().ends, spec))
+    again = drafts(load_head(tmp_path / "ours", toys.target().embeddings, spec))
     assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 
 
@@ -81,7 +81,7 @@ def test_another_targets_embedding_and_width_are_refused(tmp_path: Path) -> None
 def test_a_config_that_disagrees_is_told_and_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, tensors, config = medusa_first()
     with caplog.at_level(logging.WARNING):
-        loaded: Any = load_published(publish(tmp_path, tensors, config), toys.target().ends)
+        loaded: Any = load_published(publish(tmp_path, tensors, config), toys.target().embeddings)
     assert (loaded.config.heads, loaded.config.layers) == (5, 2)
     assert "medusa_num_heads=2" in caplog.text
     assert "medusa_num_layers=1" in caplog.text
@@ -105,7 +105,7 @@ def test_wrong_counts_in_a_config_change_nothing(
 ) -> None:
     head, tensors, config = make()
     with caplog.at_level(logging.WARNING):
-        loaded = load_published(publish(tmp_path, tensors, {**config, key: value}), toys.target().ends)
+        loaded = load_published(publish(tmp_path, tensors, {**config, key: value}), toys.target().embeddings)
     assert said in caplog.text
     assert all(torch.equal(one, other) for one, other in zip(drafts(head), drafts(loaded), strict=True))
 
@@ -114,7 +114,7 @@ def test_what_a_right_config_says_is_no_warning(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         for case in set(CASES) - {"Medusa 1"}:
             _, tensors, config = CASES[case][1]()
-            load_published(publish(tmp_path / case, tensors, config), toys.target().ends)
+            load_published(publish(tmp_path / case, tensors, config), toys.target().embeddings)
     assert caplog.text == ""
 
 
@@ -127,7 +127,7 @@ def test_what_a_right_config_says_is_no_warning(tmp_path: Path, caplog: pytest.L
 )
 def test_scaled_positions_are_read_from_older_and_newer_files(said: dict[str, Any], tmp_path: Path) -> None:
     _, tensors, config = eagle_authors()
-    loaded: Any = load_published(publish(tmp_path, tensors, {**config, **said}), toys.target().ends)
+    loaded: Any = load_published(publish(tmp_path, tensors, {**config, **said}), toys.target().embeddings)
     assert loaded.config.rope_theta == 5e5
     assert loaded.config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
 
@@ -171,14 +171,14 @@ def test_a_bias_of_qwen2_is_refused_by_name(tmp_path: Path) -> None:
 def test_blocks_that_are_no_copies_stay_apart(tmp_path: Path) -> None:
     _, tensors, config = hydra_prefix()
     tensors["hydra_mlp.2.7.linear.bias"] = tensors["hydra_mlp.2.7.linear.bias"] + 1
-    loaded: Any = load_published(publish(tmp_path, tensors, config), toys.target().ends)
+    loaded: Any = load_published(publish(tmp_path, tensors, config), toys.target().embeddings)
     assert (loaded.config.tied, len(loaded.branches[2].blocks)) == (False, 3)
 
 
 def test_what_a_config_does_not_say_is_what_transformers_takes(tmp_path: Path) -> None:
     _, tensors, config = eagle_authors()
     silent = {key: value for key, value in config.items() if key not in ("rms_norm_eps", "rope_theta")}
-    loaded: Any = load_published(publish(tmp_path, tensors, silent), toys.target().ends)
+    loaded: Any = load_published(publish(tmp_path, tensors, silent), toys.target().embeddings)
     llama = LlamaConfig()
     assert loaded.config.norm_eps == llama.rms_norm_eps
     assert loaded.config.rope_theta == llama.rope_parameters["rope_theta"]

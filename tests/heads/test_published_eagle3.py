@@ -35,7 +35,7 @@ def test_d2t_is_an_offset(change: Callable[[Tensors], Tensors], named: str, tmp_
     head, tensors, config = eagle3_authors()
     ids = head.state_dict()["vocab.ids"]
     assert not torch.equal(ids, torch.arange(30))
-    loaded = load_published(publish(tmp_path / "right", tensors, config), toys.target().ends)
+    loaded = load_published(publish(tmp_path / "right", tensors, config), toys.target().embeddings)
     assert torch.equal(loaded.state_dict()["vocab.ids"], ids)
     assert named in refused(tmp_path / "wrong", change(tensors), config)
 

@@ -29,7 +29,7 @@ def test_a_pickle_is_refused_and_its_conversion_is_read_in_its_dtype(file: str, 
     assert f"python train/convert.py pickle={folder / file} out=FOLDER" in refusal(folder)
     out = convert(find_pickle(str(folder)), tmp_path / "ours")
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
-    loaded = load_published(out, toys.target().ends)
+    loaded = load_published(out, toys.target().embeddings)
     assert {tensor.dtype for tensor in loaded.parameters()} == {torch.float16}
     assert all(tensor.device.type == "cpu" for tensor in loaded.state_dict().values())
     with pytest.raises(ValueError, match="is there already; name another folder"):
@@ -40,7 +40,7 @@ def test_safetensors_come_before_a_pickle(tmp_path: Path) -> None:
     _, tensors, config = medusa_second()
     publish(tmp_path, tensors, config, "medusa_lm_head.pt")
     publish(tmp_path, {name: tensor + 1 for name, tensor in tensors.items()}, config)
-    loaded = load_published(tmp_path, toys.target().ends)
+    loaded = load_published(tmp_path, toys.target().embeddings)
     assert torch.equal(loaded.state_dict()["blocks.0.0.linear.bias"], tensors["0.0.linear.bias"] + 1)
 
 
@@ -52,7 +52,7 @@ def test_shards_are_joined_by_their_index_and_lie_beside_it(tmp_path: Path) -> N
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": files}))
     assert is_published(tmp_path)
-    loaded = load_published(tmp_path, toys.target().ends)
+    loaded = load_published(tmp_path, toys.target().embeddings)
     assert all(torch.equal(one, other) for one, other in zip(drafts(head), drafts(loaded), strict=True))
     index.write_text(json.dumps({"weight_map": {**files, "fc.bias": "../elsewhere.safetensors"}}))
     assert "names a file that is no .safetensors beside it" in refusal(tmp_path)
@@ -167,14 +167,14 @@ def test_the_hubs_cache_may_link_into_itself(tmp_path: Path, monkeypatch: pytest
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")})
     )
-    assert load_published(folder, toys.target().ends).state_dict()
+    assert load_published(folder, toys.target().embeddings).state_dict()
 
 
 def test_code_that_a_foreign_config_names_is_not_run(tmp_path: Path) -> None:
     _, tensors, config = eagle_authors()
     folder = publish(tmp_path / "head", tensors, {**config, "auto_map": {"AutoModel": "code.Model"}})
     (folder / "code.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')")
-    assert load_published(folder, toys.target().ends).state_dict()
+    assert load_published(folder, toys.target().embeddings).state_dict()
     assert not (tmp_path / "it ran").exists()
 
 
@@ -200,5 +200,5 @@ def test_what_is_not_published(tmp_path: Path) -> None:
 
 def test_what_a_config_says_moves_no_cursor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, tensors, config = eagle_authors()
-    load_published(publish(tmp_path, tensors, {**config, "num_hidden_layers": "\x1b[2J\n"}), toys.target().ends)
+    load_published(publish(tmp_path, tensors, {**config, "num_hidden_layers": "\x1b[2J\n"}), toys.target().embeddings)
     assert r"num_hidden_layers='\x1b[2J\n', the tensors say 1" in caplog.text

@@ -66,7 +66,7 @@ def test_round_trip_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_real_heads_round_trip_and_hold_nothing_of_the_target(tmp_path: Path, name: str) -> None:
     original: Any = toys.head(name, toys.target())
     save_head(tmp_path / "h", original, SPEC, TREE)
-    loaded = load_head(tmp_path / "h", toys.target().ends, SPEC)
+    loaded = load_head(tmp_path / "h", toys.target().embeddings, SPEC)
     assert same(original, loaded)
     assert loaded.config == original.config
     if getattr(original.config, "lm_head", "own") == "shared" and original.vocab is None:
@@ -83,7 +83,7 @@ def test_a_head_saved_before_there_was_a_key_loads(tmp_path: Path, name: str) ->
         head = content["head"]
         content["head"] = {k: v for k, v in head.items() if k in FIRST_KEYS or store.EARLIER.get(k, 0) != v}
 
-    assert same(original, load_head(edited(tmp_path / "h", forget), toys.target().ends, SPEC))
+    assert same(original, load_head(edited(tmp_path / "h", forget), toys.target().embeddings, SPEC))
     assert set(vars(original.config)) <= FIRST_KEYS | store.EARLIER.keys()
 
 

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(ValueError, match=r"\S") as error:
-        load_head(folder, toys.target().ends, toys.target().spec)
+        load_head(folder, toys.target().embeddings, toys.target().spec)
     assert "\n" not in str(error.value)
     return str(error.value)
 

@@ -28,21 +28,21 @@ def test_a_vocabulary_as_large_as_the_targets_is_none() -> None:
 
 @pytest.mark.parametrize("kind", Readout.KINDS)
 def test_a_pruned_lm_head_starts_as_the_targets_rows(kind: str) -> None:
-    ends, hidden = toys.target().ends, torch.randn(3, 32)
+    embeddings, hidden = toys.target().embeddings, torch.randn(3, 32)
     vocab = DraftVocabulary(9, toys.VOCAB)
-    readout = Readout(ends, kind, vocab)
+    readout = Readout(embeddings, kind, vocab)
     for seed in (1, 2):  # the target's kept rows follow the choice
         vocab.choose(torch.randint(50, (toys.VOCAB,), generator=torch.Generator().manual_seed(seed)))
         readout.start()
-        torch.testing.assert_close(readout(hidden), ends.logits(hidden)[:, vocab.ids])
+        torch.testing.assert_close(readout(hidden), embeddings.logits(hidden)[:, vocab.ids])
 
 
 def test_a_low_rank_lm_head_starts_as_near_as_can_be() -> None:
-    ends, hidden = toys.target().ends, torch.randn(5, 32)
-    weight = ends.head_weight()
-    full = Readout(ends, "own", None, rank=32)
-    torch.testing.assert_close(full(hidden), ends.logits(hidden), rtol=1e-4, atol=1e-4)
-    low = Readout(ends, "own", None, rank=7)
+    embeddings, hidden = toys.target().embeddings, torch.randn(5, 32)
+    weight = embeddings.head_weight()
+    full = Readout(embeddings, "own", None, rank=32)
+    torch.testing.assert_close(full(hidden), embeddings.logits(hidden), rtol=1e-4, atol=1e-4)
+    low = Readout(embeddings, "own", None, rank=7)
     assert sum(p.numel() for p in low.parameters()) == 7 * (32 + toys.VOCAB)
     gap = torch.linalg.matrix_norm(weight - low.weight @ low.down.weight)
     best = torch.linalg.svdvals(weight)[7:].square().sum().sqrt()
@@ -54,7 +54,7 @@ def test_a_low_rank_lm_head_starts_as_near_as_can_be() -> None:
 )
 def test_bad_lm_heads_are_named(kind: str, rank: int | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Readout(toys.target().ends, kind, None, rank)
+        Readout(toys.target().embeddings, kind, None, rank)
 
 
 def test_pruning_leaves_heads_without_a_vocabulary_alone() -> None:
@@ -101,7 +101,7 @@ def test_layers_that_fall_together_are_refused(wanted: list[int] | None, count: 
 
 
 def test_gradients_of_an_lm_head_are_added_up_in_place() -> None:
-    readout = Readout(toys.target().ends, "own", None)
+    readout = Readout(toys.target().embeddings, "own", None)
     assert readout.weight is not None
     states = [torch.randn(3, readout.weight.shape[1], requires_grad=True) for _ in range(3)]
     leaves = [*states, readout.weight]
@@ -115,7 +115,7 @@ def test_gradients_of_an_lm_head_are_added_up_in_place() -> None:
 
 
 def test_where_nothing_is_added_up_autograd_has_it() -> None:
-    readout = Readout(toys.target().ends, "own", None)
+    readout = Readout(toys.target().embeddings, "own", None)
     assert readout.weight is not None
     with readout.adding() as unused:
         pass

@@ -37,8 +37,8 @@ def compared(ours: Target, alone: Target) -> dict[str, float | bool]:
         "last": error(found.last, expected.last),
         "spec": ours.spec == alone.spec,
         "trees": ours.takes_trees,
-        "ends": ours.ends.head_weight().equal(alone.ends.head_weight())
-        and ours.ends.embed(token).equal(alone.ends.embed(token)),
+        "ends": ours.embeddings.head_weight().equal(alone.embeddings.head_weight())
+        and ours.embeddings.embed(token).equal(alone.embeddings.embed(token)),
         "layer": all(layer[name].equal(value) for name, value in alone.decoder_layers[-1].named_parameters()),
         "answer": answers[0] == answers[1],
         "share": sum(each.to_local().numel() for each in ours.model.parameters() if hasattr(each, "to_local"))

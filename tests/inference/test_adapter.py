@@ -63,7 +63,7 @@ def test_the_logits_are_pefts(base: str, carried: str) -> None:
 def test_modules_that_an_adapter_replaces_are_replaced(base: str, tmp_path: Path) -> None:
     target = Target.load(base, "float32", "cpu", adapter=adapter(base, tmp_path, modules_to_save=["lm_head"]))
     assert not [name for name, _ in target.model.named_modules() if "modules_to_save" in name]
-    assert target.ends.head_weight().shape == (toys.VOCAB, 32)
+    assert target.embeddings.head_weight().shape == (toys.VOCAB, 32)
 
 
 def test_a_target_is_told_from_its_base_and_from_other_adapters(base: str, carried: str, tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_a_target_is_told_from_its_base_and_from_other_adapters(base: str, carri
 def test_a_head_belongs_to_the_target_with_its_adapter(base: str, carried: str, tmp_path: Path) -> None:
     target, plain = Target.load(base, "float32", "cpu", adapter=carried), Target.load(base, "float32", "cpu")
     save_head(tmp_path / "head", toys.head("eagle", target), target.spec, TREE)
-    load_head(tmp_path / "head", target.ends, target.spec)
+    load_head(tmp_path / "head", target.embeddings, target.spec)
     with pytest.raises(ValueError, match=rf"with adapter {carried}: .* with model\.path and model\.adapter") as error:
-        load_head(tmp_path / "head", plain.ends, plain.spec)
+        load_head(tmp_path / "head", plain.embeddings, plain.spec)
     assert "\n" not in str(error.value)
     content = json.loads((tmp_path / "head" / "config.json").read_text())
     assert content["target"].pop("adapter") == carried

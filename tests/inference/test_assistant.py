@@ -13,7 +13,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.assistant import Length
 from inference.drafters.policy import grow
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.sample import GREEDY, Sampling, distribution
@@ -33,7 +33,7 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The target itself."""
     return assistants.save(toys.target().model, toys.tokenizer(), tmp_path_factory.mktemp("twin"))
 
@@ -101,7 +101,7 @@ class Afresh:
 def test_every_draft_is_that_of_a_model_without_a_cache(near: str, tree: str) -> None:
     config = toys.TREES[tree]
     source = assistants.assistant(near, toys.target(), tree=config, dtype="float64")
-    model = source.follower.model.model
+    model = source.runner.model.model
     watched = Watched(source)
     made = speculate(toys.target(), watched, toys.prompt(1), Settings(TOKENS, GREEDY))
     accepted, whole = [], toys.prompt(1) + made.tokens
@@ -140,16 +140,16 @@ def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None
         assert q.shape == (len(drafted.token), toys.VOCAB)
         for path in trees.paths(drafted):
             read = context + drafted.token[path[1:]].tolist()
-            logits = source.follower.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
+            logits = source.runner.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
             for node, row in zip(path[:-1], range(len(context) - 1, len(read) - 1), strict=True):
                 torch.testing.assert_close(q[node], distribution(logits[row], sampling))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, T1], ids=["T0", "T1"])
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
-def test_the_target_itself_is_always_accepted(twin: str, tree: str, sampling: Sampling) -> None:
+def test_the_target_itself_is_always_accepted(clone: str, tree: str, sampling: Sampling) -> None:
     config = toys.TREES[tree]
-    source = assistants.assistant(twin, toys.target(), tree=config)
+    source = assistants.assistant(clone, toys.target(), tree=config)
     depth = len(config.widths) or config.depth
     for seed in range(2):
         made = speculate(toys.target(), source, toys.prompt(seed), Settings(1 + 5 * (depth + 1), sampling, seed=seed))
@@ -161,8 +161,8 @@ def test_only_what_is_missing_is_run(near: str, monkeypatch: pytest.MonkeyPatch)
     read: list[int] = []
     prefill = Target.prefill
 
-    def counted(self: Target, token: Tensor, cache: Any, layers: tuple[int, ...] = ()) -> Pass:
-        if self is source.follower.model:
+    def counted(self: Target, token: Tensor, cache: Any, layers: tuple[int, ...] = ()) -> TargetOutput:
+        if self is source.runner.model:
             read.append(len(token))
         return prefill(self, token, cache, layers)
 
@@ -210,7 +210,7 @@ def test_a_doubted_token_is_the_last_and_is_kept(near: str) -> None:
     lengths = set()
     for step, (context, (tree, *_)) in zip(made.steps, watched.proposals, strict=True):
         read = context + tree.token[1:].tolist()
-        logits = source.follower.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
+        logits = source.runner.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
         own = [float(logits[i - 1].softmax(-1)[read[i]]) for i in range(len(context), len(read))]
         assert all(p >= level for p in own[:-1])
         if step.drafted < min(6, TOKENS - (len(context) - len(toys.prompt(0))) - 1):
@@ -221,12 +221,12 @@ def test_a_doubted_token_is_the_last_and_is_kept(near: str) -> None:
     assert greedy.tokens == text(0)
 
 
-def test_a_chain_ends_with_the_answer(twin: str) -> None:
+def test_a_chain_ends_with_the_answer(clone: str) -> None:
     target, token = toys.target(), text(0)
     end = next(i for i in range(6, 20) if token.index(token[i]) == i and i % 5 not in (0, 4))
     target.eos = frozenset({token[end]})
     try:
-        source = assistants.assistant(twin, target)
+        source = assistants.assistant(clone, target)
         made = speculate(target, source, toys.prompt(0), Settings(TOKENS, GREEDY))
     finally:
         target.eos = frozenset()

@@ -13,7 +13,7 @@ from tests import assistants, toys
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The target itself."""
     return assistants.save(toys.target().model, toys.tokenizer(), tmp_path_factory.mktemp("twin"))
 
@@ -32,9 +32,9 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
         ({"model": "/nonesuch"}, "drafter.assistant.model=/nonesuch"),
     ],
 )
-def test_a_bad_value_is_named_in_one_line(twin: str, changes: dict[str, Any], named: str) -> None:
+def test_a_bad_value_is_named_in_one_line(clone: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named) as error:
-        assistants.assistant(changes.pop("model", twin), toys.target(), **changes)
+        assistants.assistant(changes.pop("model", clone), toys.target(), **changes)
     assert "\n" not in str(error.value)
 
 
@@ -47,7 +47,7 @@ def test_another_tokenizer_is_named_with_the_ways_out(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_tree_needs_an_attention_that_takes_one(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_needs_an_attention_that_takes_one(clone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load = Target.load.__func__
 
     def without(cls: type[Target], *values: Any) -> Target:
@@ -57,22 +57,22 @@ def test_a_tree_needs_an_attention_that_takes_one(twin: str, monkeypatch: pytest
 
     monkeypatch.setattr(Target, "load", classmethod(without))
     with pytest.raises(ValueError, match=r"drafter.assistant.tree.kind is 'sampled'.*tree.kind=chain"):
-        assistants.assistant(twin, toys.target(), tree=toys.TREES["sampled"])
-    source = assistants.assistant(twin, toys.target())
+        assistants.assistant(clone, toys.target(), tree=toys.TREES["sampled"])
+    source = assistants.assistant(clone, toys.target())
     made = speculate(toys.target(), source, toys.prompt(0), Settings(12, GREEDY))
     assert made.tokens == autoregress(toys.target(), toys.prompt(0), Settings(12, GREEDY)).tokens
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("match", ["same", "tli", "slem"])
-def test_an_assistant_on_another_device_drafts_the_same(twin: str, match: str) -> None:
-    target, settings = Target.load(twin, "float32", "cuda"), Settings(12, GREEDY)
+def test_an_assistant_on_another_device_drafts_the_same(clone: str, match: str) -> None:
+    target, settings = Target.load(clone, "float32", "cuda"), Settings(12, GREEDY)
     drafted = []
     for device in ("cpu", "cuda"):
         if match == "slem":
-            source: Drafter = assistants.slem(twin, target, device=device)
+            source: Drafter = assistants.slem(clone, target, device=device)
         else:
-            source = assistants.assistant(twin, target, match=match, device=device)
+            source = assistants.assistant(clone, target, match=match, device=device)
         made = speculate(target, source, toys.prompt(0), settings)
         assert made.tokens == autoregress(target, toys.prompt(0), settings).tokens
         drafted.append([step.accepted for step in made.steps])

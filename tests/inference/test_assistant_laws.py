@@ -9,9 +9,9 @@ from torch import Tensor
 
 from heads.base import Level
 from inference.drafters.assistant import Assistant
-from inference.drafters.follower import Follower
+from inference.drafters.runner import DraftModelRunner
 from inference.protocol import Commit, Context, Proposal
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
@@ -25,7 +25,7 @@ T1 = Sampling(1.0, 0, 1.0)
 class Remembering:
     """A follower that runs its model once for every path, however many forks of an enumeration ask for it."""
 
-    def __init__(self, inner: Follower) -> None:
+    def __init__(self, inner: DraftModelRunner) -> None:
         self.model, self.inner = inner.model, inner
         self.known: dict[tuple[int, ...], Tensor] = {}
 
@@ -52,7 +52,7 @@ class Laws:
 
     def __init__(self, target: Target, source: Assistant, prompt: list[int], horizon: int) -> None:
         self.target, self.source, self.prompt, self.horizon = target, source, prompt, horizon
-        self.source.follower = Remembering(source.follower)
+        self.source.runner = Remembering(source.runner)
         self.known: dict[tuple[int, ...], Tensor] = {}
 
     def p(self, path: tuple[int, ...], sampling: Sampling) -> Tensor:
@@ -67,7 +67,7 @@ class Laws:
         self.source.reset(self.prompt[:-1])
         following = torch.tensor(self.prompt[1:])
         empty = torch.zeros(1, len(following), 0)
-        self.source.observe(Commit(following, Pass(empty[..., None, :], empty, None), None))
+        self.source.observe(Commit(following, TargetOutput(empty[..., None, :], empty, None), None))
         tree, q, *_ = self.source.propose(Context(self.prompt, sampling, rng, self.horizon - 1))
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(tree.token.tolist(), tree.parent.tolist(), strict=True):

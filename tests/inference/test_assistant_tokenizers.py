@@ -12,7 +12,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.contrib.assistant_slem import AssistantSlem
 from inference.drafters.text import decode, encode
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
 from inference.verification.verify import Generator
@@ -30,7 +30,7 @@ def words(order: list[int]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The target itself with its words in another order."""
     model = assistants.reordered(toys.target().model, SHUFFLED)
     return assistants.save(model, words(SHUFFLED), tmp_path_factory.mktemp("twin"))
@@ -66,8 +66,8 @@ def test_speculation_equals_plain_decoding(near: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "sampling"), [("chain", GREEDY), ("chain", T1), ("slem", GREEDY)])
-def test_the_target_in_another_order_is_always_accepted(twin: str, kind: str, sampling: Sampling) -> None:
-    drafter = source(kind, twin)
+def test_the_target_in_another_order_is_always_accepted(clone: str, kind: str, sampling: Sampling) -> None:
+    drafter = source(kind, clone)
     for seed in range(2):
         made = speculate(toys.target(), drafter, toys.prompt(seed), Settings(26, sampling, seed=seed))
         assert [step.accepted for step in made.steps] == [4] * 5
@@ -77,7 +77,7 @@ def test_the_target_in_another_order_is_always_accepted(twin: str, kind: str, sa
 def test_every_draft_is_that_of_a_model_without_a_cache(near: str, kind: str) -> None:
     """Words map one to one, so that the naive reference needs no text."""
     drafter, target = source(kind, near), toys.target()
-    model = drafter.follower.model.model  # type is known by kind
+    model = drafter.runner.model.model  # type is known by kind
     number = {word: i for i, word in enumerate(SHUFFLED[:32])}
     propose, checked = drafter.propose, []
 
@@ -149,7 +149,7 @@ def test_text_of_split_characters_comes_through(ours: str, theirs: str, tmp_path
     target = assistants.Target(assistants.tiny(len(tokenizer), 0).eval(), tokenizer, ours)
     path = assistants.save(assistants.tiny(len(trained(theirs)), 1), trained(theirs), tmp_path)
     drafter = assistants.slem(path, target, depth=6)
-    drafter.follower = Script(drafter.follower, theirs, whole)
+    drafter.runner = Script(drafter.runner, theirs, whole)
     token, rng = encode(tokenizer, whole)[0], Generator(0, torch.device("cpu"))
     drafter.reset(token[:5])
     at, accepted, idle = 6, [], 0
@@ -174,7 +174,7 @@ def test_text_of_split_characters_comes_through(ours: str, theirs: str, tmp_path
 
 def commit(following: list[int], verified: Verified | None) -> Commit:
     empty = torch.zeros(1, len(following), 0)
-    return Commit(torch.tensor(following), Pass(empty[..., None, :], empty, None), verified)
+    return Commit(torch.tensor(following), TargetOutput(empty[..., None, :], empty, None), verified)
 
 
 def test_inside_a_character_nothing_is_drafted(tmp_path: Path) -> None:

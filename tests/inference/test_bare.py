@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.target.embeddings import final_norm
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests import assistants, toys
 
@@ -15,13 +15,13 @@ from tests import assistants, toys
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_ends_are_the_whole_targets(tmp_path: Path, name: str, dtype: str) -> None:
     path = assistants.save(toys.target(name).model, toys.tokenizer(), tmp_path / "target")
-    whole, bare = Target.load(str(path), dtype, "cpu"), Bare.load(str(path), dtype, "cpu", False)
+    whole, bare = Target.load(str(path), dtype, "cpu"), EmbeddingsOnly.load(str(path), dtype, "cpu", False)
     assert bare.spec == whole.spec
     assert (bare.dtype, bare.device) == (whole.dtype, whole.device)
     token = torch.arange(toys.VOCAB)
-    assert torch.equal(bare.ends.embed(token), whole.ends.embed(token))
+    assert torch.equal(bare.embeddings.embed(token), whole.embeddings.embed(token))
     state = torch.randn(3, 32, dtype=whole.dtype)
-    assert torch.equal(bare.ends.logits(state), whole.ends.logits(state))
+    assert torch.equal(bare.embeddings.logits(state), whole.embeddings.logits(state))
     count = whole.spec.num_layers
     assert torch.equal(bare.norm(state), final_norm(whole.base, count)(state))
     assert bare.tokenizer("w3 w5")["input_ids"] == whole.tokenizer("w3 w5")["input_ids"]
@@ -38,15 +38,15 @@ def test_the_final_norm_makes_the_last_state(name: str) -> None:
 
 def test_the_layers_stay_on_disk(tmp_path: Path) -> None:
     path = assistants.save(toys.target().model, toys.tokenizer(), tmp_path / "target")
-    bare = Bare.load(str(path), "float32", "cpu", False)
-    held = {id(p): p.numel() for part in (bare.ends, bare.norm) for p in part.parameters() if not p.is_meta}
+    bare = EmbeddingsOnly.load(str(path), "float32", "cpu", False)
+    held = {id(p): p.numel() for part in (bare.embeddings, bare.norm) for p in part.parameters() if not p.is_meta}
     assert sum(held.values()) == 2 * toys.VOCAB * 32 + 32
 
 
 def test_what_cannot_be_loaded_so_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="its ends cannot be loaded without its layers") as error:
-        Bare.load(str(tmp_path / "none"), "float32", "cpu", False)
+        EmbeddingsOnly.load(str(tmp_path / "none"), "float32", "cpu", False)
     assert "\n" not in str(error.value)
     path = assistants.save(toys.target("gemma3").model, toys.tokenizer(), tmp_path / "gemma")
     with pytest.raises(ValueError, match="compute with more than weights"):
-        Bare.load(str(path), "float32", "cpu", False)
+        EmbeddingsOnly.load(str(path), "float32", "cpu", False)

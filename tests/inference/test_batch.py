@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.batch import Batch, twin
+from inference.batch import Batch, clone
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
@@ -125,11 +125,11 @@ def test_one_pass_serves_all_that_are_there(monkeypatch: pytest.MonkeyPatch) -> 
 def test_twins_share_models_and_nothing_else(near: str) -> None:
     target = toys.target("llama", DOUBLE)
     one = head("eagle", target, "chain")
-    assert twin(one).head is one.head
+    assert clone(one).head is one.head
     drafter = assistants.assistant(near, target)
-    other = twin(drafter)
-    assert other.follower.model is drafter.follower.model
-    assert other.follower is not drafter.follower
+    other = clone(drafter)
+    assert other.runner.model is drafter.runner.model
+    assert other.runner is not drafter.runner
     assert other.length is not drafter.length
 
 

@@ -58,11 +58,11 @@ def grown(head: TableHead, root: int, depth: int, nodes: int, room: int = 9) -> 
     config = TreeConfig("best_first", depth, 0, nodes, [], [])
     context = Context([root], GREEDY, Generator(0, torch.device("cpu")), room)
     tree = grow(head, None, head.root(root), config, context).tree
-    token, ends = (
+    token, embeddings = (
         tree.token.tolist(),
         {path[: i + 1] for path in map(tuple, trees.paths(tree)) for i in range(len(path))},
     )
-    return {tuple(token[node] for node in path) for path in ends if len(path) > 1}
+    return {tuple(token[node] for node in path) for path in embeddings if len(path) > 1}
 
 
 @pytest.mark.parametrize("blind", [False, True])

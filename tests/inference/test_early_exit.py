@@ -67,7 +67,7 @@ def exit_logits(target: Target, exit_layer: int, path: list[int]) -> Tensor:
     """Read the exit's logits after a text naively: a full pass, its layer's output, the final norm, the lm_head."""
     states = target.model(input_ids=torch.tensor([path]), output_hidden_states=True).hidden_states[exit_layer]
     norm = next(m for n, m in target.base.named_children() if n in ("norm", "ln_f"))
-    return target.ends.logits(norm(states[0, -1]))
+    return target.embeddings.logits(norm(states[0, -1]))
 
 
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)

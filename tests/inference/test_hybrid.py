@@ -9,7 +9,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.protocol import Commit, Context, Proposal, Verified
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, agreed
@@ -51,7 +51,7 @@ def settle(source: Hybrid, following: list[int]) -> None:
     """Propose, verify against the text that follows, and report."""
     tree = source.propose(Context([0], GREEDY, Generator(0, CPU), 9)).tree
     path = list(range(agreed(tree, following) + 1))
-    rows = Pass(torch.zeros(1, len(path), 0, 1), torch.zeros(1, len(path), 1), None)
+    rows = TargetOutput(torch.zeros(1, len(path), 0, 1), torch.zeros(1, len(path), 1), None)
     token = torch.tensor(following[: len(path)])
     source.observe(Commit(token, rows, Verified(tree, path, torch.zeros(len(tree.token), 9), None)))
 

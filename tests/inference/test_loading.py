@@ -45,8 +45,8 @@ def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, q
     assert plain.quantized is None
     assert quantised.quantized is not None
     assert quantised.takes_trees
-    assert torch.equal(quantised.ends.head_weight(), plain.ends.head_weight())
-    assert torch.equal(quantised.ends.embed(token), plain.ends.embed(token))
+    assert torch.equal(quantised.embeddings.head_weight(), plain.embeddings.head_weight())
+    assert torch.equal(quantised.embeddings.embed(token), plain.embeddings.embed(token))
     found, expected = (each.features(token, torch.zeros_like(token), ()).last for each in (quantised, plain))
     assert 1e-4 < float((found - expected).abs().mean()) < 0.5
 
@@ -84,7 +84,7 @@ def test_a_trees_features_are_those_of_its_paths(quantised: Target) -> None:
 def test_a_head_of_the_target_is_one_of_its_quantised_form(plain: Target, quantised: Target, tmp_path: Path) -> None:
     assert quantised.spec == plain.spec
     save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
-    load_head(tmp_path / "head", quantised.ends, quantised.spec)
+    load_head(tmp_path / "head", quantised.embeddings, quantised.spec)
 
 
 def test_a_checkpoint_that_is_quantised_loads_as_it_is(
@@ -100,7 +100,7 @@ def test_a_checkpoint_that_is_quantised_loads_as_it_is(
     assert loaded.spec.fingerprint.startswith(QUANTISED)
     save_head(tmp_path / "head", toys.head("eagle", plain), plain.spec, TREE)
     with caplog.at_level(logging.WARNING):
-        load_head(tmp_path / "head", loaded.ends, loaded.spec)
+        load_head(tmp_path / "head", loaded.embeddings, loaded.spec)
     assert "cannot be told" in caplog.text
 
 

@@ -9,7 +9,7 @@ import torch
 
 from inference.drafters.lookahead import Lookahead, merge, window
 from inference.target.target import Target
-from inference.verification.tree import Riders
+from inference.verification.tree import LookAhead
 from tests import toys
 from tests.inference.model_free import Recorder, accepted, decode, make, plain
 
@@ -40,7 +40,7 @@ def test_riders_equal_literal_sequences(name: str, width: int, levels: int) -> N
     token = [token for level in guesses for token in level][1:]
     cache = target.cache()
     target.prefill(torch.tensor(text), cache)
-    out = target.score(tree, cache, Riders(torch.tensor(token), *riding)).logits
+    out = target.score(tree, cache, LookAhead(torch.tensor(token), *riding)).logits
     assert out is not None
     found = iter(out[0, len(tree.token) :])
     for level in range(levels):

@@ -71,7 +71,7 @@ def test_a_twin_is_always_prepared(tmp_path: Path) -> None:
     assert all(step.accepted == step.drafted for step in made.steps)
     # The prompt, the first chain but for its last token, and then only what is prepared: a chain and its outcome.
     depth = assistants.CHAIN.depth
-    assert passes.count(source.follower.model) <= depth + len(made.steps) * (depth + 1)
+    assert passes.count(source.runner.model) <= depth + len(made.steps) * (depth + 1)
 
 
 def test_the_assistants_cache_is_that_of_the_text(near: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +88,12 @@ def test_the_assistants_cache_is_that_of_the_text(near: str, monkeypatch: pytest
             logits = source.assistant.level.logits
         else:
             logits = source.ready.answers[0]
-            adopted.append(len(source.follower.token))
+            adopted.append(len(source.runner.token))
         read = torch.tensor([source.assistant.text])
-        expected = source.follower.model.model(input_ids=read, use_cache=False).logits[0, -1:]
+        expected = source.runner.model.model(input_ids=read, use_cache=False).logits[0, -1:]
         torch.testing.assert_close(logits, expected)
-        assert source.follower.token == source.assistant.text
-        assert source.follower.cache.length == len(source.assistant.text) + len(source.follower.path)
+        assert source.runner.token == source.assistant.text
+        assert source.runner.cache.length == len(source.assistant.text) + len(source.runner.path)
 
     monkeypatch.setattr(source, "observe", watch)
     speculate(toys.target(), source, toys.prompt(2), settings)
@@ -147,7 +147,7 @@ def test_the_laws_are_those_that_the_tokens_are_drawn_from(tmp_path: Path) -> No
     while scripts:
         rng = enumeration.Replay(scripts.pop())
         source.reset(text)
-        logits = source.follower.read(text)
+        logits = source.runner.read(text)
         source.assistant.level = Level(logits, logits[:, :0], ())
         made = source.propose(Context(text, Sampling(1.0, 0, 1.0), rng, 4))
         scripts += rng.open

@@ -68,11 +68,11 @@ def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> No
     drafter = source(name)
     warm(drafter, TEXT)
     proposal = drafter.propose(Context(TEXT, GREEDY, Generator(0, torch.device("cpu")), room))
-    tree, riders = proposal.tree, proposal.riders
+    tree, look_ahead = proposal.tree, proposal.look_ahead
     assert int(trees.depth(tree).max()) <= room
     assert tree.token[0] == TEXT[-1]
     assert (room == 0) == (len(tree.token) == 1), "something is drafted wherever there is room"
-    assert riders is None or 0 < int(riders.offset.max()) <= room
+    assert look_ahead is None or 0 < int(look_ahead.offset.max()) <= room
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -58,8 +58,11 @@ def save(folder: Path, naming: str, sharded: bool = False) -> Path:
     target.tokenizer.save_pretrained(folder)
     extra = {NAMINGS[naming](name): tensor for name, tensor in weights().items()}
     if naming == "behind":  # published checkpoints repeat the shared ends
-        ends = {"embed_tokens": target.ends.embedding.weight, "shared_head.head": target.ends.head_weight()}
-        extra |= {f"model.layers.3.{name}.weight": tensor.clone() for name, tensor in ends.items()}
+        embeddings = {
+            "embed_tokens": target.embeddings.embedding.weight,
+            "shared_head.head": target.embeddings.head_weight(),
+        }
+        extra |= {f"model.layers.3.{name}.weight": tensor.clone() for name, tensor in embeddings.items()}
     main = load_file(folder / "model.safetensors")
     if not sharded:
         save_file(main | extra, folder / "model.safetensors", metadata={"format": "pt"})
@@ -123,14 +126,14 @@ def test_a_chain_is_the_formulas_written_out(tmp_path: Path, naming: str, sharde
     rows = features(target, text[:-1])
     state, level = head.extend(None, rows, torch.tensor(text[1:]))
     w = {name: tensor.double() for name, tensor in weights().items()}
-    embeddings = [target.ends.embed(torch.tensor(text[1:]))]
+    embedded = [target.embeddings.embed(torch.tensor(text[1:]))]
     states = rows.last[0]
     true = states
     for depth in range(1, 4):
-        found = written_out(w, torch.cat(embeddings), states)
-        torch.testing.assert_close(level.logits[0], target.ends.logits(found[-1]), rtol=ROTARY, atol=ROTARY)
+        found = written_out(w, torch.cat(embedded), states)
+        torch.testing.assert_close(level.logits[0], target.embeddings.logits(found[-1]), rtol=ROTARY, atol=ROTARY)
         token = level.logits[0].argmax()[None]
-        embeddings.append(target.ends.embed(token))
+        embedded.append(target.embeddings.embed(token))
         states = torch.cat([true, found[len(true) - 1 :]])  # drafted rows read the module's own states
         seen = torch.ones(1, depth, dtype=torch.bool)
         level = head.expand(state, level, token, torch.zeros(1, dtype=torch.long), seen)

@@ -74,12 +74,12 @@ def test_a_mixture_of_experts_is_the_targets_own_layer(tmp_path: Path, make: obj
     rows = features(target, text[:-1])
     _, level = load_mtp(target, str(tmp_path)).extend(None, rows, torch.tensor(text[1:]))
     # transformers' layer under its own causal attention, between the formulas written out.
-    embedding = rms(target.ends.embed(torch.tensor(text[1:])), made["enorm"])
+    embedding = rms(target.embeddings.embed(torch.tensor(text[1:])), made["enorm"])
     x = torch.cat([embedding, rms(rows.last[0], made["hnorm"])], -1) @ made["eh_proj"].T
     rotary = target.base.rotary_emb(x[None], torch.arange(8)[None])
     shut = torch.full((1, 1, 8, 8), float("-inf")).triu(1)
     out = layer.eval()(x[None], attention_mask=shut, position_embeddings=rotary)
-    expected = target.ends.logits(rms(out[0, -1], made["shared_head.norm"]))
+    expected = target.embeddings.logits(rms(out[0, -1], made["shared_head.norm"]))
     torch.testing.assert_close(level.logits[0], expected, rtol=SINGLE, atol=SINGLE)
 
 
@@ -89,13 +89,13 @@ def test_the_module_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     target, made = mixture(tmp_path, model, layer)
     theirs = MtpModel(target.model, 1).eval()
     theirs.layers[0].mtp_block.load_state_dict(layer.state_dict())
-    ends = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "post_norm", "eh_proj": "eh_proj"}
-    for name, own in ends.items():
+    embeddings = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "post_norm", "eh_proj": "eh_proj"}
+    for name, own in embeddings.items():
         theirs.layers[0].get_parameter(f"{own}.weight").data = made[name]
     text = toys.prompt(5, 9)
     rows, head = features(target, text[:-1]), load_mtp(target, str(tmp_path))
     state, level = head.extend(None, rows, torch.tensor(text[1:]))
-    position, embedding = torch.arange(8)[None], target.ends.embed(torch.tensor([text[1:]]))
+    position, embedding = torch.arange(8)[None], target.embeddings.embed(torch.tensor([text[1:]]))
     hidden = theirs.layers[0](
         embedding, rows.last, target.base.rotary_emb(embedding, position), None, position, past_key_values=None
     )

@@ -16,7 +16,7 @@ from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling
-from inference.verification.tree import DraftTree, Riders
+from inference.verification.tree import DraftTree, LookAhead
 from tests import toys
 
 TOKENS = 36
@@ -75,7 +75,7 @@ def test_tree_pass_equals_sequential_passes(name: str) -> None:
         together = target.score(tree, cache, layers=(0, 2))
         sequence = torch.cat([prompt, tree.token[path]])
         alone = target.features(sequence[None], torch.zeros_like(sequence)[None], (0, 2))
-        logits = target.ends.logits(alone.last[0, len(prompt) :])
+        logits = target.embeddings.logits(alone.last[0, len(prompt) :])
         assert together.logits is not None
         torch.testing.assert_close(together.logits[0, path], logits, rtol=near, atol=near)
         torch.testing.assert_close(together.hidden[0, path], alone.hidden[0, len(prompt) :], rtol=near, atol=near)
@@ -92,18 +92,18 @@ def test_riders_see_what_they_should_and_change_no_node(name: str) -> None:
     tree = DraftTree(torch.tensor(toys.prompt(9, 4)), torch.tensor([-1, 0, 0, 2]))
     # The first rider follows the root, the second follows the first, the third follows node 3 at depth 2.
     seen = torch.tensor([[1, 0, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 1, 0], [1, 0, 1, 1, 0, 0, 1]]).bool()
-    riders = Riders(torch.tensor(toys.prompt(4, 3)), torch.tensor([1, 2, 3]), seen)
+    look_ahead = LookAhead(torch.tensor(toys.prompt(4, 3)), torch.tensor([1, 2, 3]), seen)
     prompt = torch.tensor(toys.prompt(3, 12))
     caches = target.cache(), target.cache()
     for cache in caches:
         target.prefill(prompt, cache)
     alone = target.score(tree, caches[0]).logits
-    together = target.score(tree, caches[1], riders).logits
+    together = target.score(tree, caches[1], look_ahead).logits
     assert alone is not None
     assert together is not None
     torch.testing.assert_close(together[:, :4], alone, rtol=near, atol=near)
     for rider, nodes, before in ((0, [0], []), (1, [0], [0]), (2, [0, 2, 3], [])):
-        sequence = torch.cat([prompt, tree.token[nodes], riders.token[[*before, rider]]])
+        sequence = torch.cat([prompt, tree.token[nodes], look_ahead.token[[*before, rider]]])
         expected = target.prefill(sequence, target.cache()).logits
         assert expected is not None
         torch.testing.assert_close(together[0, 4 + rider], expected[0, -1], rtol=near, atol=near)

@@ -81,7 +81,7 @@ def test_a_streamed_target_is_the_target(folder: str, where: Placement) -> None:
     assert ours.hidden.equal(theirs.hidden)
     assert ours.last.equal(theirs.last)
     assert placed.spec == plain.spec
-    assert placed.ends.head_weight().equal(plain.ends.head_weight())
+    assert placed.embeddings.head_weight().equal(plain.embeddings.head_weight())
     assert whole(placed.decoder_layers[0])["mlp.up_proj.weight"].equal(plain.decoder_layers[0].mlp.up_proj.weight)
     written = [autoregress(each, toys.prompt(1), Settings(12, GREEDY)).tokens for each in (placed, plain)]
     assert written[0] == written[1]
@@ -105,11 +105,11 @@ def test_of_the_ends_only_what_is_cut_up_is_copied(folder: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder)
         own = model.lm_head.weight.detach().clone()
         model.lm_head.weight = torch.nn.Parameter(distribute_tensor(own, init_device_mesh("cpu", (1,)), [Shard(0)]))
-        ends = placing_of._ends(model, AutoConfig.from_pretrained(folder), CPU, False)
+        embeddings = placing_of._embeddings(model, AutoConfig.from_pretrained(folder), CPU, False)
     finally:
         distributed.destroy_process_group()
-    assert ends.head_weight().equal(own)
-    assert ends.embedding.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert embeddings.head_weight().equal(own)
+    assert embeddings.embedding.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
 
 
 def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

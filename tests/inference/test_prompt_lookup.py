@@ -66,9 +66,9 @@ def test_defaults_are_those_of_transformers() -> None:
 def scanned(text: list[int], config: PromptLookup.Config) -> list[int]:
     """Look through the whole text."""
     for n in range(config.ngram_max, config.ngram_min - 1, -1):
-        ends = [end for end in range(n, len(text)) if text[end - n : end] == text[len(text) - n :]]
-        if ends and n < len(text):
-            end = ends[0] if config.match == "first" else ends[-1]
+        embeddings = [end for end in range(n, len(text)) if text[end - n : end] == text[len(text) - n :]]
+        if embeddings and n < len(text):
+            end = embeddings[0] if config.match == "first" else embeddings[-1]
             return text[end : end + config.tokens]
     return []
 

@@ -9,7 +9,7 @@ import torch
 
 from inference.drafters.recycling import likeliest
 from inference.protocol import Commit, Context, Verified
-from inference.target.model import Pass
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
@@ -78,7 +78,7 @@ def test_rejected_nodes_renew_their_rows_and_the_last_of_equals_counts() -> None
     law[1, [6, 7]] = torch.tensor([2.0, 1.0])
     law[2, [8, 9]] = torch.tensor([2.0, 1.0])
     tree = DraftTree(torch.tensor([1, 2, 1]), torch.tensor([-1, 0, 1]))
-    rows = Pass(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 4), None)
+    rows = TargetOutput(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 4), None)
     source.observe(Commit(torch.tensor([4]), rows, Verified(tree, [0], law, None)))
     assert source.candidates == {1: [8, 9], 2: [6, 7]}
     proposal = source.propose(Context([0, 2], GREEDY, Generator(0, torch.device("cpu")), 9))

@@ -17,7 +17,7 @@ from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling
-from inference.verification.tree import DraftTree, Riders
+from inference.verification.tree import DraftTree, LookAhead
 from tests import toys
 from tests.inference.streaming import DOUBLE, EXACT, LAYERS, TOKENS, accepted, made, source, text, toy
 
@@ -38,13 +38,13 @@ def test_the_target_is_untouched() -> None:
     """In passes without and with riders of another kind, before and after streams exist and run."""
     target = Target(copy.deepcopy(toys.target(dtype=DOUBLE).model), toys.tokenizer(), "own")
     prompt, tree = torch.tensor(toys.prompt(1)), DraftTree(torch.tensor(toys.prompt(2, 3)), torch.tensor([-1, 0, 0]))
-    plain = Riders(torch.tensor([5]), torch.tensor([1]), torch.tensor([[True, False, False, True]]))
+    plain = LookAhead(torch.tensor([5]), torch.tensor([1]), torch.tensor([[True, False, False, True]]))
 
     def logits() -> list[Tensor]:
         cache, found = target.cache(), []
         found.append(target.prefill(prompt, cache).logits)
-        for riders in (None, plain):
-            found.append(target.score(tree, cache, riders).logits)
+        for look_ahead in (None, plain):
+            found.append(target.score(tree, cache, look_ahead).logits)
             cache.keep(len(prompt), [])
         return found
 
@@ -65,11 +65,11 @@ def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> Non
     (target, streams), near = toy(name, DOUBLE, layers), EXACT.get(name, 1e-9)
     drafter = StreamsDrafter(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", streams)
     tree = DraftTree(torch.tensor(toys.prompt(9, 4)), torch.tensor([-1, 0, 0, 2]))
-    riders = drafter.riders(tree, 20)
-    assert riders is not None
+    look_ahead = drafter.look_ahead(tree, 20)
+    assert look_ahead is not None
     prompt = torch.tensor(toys.prompt(3, 12))
     found = []
-    for ride in (None, riders, riders._replace(stack=None)):
+    for ride in (None, look_ahead, look_ahead._replace(stack=None)):
         cache = target.cache()
         target.prefill(prompt, cache, layers=(0,))
         found.append(target.score(tree, cache, ride, layers=(0,)).logits)
@@ -106,7 +106,7 @@ def by_hand(target: Target, streams: Streams, token: list[int]) -> Tensor:
             hidden = layer(hidden, position_ids=position, past_key_values=cache, position_embeddings=angles)
         for layer in cache.layers[:first]:  # the lower layers hold no streams
             layer.keys, layer.values = layer.keys[:, :, : len(token)], layer.values[:, :, : len(token)]
-        laws.append(target.ends.logits(base.norm(hidden))[0, 0])
+        laws.append(target.embeddings.logits(base.norm(hidden))[0, 0])
     return torch.stack(laws)
 
 
@@ -155,17 +155,17 @@ def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | Non
     anchor = torch.arange(packed.shape[1])[None]
     with torch.no_grad():
         laws, teacher = streams(packed, document, anchor)
-        own = target.ends.logits(target.features(packed, document, ()).last)
+        own = target.embeddings.logits(target.features(packed, document, ()).last)
     compared = 0
     for root, proposal, _, commit in drafter.seen:
-        verified, riders = commit.verified, proposal.riders
-        if verified is None or verified.riders is None or riders is None:
+        verified, look_ahead = commit.verified, proposal.look_ahead
+        if verified is None or verified.look_ahead is None or look_ahead is None:
             continue
         size = len(proposal.tree.token)
         for depth, node in enumerate(verified.path):
-            mine = (riders.seen[:, :size] == trees.ancestors(proposal.tree)[node]).all(-1)  # they see what it sees
+            mine = (look_ahead.seen[:, :size] == trees.ancestors(proposal.tree)[node]).all(-1)  # they see what it sees
             expected = laws[0, 9 + root + depth][: int(mine.sum())]
-            torch.testing.assert_close(verified.riders[mine], expected, rtol=near, atol=near)
+            torch.testing.assert_close(verified.look_ahead[mine], expected, rtol=near, atol=near)
             compared += int(mine.sum())
     assert compared > 60
     for depth in (1, 2, 3):
@@ -219,20 +219,20 @@ def test_nothing_lies_deeper_than_can_be_committed() -> None:
     assert len(run.tokens) == TOKENS
     for _, proposal, context, _ in drafter.seen:
         assert int(trees.depth(proposal.tree).max()) <= context.room
-        assert proposal.riders is None or int(proposal.riders.offset.max()) < max(context.room, 1)
-    assert {proposal.riders is None for _, proposal, context, _ in drafter.seen if context.room < 2} <= {True}
+        assert proposal.look_ahead is None or int(proposal.look_ahead.offset.max()) < max(context.room, 1)
+    assert {proposal.look_ahead is None for _, proposal, context, _ in drafter.seen if context.room < 2} <= {True}
     filled = toys.prompt(0, target.context - 5)
     assert len(speculate(target, drafter, filled, Settings(TOKENS, GREEDY)).tokens) == 5
 
 
 def test_streams_that_no_tree_would_read_do_not_ride() -> None:
     drafter = source(TreeConfig("chain", 2, 0, 0, [], []))
-    riders = drafter.riders(trees.root(1, torch.device("cpu")), 9)
-    assert riders.offset.tolist() == [1, 2]
-    assert riders.seen.tolist() == [[True, True, False], [True, True, True]]
+    look_ahead = drafter.look_ahead(trees.root(1, torch.device("cpu")), 9)
+    assert look_ahead.offset.tolist() == [1, 2]
+    assert look_ahead.seen.tolist() == [[True, True, False], [True, True, True]]
     tree = DraftTree(torch.tensor([1, 2]), torch.tensor([-1, 0]))
-    assert drafter.riders(tree, 3).offset.tolist() == [1, 2, 2]  # (1, 2) would draft at depth 4
-    assert drafter.riders(tree, 3).seen[2].tolist() == [True, True, False, False, True]
+    assert drafter.look_ahead(tree, 3).offset.tolist() == [1, 2, 2]  # (1, 2) would draft at depth 4
+    assert drafter.look_ahead(tree, 3).seen[2].tolist() == [True, True, False, False, True]
 
 
 @pytest.mark.parametrize("tree", toys.TREES)

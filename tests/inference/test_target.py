@@ -27,7 +27,7 @@ def test_features_are_the_models_hidden_states(name: str) -> None:
     torch.testing.assert_close(found.hidden[:, :, 0], theirs.hidden_states[1], rtol=near, atol=near)
     torch.testing.assert_close(found.hidden[:, :, 1], theirs.hidden_states[2], rtol=near, atol=near)
     torch.testing.assert_close(found.last, theirs.hidden_states[-1], rtol=near, atol=near)
-    torch.testing.assert_close(target.ends.logits(found.last), theirs.logits, rtol=near, atol=near)
+    torch.testing.assert_close(target.embeddings.logits(found.last), theirs.logits, rtol=near, atol=near)
 
 
 def test_what_auto_chose_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log) -> None:
@@ -47,9 +47,9 @@ def test_tokens_beyond_the_embedding_are_said_and_refused(caplog: Log) -> None:
     target = Target(LlamaForCausalLM(LlamaConfig(**toys.SIZES)), tokenizer, "toy")
     assert "toy: knows 40 tokens, and its tokenizer has 2 more, from '<pad>' on" in caplog.text
     good, bad = pack([Sample("a", [1, 39, 2], [1, 1, 1])], 4), pack([Sample("b", [1, 41, 2], [0, 0, 0])], 4)
-    check_known(good, tokenizer, target.ends.vocab_size)
+    check_known(good, tokenizer, target.embeddings.vocab_size)
     with pytest.raises(ValueError, match=r"the data holds token 41 \('<more>'\), but the target knows 40"):
-        check_known(bad, tokenizer, target.ends.vocab_size)
+        check_known(bad, tokenizer, target.embeddings.vocab_size)
 
 
 def test_a_pass_keeps_no_layer_that_nobody_asked_for() -> None:
@@ -89,7 +89,7 @@ def test_training_features_run_no_lm_head(monkeypatch: pytest.MonkeyPatch) -> No
     def called(*_: object) -> None:
         raise AssertionError("lm_head ran")
 
-    monkeypatch.setattr(target.ends.lm_head, "forward", called)
+    monkeypatch.setattr(target.embeddings.lm_head, "forward", called)
     token = torch.tensor([toys.prompt(4, 12)])
     assert target.features(token, torch.zeros_like(token), ()).last.shape == (1, 12, 32)
 

@@ -83,9 +83,9 @@ def test_the_space_marker_is_part_of_a_token() -> None:
 def test_logits_become_a_law_on_shared_tokens(padding: int) -> None:
     target, assistant = model("bytes", padding), model("sentencepiece", padding)
     shared = SharedVocabulary(target, assistant)
-    logits = torch.randn(4, assistant.ends.vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(4, assistant.embeddings.vocab_size, generator=torch.Generator().manual_seed(0))
     law = distribution(shared.to_target(logits), Sampling(1.0, 0, 1.0))
-    assert law.shape == (4, target.ends.vocab_size)
+    assert law.shape == (4, target.embeddings.vocab_size)
     whole = logits.softmax(-1)
     kept = whole[:, list(shared.one.values())].sum(-1)
     expected = torch.zeros_like(law)
@@ -128,7 +128,7 @@ def test_different_ends_of_the_answer_are_one() -> None:
 
 def test_same_vocabularies_pad_and_cut() -> None:
     small, large = model("words"), model("words", 2)
-    size = small.ends.vocab_size
+    size = small.embeddings.vocab_size
     logits = torch.randn(2, size + 2, generator=torch.Generator().manual_seed(0))
     cut, padded = SameVocabulary(small, large), SameVocabulary(large, small)
     assert torch.equal(cut.to_target(logits), logits[:, :size])

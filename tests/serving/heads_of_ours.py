@@ -11,13 +11,13 @@ from torch import nn
 from heads import HEADS
 from heads.common.resolvers import ROOT
 from heads.formats.export import Served, export
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 from tests.serving.engines import TARGET
 
 
 @functools.cache
-def target() -> Bare:
-    return Bare.load(str(TARGET), "float32", "cpu", False)
+def target() -> EmbeddingsOnly:
+    return EmbeddingsOnly.load(str(TARGET), "float32", "cpu", False)
 
 
 def made(kind: str, **options: Any) -> Any:
@@ -25,12 +25,12 @@ def made(kind: str, **options: Any) -> Any:
     config: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "head" / f"{kind}.yaml"))
     said = config["head"] | ({"length": None} if "length" in config["head"] else {}) | options
     torch.manual_seed(0)
-    head: Any = HEADS[kind](HEADS[kind].Config(**said), target().ends)
+    head: Any = HEADS[kind](HEADS[kind].Config(**said), target().embeddings)
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, mean=float("norm" in name), std=0.05)
     if head.vocab is not None:
-        head.vocab.choose(torch.randint(100, (target().ends.vocab_size,)))
+        head.vocab.choose(torch.randint(100, (target().embeddings.vocab_size,)))
     return head.requires_grad_(False)
 
 

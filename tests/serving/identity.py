@@ -40,15 +40,17 @@ def target(folder: Path) -> Target:
 @torch.no_grad()
 def identity(kind: str, of: Target, folder: Path) -> Path:
     """Write a head for vLLM that hands on the last of its features, to the target's lm_head."""
-    width = of.ends.hidden_size
-    head: Any = HEADS[kind](HEADS[kind].Config(**{"name": kind, **toys.HEAD_CONFIGS[kind], **KINDS[kind]}), of.ends)
+    width = of.embeddings.hidden_size
+    head: Any = HEADS[kind](
+        HEADS[kind].Config(**{"name": kind, **toys.HEAD_CONFIGS[kind], **KINDS[kind]}), of.embeddings
+    )
     for name, tensor in head.state_dict().items():
         if name.endswith(("o_proj.weight", "down_proj.weight", "bias")) or "blocks" in name:
             tensor.zero_()
         elif name.endswith("fc.weight"):
             tensor.zero_()[:, -width:] = torch.eye(width)
         elif "lm_head" in name:
-            tensor.copy_(of.ends.head_weight())
+            tensor.copy_(of.embeddings.head_weight())
     config = of.config.to_dict()
     export(head, "vllm", Served("deep", config, torch.float32, DEPTH), folder)
     return folder

@@ -60,7 +60,7 @@ def published(
 
 def by_us(target: Target, folder: Path, prompts: list[list[int]], answers: list[list[int]], depth: int) -> list[Step]:
     """Return our passes until each answer is whole, with all that they accept."""
-    head: Any = load_found(resolve_head(str(folder)), target.ends, target.spec)
+    head: Any = load_found(resolve_head(str(folder)), target.embeddings, target.spec)
     tree = TreeConfig(kind="chain", depth=depth, top_k=0, nodes=0, paths=[], widths=[])
     drafter, found = HeadDrafter(head.float(), tree, "head"), []
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -78,7 +78,7 @@ def made(kind: str, target: Target, **options: Any) -> Any:
     torch.manual_seed(5)
     config = {"name": kind, **toys.HEAD_CONFIGS[kind], **OPTIONS[kind], **options}
     config |= {"length": None} if "length" in config else {}
-    head: Any = HEADS[kind](HEADS[kind].Config(**config), target.ends)
+    head: Any = HEADS[kind](HEADS[kind].Config(**config), target.embeddings)
     return head
 
 
@@ -199,7 +199,7 @@ class Ward:
         if name not in self.heads:
             head = made(kind, self.target, **options)
             if "mask" in head.state_dict():
-                head.state_dict()["mask"].copy_(self.target.ends.embed(torch.tensor(7)))
+                head.state_dict()["mask"].copy_(self.target.embeddings.embed(torch.tensor(7)))
             self.heads[name] = train(head, self.target, self.texts, **faulty)
         return self.heads[name]
 

@@ -55,7 +55,7 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
     token = torch.randint(toys.VOCAB, (24, 16), generator=torch.Generator().manual_seed(5))
     packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
     batches = Batches(packed, 5, 2, 0, accelerator.process_index, accelerator.num_processes)
-    source, width = Live(target, batches, made.feature_layers), target.ends.hidden_size
+    source, width = Live(target, batches, made.feature_layers), target.embeddings.hidden_size
     return Stepper(run.trainer, run.objective, run.launcher, accelerator, head, batches, source, width)
 
 

@@ -21,7 +21,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import ROW
-from train.acceptance import Judge
+from train.acceptance import AcceptanceEvaluator
 from train.config import RunConfig, run_config
 from train.optim import optimizer
 from train.step import Loss
@@ -39,17 +39,17 @@ def run(*overrides: str) -> RunConfig:
         return run_config(compose("train", list(chosen)))
 
 
-def judging(target: Target, run: RunConfig) -> Judge:
-    return Judge(target, PROMPTS, run.trainer, run.tree, run.name)
+def judging(target: Target, run: RunConfig) -> AcceptanceEvaluator:
+    return AcceptanceEvaluator(target, PROMPTS, run.trainer, run.tree, run.name)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "block", "hass"])
 def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
     target, head = toys.target(), toys.head(name, toys.target())
     made: Any = head
-    judge = judging(target, run())
+    evaluator = judging(target, run())
     hits, rows = torch.zeros(4), torch.zeros(4)
-    for prompt in judge.prompts:
+    for prompt in evaluator.prompts:
         token = prompt + autoregress(target, prompt, Settings(20, GREEDY)).tokens
         every = target.features(
             torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), made.feature_layers
@@ -65,23 +65,23 @@ def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
                     path = torch.ones(1, depth, dtype=torch.bool)
                     following = torch.tensor(token[root + depth : root + depth + 1])
                     level = made.expand(state, level, following, torch.zeros(1, dtype=torch.long), path)
-    torch.testing.assert_close(torch.tensor(judge.estimate(head)), hits / rows)
-    assert judge.estimate(head) == judge.estimate(head)
+    torch.testing.assert_close(torch.tensor(evaluator.estimate(head)), hits / rows)
+    assert evaluator.estimate(head) == evaluator.estimate(head)
 
 
 def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     target, head = toys.target(), toys.head("eagle", toys.target())
-    judge = judging(target, run())
-    found = judge.tau(head)
+    evaluator = judging(target, run())
+    found = evaluator.tau(head)
     made = [
         speculate(target, HeadDrafter(head, run().tree, "eagle"), prompt, Settings(20, GREEDY))
-        for prompt in judge.prompts
+        for prompt in evaluator.prompts
     ]
     assert found["tau"] == sum(len(each.tokens) - 1 for each in made) / sum(len(each.steps) for each in made)
     low, high = found["tau_ci"]
     assert low <= found["tau"] <= high
-    assert len(judge.prompts) == 3
-    assert [judging(target, run(f"trainer.seed={seed}")).prompts for seed in range(6)] != [judge.prompts] * 6
+    assert len(evaluator.prompts) == 3
+    assert [judging(target, run(f"trainer.seed={seed}")).prompts for seed in range(6)] != [evaluator.prompts] * 6
 
 
 def test_operations_are_counted_with_the_backward_pass() -> None:

@@ -29,7 +29,7 @@ from train.config import RunConfig, run_config
 from train.objective import objective
 from train.optim import Average, optimizer
 from train.planning.plan import plan
-from train.planning.trace import Ends
+from train.planning.trace import Embeddings
 from train.start import check_start
 from train.weights import weights
 
@@ -142,8 +142,8 @@ def test_bad_values_are_one_line() -> None:
 
 def test_a_plan_counts_the_factors() -> None:
     whole, adapted = (plan(run("head=eagle", f"peft={method}")) for method in ("none", "lora"))
-    ends = Ends(128, 2048, 24, LayerShape(4, 2, 32, adapted_inner()), torch.float32)
-    head = HEADS["eagle"](run("head=eagle").head, ends)
+    embeddings = Embeddings(128, 2048, 24, LayerShape(4, 2, 32, adapted_inner()), torch.float32)
+    head = HEADS["eagle"](run("head=eagle").head, embeddings)
     adapt(head, peft_config(DictConfig(asdict(run("peft=lora").peft))))
     assert adapted["head_parameters"] == whole["head_parameters"] == whole["trained_parameters"] == frozen_count(head)
     assert adapted["trained_parameters"] == parameter_count(head) < whole["head_parameters"]

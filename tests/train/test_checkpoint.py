@@ -16,7 +16,7 @@ from data.features.store_files import read_checked, write_checked
 from train.checkpoints import format, resume
 from train.checkpoints.saver import Saver, dealt
 from train.checkpoints.state import TrainState
-from train.distributed.peers import Peers
+from train.distributed.control import ProcessControl
 from train.optim import Average
 
 
@@ -46,7 +46,7 @@ def values(of: TrainState) -> dict[str, Tensor]:
 
 
 def saver(out: Path, keep: int = 2) -> Saver:
-    return Saver(out, Peers(Accelerator(cpu=True), out, 60), keep)
+    return Saver(out, ProcessControl(Accelerator(cpu=True), out, 60), keep)
 
 
 def names(out: Path) -> list[str]:

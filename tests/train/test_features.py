@@ -16,7 +16,7 @@ from data.features.store import SHARDS, FeatureStore
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.hub import load_found
 from heads.medusa import Medusa
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests.train import jobs
 from train.config import RunConfig, run_config
@@ -91,7 +91,7 @@ def test_the_layers_are_not_loaded_and_the_head_is_kept(
     monkeypatch.setattr(Target, "load", None)
     losses = trained("run", *HEADS["medusa"], *words)
     assert sorted(losses) == list(range(1, 4))
-    head: Any = load_found(tmp_path / "run" / "head", target.ends, target.spec)
+    head: Any = load_found(tmp_path / "run" / "head", target.embeddings, target.spec)
     assert isinstance(head, Medusa)
     cost = json.loads((tmp_path / "run" / "training.json").read_text())
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -143,7 +143,7 @@ def test_a_target_whose_ends_do_not_load_alone_is_loaded_whole(
     def refuse(*_: Any) -> None:
         raise ValueError("not this one")
 
-    monkeypatch.setattr(Bare, "load", refuse)
+    monkeypatch.setattr(EmbeddingsOnly, "load", refuse)
     assert len(trained("run", *HEADS["medusa"], *words)) == 3
 
 

@@ -24,7 +24,7 @@ def kept(name: str, length: int, *, recompute: bool = False) -> int:
     loss = Loss(head, config, compiled=False)
     token = torch.zeros(1, length, dtype=torch.long)
     document = torch.arange(length)[None] // (length // 2)
-    states = torch.randn(1, length, len(head.feature_layers) + 1, target.ends.hidden_size)
+    states = torch.randn(1, length, len(head.feature_layers) + 1, target.embeddings.hidden_size)
     features = Features(token, states[:, :, 1:], states[:, :, 0], document)
     weight = weights(document, token + 1, None, config).row
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice

@@ -70,10 +70,10 @@ def test_large_and_small_blocks_have_moments_of_their_own() -> None:
 
 
 def job(target: Target, name: str, **changes: Any) -> Job:
-    ends = target.ends
+    embeddings = target.embeddings
     made = Job(
         toys.head(name, target).config, WholeConfig("none"), OBJECTIVE,
-        ends.layer, ends.num_layers, ends.hidden_size, ends.vocab_size,
+        embeddings.layer, embeddings.num_layers, embeddings.hidden_size, embeddings.vocab_size,
         torch.float32, False, "cpu", 2, 64, False, True,
     )  # fmt: skip
     return made._replace(**changes)
@@ -190,7 +190,7 @@ def test_a_mask_is_counted_where_there_is_one() -> None:
 def test_a_placement_cuts_the_layers(placement: str, there: int, gathered: int, host: int) -> None:
     held, *rest = target_state(SHAPE, Layout("ddp", replace(HERE, placement=placement), 8, 2, 8, 8), 1600, 2)
     assert held["target: layers"].total == there
-    assert held["target: embedding, lm_head"].total == 2 * SHAPE.ends
+    assert held["target: embedding, lm_head"].total == 2 * SHAPE.embeddings
     assert rest == [gathered, host]
 
 

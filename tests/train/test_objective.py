@@ -103,7 +103,7 @@ def test_a_head_that_has_drafted_can_be_trained(name: str) -> None:
     """What decoding keeps, in inference mode, no gradient could go through."""
     target, head = toys.target("llama", torch.float64), toys.head(name, toys.target("llama", torch.float64))
     made: Any = head.requires_grad_()
-    target.ends._some = None
+    target.embeddings._some = None
     features, mask = batch(made.feature_layers, torch.float64)
     with torch.inference_mode():
         made.extend(None, Features(*(part[:1] for part in features)), features.token[0])
@@ -242,7 +242,7 @@ def test_accuracy_counts_the_rows_whose_guess_is_the_targets_own(name: str, monk
     first = 2.0 * (torch.arange(toys.VOCAB if head.vocab is None else len(head.vocab.ids)) == 0)
     monkeypatch.setattr(head, "score", lambda state, depth: score(state, depth) + first)
     _, sums = loss_of(head, drafts, features, mask, CONFIG)
-    wanted, counts, missed = head.ends.logits(features.last).argmax(-1), [], 0
+    wanted, counts, missed = head.embeddings.logits(features.last).argmax(-1), [], 0
     for d, trained in enumerate(trainable(features.document, mask, 2), 1):
         guess, best = head.score(drafts[d - 1].state, d).argmax(-1), rows.teacher(wanted, d)
         place = best if head.vocab is None else head.vocab.place(best)

@@ -93,7 +93,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_preset_plans_without_network(model: str, billions: float, active: float) -> None:
     found = shapes.target_shape(run(f"model={model}").model)
     assert found.parameters / 1e9 == pytest.approx(billions, rel=0.002)
-    assert (found.active + found.ends) / 1e9 == pytest.approx(active, rel=0.002)
+    assert (found.active + found.embeddings) / 1e9 == pytest.approx(active, rel=0.002)
 
 
 @pytest.mark.usefixtures("offline")

@@ -13,8 +13,8 @@ from heads import HEADS
 from heads.common.resolvers import ROOT
 from heads.formats.hub import kind_of, load_found, resolve_head
 from heads.formats.store import TargetSpec, save_head
-from inference.target.embeddings import TargetEnds
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings import TargetEmbeddings
+from inference.target.embeddings_only import EmbeddingsOnly
 from tests import toys
 from tests.train.publishing import VALUES
 from train.publish import PublishConfig, publish
@@ -29,13 +29,13 @@ EAGLE3 = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Bare:
-    return Bare.load(str(TARGET), "float32", "cpu", False)
+def target() -> EmbeddingsOnly:
+    return EmbeddingsOnly.load(str(TARGET), "float32", "cpu", False)
 
 
-def run(folder: Path, target: Bare, kind: str, options: dict[str, Any], **said: Any) -> Path:
+def run(folder: Path, target: EmbeddingsOnly, kind: str, options: dict[str, Any], **said: Any) -> Path:
     torch.manual_seed(0)
-    head: Any = HEADS[kind](HEADS[kind].Config(name=kind, **options), target.ends)
+    head: Any = HEADS[kind](HEADS[kind].Config(name=kind, **options), target.embeddings)
     spec = TargetSpec(**{**vars(target.spec), **said})
     save_head(folder / "run" / "head", head.to(torch.bfloat16), spec, {"kind": "chain", "depth": 2})
     return folder / "run"
@@ -46,7 +46,7 @@ def config(run: Path, form: str | None, **changes: Any) -> PublishConfig:
     return PublishConfig(**{"run": str(run), **values, **changes})
 
 
-def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Bare) -> None:
+def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: EmbeddingsOnly) -> None:
     made = run(tmp_path, target, "eagle3", EAGLE3)
     out = publish(config(made, "vllm"), HfApi())
     assert out == made / "publish"
@@ -59,8 +59,8 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Bare) 
     assert said["speculators_config"]["verifier"] == {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
     assert said["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     assert kind_of(resolve_head(str(out))) == "eagle3"
-    loaded: nn.Module = load_found(out, target.ends, target.spec)
-    head = load_found(made / "head", target.ends, target.spec)
+    loaded: nn.Module = load_found(out, target.embeddings, target.spec)
+    head = load_found(made / "head", target.embeddings, target.spec)
     theirs = loaded.state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in head.state_dict().items())
     card = (out / "README.md").read_text()
@@ -69,10 +69,10 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Bare) 
     assert "Serving engines need an export" in (publish(config(made, None), HfApi()) / "README.md").read_text()
 
 
-def test_a_shared_lm_head_is_the_targets(tmp_path: Path, target: Bare) -> None:
+def test_a_shared_lm_head_is_the_targets(tmp_path: Path, target: EmbeddingsOnly) -> None:
     options = {"heads": 2, "layers": 1, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None}
     out = publish(config(run(tmp_path, target, "medusa", options), "vllm", dtype="float32"), HfApi())
-    loaded: Any = load_found(out, target.ends, target.spec)
+    loaded: Any = load_found(out, target.embeddings, target.spec)
     assert loaded.config.lm_head == "shared"
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
 
@@ -87,7 +87,12 @@ def test_a_shared_lm_head_is_the_targets(tmp_path: Path, target: Bare) -> None:
     ],
 )
 def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(
-    options: dict[str, Any], said: dict[str, Any], changes: dict[str, Any], named: str, tmp_path: Path, target: Bare
+    options: dict[str, Any],
+    said: dict[str, Any],
+    changes: dict[str, Any],
+    named: str,
+    tmp_path: Path,
+    target: EmbeddingsOnly,
 ) -> None:
     made = run(tmp_path, target, "eagle3", EAGLE3 | options, **said)
     with pytest.raises(ValueError, match=named) as caught:
@@ -111,11 +116,11 @@ def test_values_that_mean_nothing_are_refused(changes: dict[str, Any], named: st
 
 @pytest.mark.parametrize(("name", "named"), [("gemma3", "embedding is scaled"), ("gemma2", "embedding is scaled")])
 def test_a_target_whose_ends_are_more_than_tables_is_refused(name: str, named: str) -> None:
-    ends: Any = toys.target(name).ends
+    embeddings: Any = toys.target(name).embeddings
     with pytest.raises(ValueError, match=f"target: its {named}, .*publish without format"):
-        _assert_plain(ends, "target")
-    _assert_plain(toys.target().ends, "target")
-    capped = TargetEnds(toys.target().model)
+        _assert_plain(embeddings, "target")
+    _assert_plain(toys.target().embeddings, "target")
+    capped = TargetEmbeddings(toys.target().model)
     capped.softcap = 5.0
     with pytest.raises(ValueError, match="its logits have a bias or a cap"):
         _assert_plain(capped, "target")

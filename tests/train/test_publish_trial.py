@@ -13,7 +13,7 @@ from heads import HEADS
 from heads.common.resolvers import ROOT
 from heads.formats.store import TargetSpec, save_head
 from inference.decode import Generation, Step
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 from tests.train.hub_server import Hub
 from tests.train.publishing import REPO, config
 from train.publish import publish
@@ -24,15 +24,15 @@ OPTIONS = {"heads": 2, "layers": 1, "lm_head": "shared", "lm_head_rank": None, "
 
 
 @pytest.fixture(scope="module")
-def target() -> Bare:
-    return Bare.load(str(TARGET), "float32", "cpu", False)
+def target() -> EmbeddingsOnly:
+    return EmbeddingsOnly.load(str(TARGET), "float32", "cpu", False)
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, target: Bare) -> Path:
+def tiny(tmp_path: Path, target: EmbeddingsOnly) -> Path:
     """Return a run for the embedded target, whose head has weights that nothing trained."""
     torch.manual_seed(0)
-    head: Any = HEADS["medusa"](HEADS["medusa"].Config(name="medusa", **OPTIONS), target.ends)
+    head: Any = HEADS["medusa"](HEADS["medusa"].Config(name="medusa", **OPTIONS), target.embeddings)
     spec = TargetSpec(**vars(target.spec))
     tree = {"kind": "chain", "depth": 2, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
     save_head(tmp_path / "tiny" / "head", head.to(torch.bfloat16), spec, tree)
@@ -113,9 +113,11 @@ def test_where_tau_cannot_be_verified_it_is_said(changes: dict[str, Any], told: 
     assert told in lines[-1]
 
 
-def test_a_head_of_another_target_is_one_line_before_anything_is_sent(tiny: Path, hub: Hub, target: Bare) -> None:
+def test_a_head_of_another_target_is_one_line_before_anything_is_sent(
+    tiny: Path, hub: Hub, target: EmbeddingsOnly
+) -> None:
     torch.manual_seed(0)
-    head: Any = HEADS["medusa"](HEADS["medusa"].Config(name="medusa", **OPTIONS), target.ends)
+    head: Any = HEADS["medusa"](HEADS["medusa"].Config(name="medusa", **OPTIONS), target.embeddings)
     spec = TargetSpec(**{**vars(target.spec), "fingerprint": "0" * 32})
     tree = {"kind": "chain", "depth": 2, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
     save_head(tiny / "head", head, spec, tree)

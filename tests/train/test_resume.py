@@ -88,7 +88,7 @@ def test_one_process_is_told_and_all_stop(toy: Toy) -> None:
     assert trained(place, [0, first, second, STEPS]) == trained_alone(toy)
 
 
-def trained(place: Path, ends: list[int]) -> dict[int, list[int]]:
+def trained(place: Path, embeddings: list[int]) -> dict[int, list[int]]:
     """Return the rows of every step, of each session those that it finished."""
     sessions: list[list[tuple[int, int]]] = []
     for file in sorted(place.glob("rows-*"), key=lambda each: int(each.name.split("-")[1])):
@@ -97,8 +97,8 @@ def trained(place: Path, ends: list[int]) -> dict[int, list[int]]:
             sessions[-1] += lines
         else:
             sessions.append(lines)
-    found: dict[int, list[int]] = {step: [] for step in range(ends[-1])}
-    for lines, begin, end in zip(sessions, ends, ends[1:], strict=False):
+    found: dict[int, list[int]] = {step: [] for step in range(embeddings[-1])}
+    for lines, begin, end in zip(sessions, embeddings, embeddings[1:], strict=False):
         for step, row in lines:
             if begin <= step < end:
                 found[step].append(row)

@@ -18,7 +18,7 @@ from heads.common.errors import one_line
 from heads.formats.store import flush
 from train.checkpoints import format
 from train.checkpoints.state import TrainState
-from train.distributed.peers import Peers
+from train.distributed.control import ProcessControl
 
 POLL = 0.05  # seconds between looks at what the other processes have written
 
@@ -42,10 +42,10 @@ class Saver:
         saved: the step that was saved last, or loaded.
     """
 
-    def __init__(self, out: Path, peers: Peers, keep: int) -> None:
-        self.folder, self.metrics, self.peers, self.keep = out / "checkpoints", out / "metrics.jsonl", peers, keep
+    def __init__(self, out: Path, control: ProcessControl, keep: int) -> None:
+        self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
         self.seconds, self.saved = 0.0, -1
-        self._name = peers.share(f"{time.time_ns():x}")  # no folder of an earlier attempt passes for one of this run
+        self._name = control.share(f"{time.time_ns():x}")  # no folder of an earlier attempt passes for one of this run
         self._count = 0
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -67,7 +67,7 @@ class Saver:
         """
         begin = time.perf_counter()
         failed = self._settle()
-        share, names = dealt(state, self.peers.rank, self.peers.world)
+        share, names = dealt(state, self.control.rank, self.control.world)
         self._count += 1
         partial = self.folder / f"{format.PARTIAL}{step:08d}-{self._name}-{self._count}"
         final = format.folder_of(self.folder, step)
@@ -75,7 +75,7 @@ class Saver:
         self._pending = self._thread.submit(self._write, task)
         self.saved = step
         if failed:
-            self.peers.warn(f"{failed}; trying again")
+            self.control.warn(f"{failed}; trying again")
             self.finish()
         self.seconds += time.perf_counter() - begin
 
@@ -90,7 +90,7 @@ class Saver:
         self.seconds += time.perf_counter() - begin
         if failed:
             self.saved = -1
-            self.peers.refuse(f"{failed}; free space and resume=true")
+            self.control.refuse(f"{failed}; free space and resume=true")
 
     def close(self) -> None:
         """End the thread. What all processes have written becomes a checkpoint, what one of them lacks does not."""
@@ -103,27 +103,27 @@ class Saver:
         Raises:
             ValueError: there are checkpoints and none of them is good.
         """
-        peers = self.peers
-        paths = [Path(path) for path in peers.share([str(path) for path in format.found(self.folder)])]
+        control = self.control
+        paths = [Path(path) for path in control.share([str(path) for path in format.found(self.folder)])]
         wrong: list[str] = []
         for path in reversed(paths):
             complaints = self.complaints(path)
             if not complaints:
                 if wrong:
-                    peers.warn(f"{'; '.join(wrong)}; going on from {path.name}")
-                    if peers.rank == 0:
+                    control.warn(f"{'; '.join(wrong)}; going on from {path.name}")
+                    if control.rank == 0:
                         format.set_aside(self.folder, format.step_of(path))
                 self.saved = format.step_of(path)
                 return path
             wrong += complaints
         if paths:
-            peers.refuse(f"no checkpoint loads ({wrong[0]}); start again with overwrite=true")
+            control.refuse(f"no checkpoint loads ({wrong[0]}); start again with overwrite=true")
         return None
 
     def complaints(self, path: Path) -> list[str]:
         """Return what is wrong with a checkpoint, nothing if it is good; all processes look together."""
-        peers = self.peers
-        return [each for each in peers.gather(format.complaint(path, peers.rank, peers.world)) if each]
+        control = self.control
+        return [each for each in control.gather(format.complaint(path, control.rank, control.world)) if each]
 
     def _settle(self) -> str:
         """Wait for the pending save of all processes; return what went wrong, if anything did."""
@@ -134,25 +134,25 @@ class Saver:
             pending.result()
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             failed = one_line(error)
-        return next((each for each in self.peers.gather(failed) if each), "")
+        return next((each for each in self.control.gather(failed) if each), "")
 
     def _write(self, task: Task) -> None:
         """Write this process's part; on the main process wait for the others', and make a checkpoint of it all."""
-        peers = self.peers
+        control = self.control
         try:
-            format.write_share(task.partial, peers.rank, peers.world, task.share)
-            if peers.rank == 0:
+            format.write_share(task.partial, control.rank, control.world, task.share)
+            if control.rank == 0:
                 self._await_others(task)
                 if self.metrics.exists():
                     flush(self.metrics)
-                format.commit(task.partial, task.final, peers.world, task.names, task.content)
+                format.commit(task.partial, task.final, control.world, task.names, task.content)
                 format.tidy(self.folder, self.keep, task.best)
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             reason = one_line(error)
-            if peers.rank == 0:
+            if control.rank == 0:
                 shutil.rmtree(task.partial, ignore_errors=True)
             else:
-                format.write_failure(task.partial, peers.rank, reason)
+                format.write_failure(task.partial, control.rank, reason)
             raise ValueError(f"{task.final}: the checkpoint could not be written ({reason})") from error
 
     def _await_others(self, task: Task) -> None:
@@ -161,8 +161,8 @@ class Saver:
         Raises:
             ValueError: one did not come, or its writer failed.
         """
-        end = time.monotonic() + self.peers.timeout / 2  # sooner than the others tire of waiting for this process
-        missing = list(range(self.peers.world))
+        end = time.monotonic() + self.control.timeout / 2  # sooner than the others tire of waiting for this process
+        missing = list(range(self.control.world))
         while missing := [rank for rank in missing if not format.note_of(task.partial, rank).exists()]:
             for rank in missing:
                 if failed := format.failure(task.partial, rank):

@@ -59,7 +59,7 @@ class Strategy(Protocol):
         ...
 
 
-class Copies:
+class DdpStrategy:
     """Every process holds the whole head: one process, or DistributedDataParallel."""
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
@@ -245,7 +245,7 @@ def prepare(
         ValueError: the library has quietly done something else.
     """
     if launcher.strategy == "ddp":
-        return Copies(accelerator, loss, make)
+        return DdpStrategy(accelerator, loss, make)
     if launcher.strategy == "fsdp2":
         return Fsdp2(accelerator, loss, make)
     return Zero(accelerator, loss, make, clip, int(launcher.strategy[-1]))

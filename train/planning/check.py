@@ -22,7 +22,7 @@ from inference.target.embeddings import layer_shape
 from inference.target.loading import AS_IT_IS, check_method, configuration
 from train.config import RunConfig
 from train.distributed import processes
-from train.planning.trace import Ends
+from train.planning.trace import Embeddings
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_start
 
 
@@ -92,6 +92,8 @@ def check_target(run: RunConfig) -> None:
         return
     text: Any = config.get_text_config()
     with torch.device("meta"):
-        ends = Ends(text.hidden_size, text.vocab_size, text.num_hidden_layers, layer_shape(text), torch.float32)
+        embeddings = Embeddings(
+            text.hidden_size, text.vocab_size, text.num_hidden_layers, layer_shape(text), torch.float32
+        )
         kind: Any = HEADS[run.head.name]
-        kind(run.head, ends)
+        kind(run.head, embeddings)

@@ -125,10 +125,10 @@ def target_state(
         DEVICE_MAP: (round(layers * layout.mapped(device)), 0, 0),
         OFFLOAD: (min(layers, stay + each), 0, 0 if layout.where.offload == "disk" else layers - stay),
     }[layout.placement]
-    held = {"target: embedding, lm_head": block(item * shape.ends)}
+    held = {"target: embedding, lm_head": block(item * shape.embeddings)}
     parts = {TENSOR_PARALLEL: layout.group, FSDP: layout.world}.get(layout.placement, 1)
     if layers and parts > 1:
-        held["target: its own part of these"] = block(item * shape.ends // parts)
+        held["target: its own part of these"] = block(item * shape.embeddings // parts)
     if there:
         held["target: layers"] = Size(there, 0)
     return held, gathered, host

@@ -147,7 +147,7 @@ def device_held(known: Given, main: bool, number: int) -> Held:
         reach = length + run.trainer.eval_tokens
         stages["measuring τ"] = whole | measure_stage(shape, layout, traced, reach, known.item, known.heap)
     if main and run.eval.prompts:
-        again = int(QUANTIZED.get(run.model.quantize or "", 4) * shape.inner) + 4 * shape.ends
+        again = int(QUANTIZED.get(run.model.quantize or "", 4) * shape.inner) + 4 * shape.embeddings
         stages["final evaluation"] = {"target again, in fp32": Size(again, 0)}
     return Held(resident, stages)
 
@@ -240,12 +240,12 @@ def plan(run: RunConfig) -> dict[str, Any]:
     held = head_state(traced, known.layout, run.trainer.optimizer == "muon", False)
     return {
         "target_parameters": shape.parameters,
-        "active_parameters": shape.active + shape.ends,
+        "active_parameters": shape.active + shape.embeddings,
         "head_parameters": traced.whole,
         "trained_parameters": traced.trained,
         "steps": run.trainer.steps,
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
-        "target_bytes": known.layers + known.item * shape.ends,
+        "target_bytes": known.layers + known.item * shape.embeddings,
         "head_and_optimizer_bytes": sum(part.total for part in held.values())
         + (0 if "head: frozen" in held else resting),
         "checkpoint_bytes": sum(disk(known).values()),

@@ -24,7 +24,7 @@ class TargetShape:
         feed: inner width of the feed-forward part that a token passes through, of all its experts.
         layers: how many.
         width, vocab: of its states and of its lm_head.
-        ends: parameters of embedding and lm_head, counted once where they are tied.
+        embeddings: parameters of embedding and lm_head, counted once where they are tied.
         inner: all other parameters, those of the layers and norms.
         active: those of `inner` that a token passes through.
         packs: whether its attention goes document by document, without a mask of a row's length squared.
@@ -35,7 +35,7 @@ class TargetShape:
     layers: int
     width: int
     vocab: int
-    ends: int
+    embeddings: int
     inner: int
     active: int
     packs: bool
@@ -43,7 +43,7 @@ class TargetShape:
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        return self.ends + self.inner
+        return self.embeddings + self.inner
 
     def flops(self, tokens: int, length: int) -> int:
         """Return the floating-point operations of a pass over rows of `length` tokens, without the lm_head.
@@ -124,8 +124,10 @@ def target_shape(model: ModelConfig) -> TargetShape:
             f"model.path={model.path}: no model can be made of its config.json ({reason(error)})"
         ) from error
     text: Any = config.get_text_config()
-    ends = {id(part.weight): part.weight for part in (built.get_input_embeddings(), built.get_output_embeddings())}
-    inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in ends}
+    embeddings = {
+        id(part.weight): part.weight for part in (built.get_input_embeddings(), built.get_output_embeddings())
+    }
+    inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
     experts = sum(count for name, count in inner.items() if ".experts." in name)
     chosen = getattr(text, "num_experts_per_tok", None) or 0
     there = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
@@ -134,6 +136,6 @@ def target_shape(model: ModelConfig) -> TargetShape:
     return TargetShape(
         layer, chosen * expert if experts else layer.intermediate_size,
         text.num_hidden_layers, text.hidden_size, text.vocab_size,
-        sum(weight.numel() for weight in ends.values()), sum(inner.values()),
+        sum(weight.numel() for weight in embeddings.values()), sum(inner.values()),
         sum(inner.values()) - experts + experts * chosen // there, packing(built) is not None,
     )  # fmt: skip

@@ -64,7 +64,7 @@ def block(size: int) -> Size:
     return Size(size, 0) if size >= LARGE else Size(0, size)
 
 
-class Ends:
+class Embeddings:
     """The ends of a target that is not there: its shapes, and weights without values."""
 
     def __init__(self, width: int, vocab: int, layers: int, layer: LayerShape, dtype: torch.dtype) -> None:
@@ -213,13 +213,13 @@ def _followed(job: Job) -> Trace:
     share = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
     used = min(tokens, round(tokens * share * config.depths)) if share < 1 else tokens
     with torch.device("meta"):
-        ends = Ends(job.width, job.vocab, job.layers, job.layer, job.dtype)
-        head: Any = HEADS[job.head.name](job.head, ends)
+        embeddings = Embeddings(job.width, job.vocab, job.layers, job.layer, job.dtype)
+        head: Any = HEADS[job.head.name](job.head, embeddings)
         whole = sum(p.numel() for p in head.parameters())
         adapt(head, job.peft)
     chunk = suited(head, job.device)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        ends.weight = torch.empty(ends.weight.shape, dtype=job.dtype)
+        embeddings.weight = torch.empty(embeddings.weight.shape, dtype=job.dtype)
         _place(head)
         for module in head.modules():
             if isinstance(module, Recomputing):

@@ -13,8 +13,8 @@ from heads.formats.export import Served, export
 from heads.formats.hub import on_hub, target_path
 from heads.formats.store import load_head, read_config
 from inference.target.config import DTYPES
-from inference.target.embeddings import TargetEnds
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings import TargetEmbeddings
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def exported(head: Path, form: str | None, where: str | None, dtype: str, draft_
     spec = read_config(head)["target"]
     path = where or target_path(spec["name"])
     target = _load(path, spec.get("adapter"))
-    _assert_plain(target.ends, path)
+    _assert_plain(target.embeddings, path)
     name = spec["name"] if on_hub(spec["name"]) else path
     served = Served(
         name=name if on_hub(name) else Path(name).name,
@@ -50,32 +50,32 @@ def exported(head: Path, form: str | None, where: str | None, dtype: str, draft_
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "head"
-        export(load_head(head, target.ends, target.spec), form, served, folder)
+        export(load_head(head, target.embeddings, target.spec), form, served, folder)
         yield folder
 
 
-def _load(path: str, adapter: str | None) -> Target | Bare:
+def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
     """Return the target, without its layers where it can be loaded so, on the CPU and in the dtype of its files."""
     if adapter is None:
         try:
-            return Bare.load(path, "float32", "cpu", False)
+            return EmbeddingsOnly.load(path, "float32", "cpu", False)
         except ValueError as error:
             log.warning("%s; the whole target is loaded", error)
     return Target.load(path, "float32", "cpu", adapter=adapter)
 
 
 @torch.no_grad()
-def _assert_plain(ends: TargetEnds, path: str) -> None:
+def _assert_plain(embeddings: TargetEmbeddings, path: str) -> None:
     """Check that embedding and lm_head are what their tables hold, for engines read the tables.
 
     Raises:
         ValueError: the embedding is scaled, or the logits have a bias or a cap.
     """
-    few = torch.arange(min(ends.vocab_size, 64))
-    state = torch.randn(4, ends.hidden_size, generator=torch.Generator().manual_seed(0)) * 9
-    embedded, logits = ends.embed(few), ends.logits(state)
-    table: Any = ends.embedding.weight
+    few = torch.arange(min(embeddings.vocab_size, 64))
+    state = torch.randn(4, embeddings.hidden_size, generator=torch.Generator().manual_seed(0)) * 9
+    embedded, logits = embeddings.embed(few), embeddings.logits(state)
+    table: Any = embeddings.embedding.weight
     scaled = not torch.equal(embedded, table[few])
-    if scaled or not torch.allclose(logits, state @ ends.head_weight().T, rtol=1e-3, atol=1e-3):
+    if scaled or not torch.allclose(logits, state @ embeddings.head_weight().T, rtol=1e-3, atol=1e-3):
         what = "its embedding is scaled" if scaled else "its logits have a bias or a cap"
         raise ValueError(f"{path}: {what}, which engines do not know when they draft; publish without format")

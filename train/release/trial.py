@@ -50,7 +50,7 @@ class Trial:
         Raises:
             ValueError: other tokens came out, or other drafts were accepted.
         """
-        made = self._decode(load_found(folder, self.target.ends, self.target.spec))
+        made = self._decode(load_found(folder, self.target.embeddings, self.target.spec))
         same = [each.tokens for each in made] == [each.tokens for each in self.own]
         near = abs(tau(made) - self.tau) <= SLACK * self.tau
         alike = _accepted(made) == _accepted(self.own) if self.exact else near
@@ -91,7 +91,7 @@ def begin(run: Path, config: PublishConfig) -> Trial | str:
         return "no prompt of the run leaves room in the target's context"
     settings = Settings(config.verify_tokens, Sampling(0.0, 0, 1.0))
     trial = Trial(target, prompts, tree, settings, [], config.format is None)
-    loaded = load_found(head, target.ends, target.spec)
+    loaded = load_found(head, target.embeddings, target.spec)
     own = trial._decode(loaded, None if config.format is None else config.dtype)
     return Trial(target, prompts, tree, settings, own, config.format is None)
 

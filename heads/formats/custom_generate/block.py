@@ -9,23 +9,23 @@ from torch.nn import functional
 from .parts import KeyValue, Layer, Rotary, Weights, attention, joined
 from .readout import Readout
 from .recurrent import fused
-from .target import Ends, Seen
+from .target import Embeddings, Seen
 
 
 class Block:
     """The block: the chosen token and a mask slot a depth; in DSpark (`from_anchor`) the token's slot drafts too."""
 
-    def __init__(self, config: dict[str, Any], weights: Weights, ends: Ends) -> None:
-        self.config, self.weights, self.ends = config, weights, ends
+    def __init__(self, config: dict[str, Any], weights: Weights, embeddings: Embeddings) -> None:
+        self.config, self.weights, self.embeddings = config, weights, embeddings
         self.depth: int = config["depths"]
         self.feature_layers = tuple(config["feature_layers"])
         self.eps, self.length = float(config["norm_eps"]), config.get("length")
         self.idle = 0 if config.get("from_anchor") else 1  # slots that draft nothing
-        rotary = Rotary(config.get("head_dim") or ends.head_dim, config["rope_theta"], config.get("rope_scaling"))
+        rotary = Rotary(config.get("head_dim") or embeddings.head_dim, config["rope_theta"], config.get("rope_scaling"))
         self.layers = [
             Layer(weights.under(f"layers.{i}"), rotary, rotary.width, self.eps) for i in range(config["layers"])
         ]
-        self.readout = Readout(weights, "lm_head", ends)
+        self.readout = Readout(weights, "lm_head", embeddings)
         self.restart()
 
     def restart(self) -> None:
@@ -53,7 +53,7 @@ class Block:
             near = at[:, None] - kept < self.length
         sees = torch.cat([near, own], 1)
         mask = self.weights["mask"]
-        x = torch.cat([self.ends.embed(token[-1:]).to(mask.dtype), mask.expand(size - 1, -1)])
+        x = torch.cat([self.embeddings.embed(token[-1:]).to(mask.dtype), mask.expand(size - 1, -1)])
         for layer, pair in zip(self.layers, every, strict=True):
 
             def attend(query: Tensor, key: Tensor, value: Tensor, pair: KeyValue = pair) -> Tensor:

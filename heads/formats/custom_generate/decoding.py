@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from .drafts import Drafts
-from .target import Ends, Seen, Target
+from .target import Embeddings, Seen, Target
 
 # What a draft's law goes through as well, to be near the model's. Others may count their calls; the output does not
 # depend on it.
@@ -107,13 +107,13 @@ def verified(p: Tensor, q: Tensor, drafted: int) -> tuple[Tensor, bool]:
     return (rest if bool(rest.sum() > 0) else p), False  # nothing is left where p and q are equal but for rounding
 
 
-def decode(target: Target, drafts: Drafts, ends: Ends, prompt: Tensor, sequence: Sequence) -> Written:
+def decode(target: Target, drafts: Drafts, embeddings: Embeddings, prompt: Tensor, sequence: Sequence) -> Written:
     """Write a sequence to its end.
 
     Args:
         target: the model, its cache empty.
         drafts: the head, restarted.
-        ends: the model's sizes.
+        embeddings: the model's sizes.
         prompt: the tokens (T,) of the prompt, without padding.
         sequence: what is written, the prompt alone so far.
     """
@@ -124,7 +124,7 @@ def decode(target: Target, drafts: Drafts, ends: Ends, prompt: Tensor, sequence:
     while not sequence.done:
         begun = sequence.ids.shape[1]
         length = len(prompt) + begun - start  # the cache holds one token less
-        count = min(sequence.settings.draft_tokens, drafts.depth, sequence.room() - 1, ends.context - length)
+        count = min(sequence.settings.draft_tokens, drafts.depth, sequence.room() - 1, embeddings.context - length)
         guesses, laws = _chain(drafts, sequence, seen, token, count)
         out = target.run(torch.cat([token[-1:], *guesses]), len(guesses) + 1)
         stands, i = True, 0

@@ -17,7 +17,7 @@ from .block import Block
 from .parts import Weights
 from .readout import Readout, silu_residual, spread
 from .recurrent import Eagle, Eagle3, Mtp, Prefix
-from .target import Ends, Seen
+from .target import Embeddings, Seen
 
 MLP_EPS = 1e-6
 
@@ -44,9 +44,9 @@ class Medusa:
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: dict[str, Any], weights: Weights, ends: Ends) -> None:
+    def __init__(self, config: dict[str, Any], weights: Weights, embeddings: Embeddings) -> None:
         self.depth, self.layers, self.weights = config["heads"], config["layers"], weights
-        self.readouts = [Readout(weights, f"lm_heads.{i}", ends) for i in range(self.depth)]
+        self.readouts = [Readout(weights, f"lm_heads.{i}", embeddings) for i in range(self.depth)]
         self.restart()
 
     def restart(self) -> None:
@@ -77,10 +77,10 @@ class Hydra:
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: dict[str, Any], weights: Weights, ends: Ends) -> None:
-        self.config, self.weights, self.ends, self.depth = config, weights, ends, config["heads"]
-        self.prefix = Prefix(config, weights.under("prefix"), ends) if config["prefix"] else None
-        self.readouts = [Readout(weights, f"lm_heads.{i}", ends) for i in range(self.depth)]
+    def __init__(self, config: dict[str, Any], weights: Weights, embeddings: Embeddings) -> None:
+        self.config, self.weights, self.embeddings, self.depth = config, weights, embeddings, config["heads"]
+        self.prefix = Prefix(config, weights.under("prefix"), embeddings) if config["prefix"] else None
+        self.readouts = [Readout(weights, f"lm_heads.{i}", embeddings) for i in range(self.depth)]
         self.restart()
 
     def restart(self) -> None:
@@ -96,7 +96,7 @@ class Hydra:
 
     def draft(self, token: Tensor) -> Tensor:
         """Go on from a token."""
-        self.joined = torch.cat([self.joined, self.ends.embed(token)[0].to(self.joined.dtype)])
+        self.joined = torch.cat([self.joined, self.embeddings.embed(token)[0].to(self.joined.dtype)])
         i, part = self.at, self.weights.under(f"branches.{self.at}")
         z = part.linear("entry.res_connection", self.joined)
         z = z + functional.silu(part.linear("entry.linear", self.joined))
@@ -111,8 +111,8 @@ class Mlp:
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: dict[str, Any], weights: Weights, ends: Ends) -> None:
-        self.config, self.weights, self.ends, self.depth = config, weights, ends, config["heads"]
+    def __init__(self, config: dict[str, Any], weights: Weights, embeddings: Embeddings) -> None:
+        self.config, self.weights, self.embeddings, self.depth = config, weights, embeddings, config["heads"]
         inner, weight = weights["emb.0.weight"].shape[1], 0.5 ** (0.5 / self.depth)
         self.mix = math.sqrt((1 - weight**2) * inner / 2) / weight
         self.restart()
@@ -138,22 +138,22 @@ class Mlp:
         normed = functional.rms_norm(mixed, mixed.shape, weights[f"ln.{i}.weight"], MLP_EPS) + weights[f"ln.{i}.bias"]
         self.state = functional.gelu(normed)
         self.at += 1
-        return spread(weights.linear(f"head.{i}", self.state), weights.get("vocab.ids"), self.ends)
+        return spread(weights.linear(f"head.{i}", self.state), weights.get("vocab.ids"), self.embeddings)
 
 
-KINDS: dict[str, Callable[[dict[str, Any], Weights, Ends], Drafts]] = {
+KINDS: dict[str, Callable[[dict[str, Any], Weights, Embeddings], Drafts]] = {
     "eagle": Eagle, "hass": Eagle, "eagle3": Eagle3, "mtp": Mtp, "medusa": Medusa, "hydra": Hydra, "mlp": Mlp,
     "block": Block,
 }  # fmt: skip
 
 
-def made(kind: str, config: dict[str, Any], weights: Weights, ends: Ends) -> Drafts:
+def made(kind: str, config: dict[str, Any], weights: Weights, embeddings: Embeddings) -> Drafts:
     """Return a head.
 
     Args:
         kind: one of KINDS.
         config: its numbers, by headstart's names.
         weights: its tensors, by headstart's names.
-        ends: the model's.
+        embeddings: the model's.
     """
-    return KINDS[kind](config, weights, ends)
+    return KINDS[kind](config, weights, embeddings)

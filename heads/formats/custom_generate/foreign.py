@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .target import Ends
+from .target import Embeddings
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 HYDRA = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.*)")
@@ -23,14 +23,14 @@ DFLASH = {
 Read = tuple[dict[str, Any], dict[str, Tensor], int]
 
 
-def ours(where: str, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends) -> Read:
+def ours(where: str, config: dict[str, Any], tensors: dict[str, Tensor], embeddings: Embeddings) -> Read:
     """Return a head's numbers and tensors by our names, and how many tokens to draft at once, 0 if that is not said.
 
     Raises:
         ValueError: the layout is unknown, or the head is of a model of another width or vocabulary.
     """
     config = {**(config.get("transformer_layer_config") or {}), **config}
-    for name, size in (("hidden_size", ends.hidden_size), ("vocab_size", ends.vocab_size)):
+    for name, size in (("hidden_size", embeddings.hidden_size), ("vocab_size", embeddings.vocab_size)):
         if config.get(name, size) != size:
             raise ValueError(
                 f"{where}: made for another model: its {name} is {config[name]}, but the model's is {size}; load the "
@@ -38,9 +38,9 @@ def ours(where: str, config: dict[str, Any], tensors: dict[str, Tensor], ends: E
             )
     names = set(tensors)
     if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names:
-        return _eagle3(where, config, tensors, ends)
+        return _eagle3(where, config, tensors, embeddings)
     if {"fc.weight", "hidden_norm.weight"} <= names:
-        return _dflash(config, tensors, ends)
+        return _dflash(config, tensors, embeddings)
     if {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names:
         return _eagle(config, tensors)
     if {"blocks.0.layers.0.weight", "0.0.linear.weight"} & names:
@@ -88,19 +88,19 @@ def default_three(num_layers: int) -> list[int]:
     return [1, num_layers // 2 - 1, num_layers - 4]
 
 
-def _features(config: dict[str, Any], ends: Ends) -> list[int] | None:
+def _features(config: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
     """Return the layers that EAGLE-3 reads, None for the default three, by whichever count they are said."""
     nested = config.get("eagle_config") or {}
     inputs, outputs = config.get(IDS), nested.get(IDS)
     if inputs is None and outputs is None:
         inputs = nested.get("layer_ids")
-    said, three = outputs if inputs is None else inputs, default_three(ends.num_layers)
+    said, three = outputs if inputs is None else inputs, default_three(embeddings.num_layers)
     if said is None or three in (said, [i - 1 for i in said]):
         return None
     return said if inputs is None else [i - 1 for i in said]
 
 
-def _eagle3(where: str, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends) -> Read:
+def _eagle3(where: str, config: dict[str, Any], tensors: dict[str, Tensor], embeddings: Embeddings) -> Read:
     nested = config.get("eagle_config") or {}
     for name in {"input_norm.weight", "mask_hidden"} & tensors.keys():
         raise ValueError(f"{where}: its {name} is of a kind of EAGLE-3 that this code does not know")
@@ -116,7 +116,7 @@ def _eagle3(where: str, config: dict[str, Any], tensors: dict[str, Tensor], ends
     own = {
         "name": "eagle3",
         "layers": _layers(tensors),
-        "feature_layers": _features(config, ends),
+        "feature_layers": _features(config, embeddings),
         "feature_norm": "fc_norm.0.weight" in tensors,
         "norm_output": bool(config.get("norm_output") or nested.get("return_hidden_post_norm")),
         "norm_before_residual": bool(config.get("norm_before_residual")),
@@ -157,12 +157,12 @@ def _hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     return own | {"prefix": f"{PREFIX}norm.weight" in tensors}, found, heads
 
 
-def _dflash(config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends) -> Read:
+def _dflash(config: dict[str, Any], tensors: dict[str, Tensor], embeddings: Embeddings) -> Read:
     told = config | (config.get("dflash_config") or {})
     anchor = told.get("sample_from_anchor", "markov_head.markov_w1.weight" in tensors)
-    token = torch.tensor([told["mask_token_id"]], device=ends.device)
+    token = torch.tensor([told["mask_token_id"]], device=embeddings.device)
     found = {DFLASH.get(name, name): tensor for name, tensor in tensors.items()}
-    found |= {"mask": ends.embed(token)[0].detach(), **_vocabulary(tensors)}
+    found |= {"mask": embeddings.embed(token)[0].detach(), **_vocabulary(tensors)}
     depths = int(told["block_size"]) - (0 if anchor else 1)
     inputs = told.get("aux_hidden_state_layer_ids")
     own = {

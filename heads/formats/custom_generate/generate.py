@@ -156,7 +156,7 @@ def _rows(
         head.drafts.restart()
         with target.noting():
             sequence = Sequence(input_ids[i : i + 1], settings)
-            written.append(decode(target, head.drafts, head.ends, prompt.to(head.ends.device), sequence))
+            written.append(decode(target, head.drafts, head.embeddings, prompt.to(head.embeddings.device), sequence))
     return written
 
 

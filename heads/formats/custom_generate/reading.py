@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 from .drafts import KINDS, Drafts, made
 from .foreign import default_three, ours
 from .parts import Weights
-from .target import Ends, Seen
+from .target import Embeddings, Seen
 
 DEFAULT = 4  # tokens drafted at once where neither the call nor the folder says how many
 FEW = 16  # values of each of the model's parameters that headstart's fingerprint reads
@@ -27,7 +27,7 @@ class Head(NamedTuple):
     """A head on a model, and how many tokens it drafts at once if the call does not say."""
 
     drafts: Drafts
-    ends: Ends
+    embeddings: Embeddings
     draft_tokens: int
 
 
@@ -47,9 +47,9 @@ def load(where: str, model: PreTrainedModel, hub: dict[str, Any]) -> Head:
         ValueError: there is no head, it is damaged, or it is one of another model.
     """
     config_file, weights_file = (_file(where, name, hub) for name in ("config.json", "model.safetensors"))
-    ends = Ends(model)
+    embeddings = Embeddings(model)
     state = [(str(path), path.stat().st_mtime_ns) for path in (config_file, weights_file)]
-    key = (state, str(ends.device), str(model.dtype))
+    key = (state, str(embeddings.device), str(model.dtype))
     if model in _LAST and _LAST[model][0] == key:
         return _LAST[model][1]
     try:
@@ -58,17 +58,17 @@ def load(where: str, model: PreTrainedModel, hub: dict[str, Any]) -> Head:
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{where}: damaged ({' '.join(str(error).split())}); download it again") from None
     if isinstance(content.get("head"), dict):
-        _check_target(where, content["target"], model, ends)
+        _check_target(where, content["target"], model, embeddings)
         config, tokens = dict(content["head"]), _depth(content["tree"])
     else:
-        config, tensors, tokens = ours(where, content, tensors, ends)
+        config, tensors, tokens = ours(where, content, tensors, embeddings)
     kind = config.get("name")
     if kind not in KINDS:
         raise ValueError(f"{where}: holds a head of kind {kind!r}; this code knows {', '.join(KINDS)}")
     if kind in FUSED and config.get("feature_layers") is None:
-        config["feature_layers"] = _layers(FUSED[kind], ends.num_layers)
-    own = {name: _placed(tensor, ends.device, model.dtype) for name, tensor in tensors.items()}
-    head = Head(_tried(where, str(kind), config, Weights(own), ends, model.dtype), ends, tokens or DEFAULT)
+        config["feature_layers"] = _layers(FUSED[kind], embeddings.num_layers)
+    own = {name: _placed(tensor, embeddings.device, model.dtype) for name, tensor in tensors.items()}
+    head = Head(_tried(where, str(kind), config, Weights(own), embeddings, model.dtype), embeddings, tokens or DEFAULT)
     _LAST[model] = key, head
     return head
 
@@ -100,12 +100,12 @@ def _layers(count: int, num_layers: int) -> list[int]:
     return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
 
 
-def _check_target(where: str, target: dict[str, Any], model: PreTrainedModel, ends: Ends) -> None:
+def _check_target(where: str, target: dict[str, Any], model: PreTrainedModel, embeddings: Embeddings) -> None:
     """Refuse a head of another model, by its sizes and by a hash of a few values of every parameter.
 
     The hash says nothing of weights that are quantised, or in fp16, or that an adapter was merged into.
     """
-    found = {name: getattr(ends, name) for name in ("vocab_size", "hidden_size", "num_layers")}
+    found = {name: getattr(embeddings, name) for name in ("vocab_size", "hidden_size", "num_layers")}
     wrong = [name for name, value in found.items() if target[name] != value]
     plain = model.dtype in (torch.bfloat16, torch.float32) and getattr(model, "hf_quantizer", None) is None
     mark = target["fingerprint"]
@@ -129,18 +129,20 @@ def _digest(parameters: dict[str, nn.Parameter]) -> str:
 
 
 @torch.no_grad()
-def _tried(where: str, kind: str, config: dict[str, Any], weights: Weights, ends: Ends, dtype: torch.dtype) -> Drafts:
+def _tried(
+    where: str, kind: str, config: dict[str, Any], weights: Weights, embeddings: Embeddings, dtype: torch.dtype
+) -> Drafts:
     """Return the head once it has drafted from a row of zeros, which shows a tensor that is missing or does not fit."""
     try:
-        drafts = made(kind, config, weights, ends)
-        zero = torch.zeros(1, ends.hidden_size, device=ends.device, dtype=dtype)
+        drafts = made(kind, config, weights, embeddings)
+        zero = torch.zeros(1, embeddings.hidden_size, device=embeddings.device, dtype=dtype)
         layers = len(drafts.feature_layers)
-        token = torch.zeros(1, dtype=torch.long, device=ends.device)
+        token = torch.zeros(1, dtype=torch.long, device=embeddings.device)
         logits = drafts.commit(Seen(zero[:, None].expand(-1, layers, -1), zero, zero), token)
     except (ValueError, KeyError, RuntimeError, IndexError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{where}: the head does not fit the model that it is to draft for ({reason})") from None
-    if logits.shape != (ends.vocab_size,):
-        raise ValueError(f"{where}: the head drafts of {len(logits)} tokens and the model has {ends.vocab_size}")
+    if logits.shape != (embeddings.vocab_size,):
+        raise ValueError(f"{where}: the head drafts of {len(logits)} tokens and the model has {embeddings.vocab_size}")
     drafts.restart()
     return drafts

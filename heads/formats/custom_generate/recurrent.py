@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .parts import Attend, KeyValue, Layer, Rotary, Weights, attention, joined
 from .readout import Readout
-from .target import Ends, Seen
+from .target import Embeddings, Seen
 
 MOST = 64  # tokens that are drafted at once
 ROWS = 512  # of a prompt that are taken in at once, so that no mask is of its length squared
@@ -27,11 +27,11 @@ class Recurrent(ABC):
     depth = MOST
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: dict[str, Any], weights: Weights, ends: Ends) -> None:
-        self.config, self.weights, self.ends = config, weights, ends
+    def __init__(self, config: dict[str, Any], weights: Weights, embeddings: Embeddings) -> None:
+        self.config, self.weights, self.embeddings = config, weights, embeddings
         self.eps: float = config["norm_eps"]
         self.length: int | None = config.get("length")
-        width = config.get("head_dim") or ends.head_dim
+        width = config.get("head_dim") or embeddings.head_dim
         rotary = Rotary(width, config["rope_theta"], config.get("rope_scaling"))
         self.layers = [Layer(weights.under(name), rotary, width, self.eps) for name in self.names()]
         self.restart()
@@ -131,9 +131,9 @@ class Recurrent(ABC):
 class Reading(Recurrent):
     """One that reads its logits out by an lm_head."""
 
-    def __init__(self, config: dict[str, Any], weights: Weights, ends: Ends) -> None:
-        super().__init__(config, weights, ends)
-        self.readout = Readout(weights, "lm_head", ends)
+    def __init__(self, config: dict[str, Any], weights: Weights, embeddings: Embeddings) -> None:
+        super().__init__(config, weights, embeddings)
+        self.readout = Readout(weights, "lm_head", embeddings)
 
     def commit(self, seen: Seen, token: Tensor) -> Tensor:
         """Take in verified rows."""
@@ -155,7 +155,7 @@ class Eagle(Reading):
         self, token: Tensor, state: Tensor, position: Tensor, end: int, attend: list[Attend]
     ) -> tuple[Tensor, Tensor]:
         """Return the predicted features."""
-        x = self.weights.linear("fc", torch.cat([self.ends.embed(token).to(state.dtype), state], -1))
+        x = self.weights.linear("fc", torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
         for layer, pattern in zip(self.layers, attend, strict=True):
             x = layer(x, position, end, pattern)
         return x, x
@@ -172,7 +172,7 @@ class Mtp(Reading):
         self, token: Tensor, state: Tensor, position: Tensor, end: int, attend: list[Attend]
     ) -> tuple[Tensor, Tensor]:
         """Return the normed states."""
-        embedding = self.weights.norm("enorm", self.ends.embed(token).to(state.dtype), self.eps)
+        embedding = self.weights.norm("enorm", self.embeddings.embed(token).to(state.dtype), self.eps)
         x = self.weights.linear("eh_proj", torch.cat([embedding, self.weights.norm("hnorm", state, self.eps)], -1))
         x = self.weights.norm("norm", self.layers[0](x, position, end, attend[0]), self.eps)
         return x, x
@@ -181,8 +181,8 @@ class Mtp(Reading):
 class Eagle3(Reading):
     """EAGLE-3 and 3.1: features of several layers, fused; the first layer's attention reads the embedding beside."""
 
-    def __init__(self, config: dict[str, Any], weights: Weights, ends: Ends) -> None:
-        super().__init__(config, weights, ends)
+    def __init__(self, config: dict[str, Any], weights: Weights, embeddings: Embeddings) -> None:
+        super().__init__(config, weights, embeddings)
         self.feature_layers = tuple(config["feature_layers"])
 
     def names(self) -> Sequence[str]:
@@ -206,7 +206,7 @@ class Eagle3(Reading):
         """Return the states that are fed back, and the normed ones."""
         first = self.layers[0]
         normed = first.weights.norm("hidden_norm", state, self.eps)
-        embedding = first.weights.norm("input_layernorm", self.ends.embed(token).to(state.dtype), self.eps)
+        embedding = first.weights.norm("input_layernorm", self.embeddings.embed(token).to(state.dtype), self.eps)
         mixed = first.attend(torch.cat([embedding, normed], -1), position, end, attend[0])
         x = first.feed_forward((normed if self.config.get("norm_before_residual") else state) + mixed)
         for layer, pattern in zip(self.layers[1:], attend[1:], strict=True):

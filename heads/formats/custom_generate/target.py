@@ -26,7 +26,7 @@ class Seen(NamedTuple):
         return Seen(self.hidden[:count], self.last[:count], self.logits[:count])
 
 
-class Ends:
+class Embeddings:
     """The model's embedding and lm_head, and its sizes."""
 
     def __init__(self, model: PreTrainedModel) -> None:

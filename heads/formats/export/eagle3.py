@@ -71,7 +71,7 @@ def authors(source: Source) -> Foreign:
         layers=1, kv_injection=False, qk_norm=False, norm_before_residual=False, feature_norm=False, norm_output=False
     )
     outputs, order = source.outputs()
-    count = source.ends.num_layers
+    count = source.embeddings.num_layers
     if outputs != (fixed := [1, count // 2 - 1, count - 4]):
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
     config = {

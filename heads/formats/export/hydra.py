@@ -46,7 +46,7 @@ def authors(source: Source) -> Foreign:
     if options.prefix:
         positions = Rope(options.rope_theta, options.rope_scaling)
         own = (*source.shape, *positions, options.norm_eps)
-        target = (*source.ends.layer, *source.target_positions(), served.get("rms_norm_eps", options.norm_eps))
+        target = (*source.embeddings.layer, *source.target_positions(), served.get("rms_norm_eps", options.norm_eps))
         for name, mine, theirs in zip(
             (*LayerShape._fields, "rope_theta", "rope_scaling", "norm_eps"), own, target, strict=True
         ):
@@ -76,7 +76,11 @@ def _tensors(source: Source) -> dict[str, Tensor]:
 
 
 def _shapes(source: Source, config: dict[str, Any]) -> Shapes:
-    width, full, prefix = source.ends.hidden_size, source.ends.vocab_size, config["hydra_head_arch"] == "prefix-mlp"
+    width, full, prefix = (
+        source.embeddings.hidden_size,
+        source.embeddings.vocab_size,
+        config["hydra_head_arch"] == "prefix-mlp",
+    )
     step, found = 2 if prefix else 1, Shapes()
     for i in range(config["hydra_num_heads"]):
         for j in range(config["hydra_num_layers"]):

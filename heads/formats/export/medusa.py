@@ -26,8 +26,8 @@ def engines(source: Source) -> Foreign:
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "torch_dtype": source.dtype,
-        "hidden_size": source.ends.hidden_size,
-        "vocab_size": source.ends.vocab_size,
+        "hidden_size": source.embeddings.hidden_size,
+        "vocab_size": source.embeddings.vocab_size,
         "num_heads": options.heads,
         "num_hidden_layers": options.layers,
         "medusa_fc_bias": True,  # vLLM leaves the biases out unless this is said
@@ -50,7 +50,7 @@ def authors(source: Source) -> Foreign:
         ValueError: it has options that their code does not run.
     """
     source.refuse(draft_vocab=None)
-    options, ends = source.config, source.ends
+    options, embeddings = source.config, source.embeddings
     tensors = {BLOCK.sub(r"\1.\2.linear.\3", name): t for name, t in source.tensors.items() if "blocks" in name}
     for name, tensor in tensors.items():
         if not torch.equal(tensor, tensors[re.sub(r"^(\d+)\.\d+", r"\1.0", name)]):
@@ -66,12 +66,12 @@ def authors(source: Source) -> Foreign:
         "version": "2" if options.lm_head == "shared" else "1",
     }
     places = _places(options.heads, options.layers)
-    shapes: Shapes = {f"{i}.{j}.linear.weight": (ends.hidden_size, ends.hidden_size) for i, j in places}
-    shapes |= {f"{i}.{j}.linear.bias": (ends.hidden_size,) for i, j in places}
+    shapes: Shapes = {f"{i}.{j}.linear.weight": (embeddings.hidden_size, embeddings.hidden_size) for i, j in places}
+    shapes |= {f"{i}.{j}.linear.bias": (embeddings.hidden_size,) for i, j in places}
     if options.lm_head == "own":
         names = {i: f"{i}.{options.layers}.weight" for i in range(options.heads)}
         tensors |= {name: source.read_out(f"lm_heads.{i}") for i, name in names.items()}
-        shapes |= dict.fromkeys(names.values(), (ends.vocab_size, ends.hidden_size))
+        shapes |= dict.fromkeys(names.values(), (embeddings.vocab_size, embeddings.hidden_size))
     return Foreign(config, tensors, shapes)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import Ends, LayerShape, layer_shape
+from heads.base import Embeddings, LayerShape, layer_shape
 from heads.formats.export.files import KNOWN, OFFSETS, Shapes
 from heads.modules.rope import Rope, scaling_of
 
@@ -48,15 +48,15 @@ class Source(NamedTuple):
         return self.head.config
 
     @property
-    def ends(self) -> Ends:
+    def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        ends: Ends = self.head.ends
-        return ends
+        embeddings: Embeddings = self.head.embeddings
+        return embeddings
 
     @property
     def shape(self) -> LayerShape:
         """The shape of its decoder layers."""
-        return layer_shape(self.config, self.ends)
+        return layer_shape(self.config, self.embeddings)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -81,14 +81,14 @@ class Source(NamedTuple):
 
     def embedding(self) -> Tensor:
         """Return the target's embedding."""
-        device = self.ends.head_weight().device
-        return self.ends.embed(torch.arange(self.ends.vocab_size, device=device)).detach()
+        device = self.embeddings.head_weight().device
+        return self.embeddings.embed(torch.arange(self.embeddings.vocab_size, device=device)).detach()
 
     def read_out(self, name: str) -> Tensor:
         """Return one of the head's lm_heads as one matrix, that of the target's where the head has none."""
         tensors = self.tensors
         if f"{name}.weight" not in tensors:
-            weight, ids = self.ends.head_weight().detach(), tensors.get("vocab.ids")
+            weight, ids = self.embeddings.head_weight().detach(), tensors.get("vocab.ids")
             return weight if ids is None else weight[ids.to(weight.device)]
         weight, down = tensors[f"{name}.weight"], tensors.get(f"{name}.down.weight")
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
@@ -98,13 +98,13 @@ class Source(NamedTuple):
         ids = self.tensors.get("vocab.ids")
         if ids is None:
             return {}
-        known = torch.zeros(self.ends.vocab_size, dtype=torch.bool, device=ids.device)
+        known = torch.zeros(self.embeddings.vocab_size, dtype=torch.bool, device=ids.device)
         known[ids] = True
         return {OFFSETS: ids - torch.arange(len(ids), device=ids.device), KNOWN: known}
 
     def draft_vocab(self) -> int:
         """Return how many tokens the head drafts."""
-        return self.ends.vocab_size if self.head.vocab is None else len(self.head.vocab.ids)
+        return self.embeddings.vocab_size if self.head.vocab is None else len(self.head.vocab.ids)
 
     def outputs(self) -> tuple[list[int], list[int]]:
         """Return the layers whose outputs are read, increasing, and the place that each has in the head.
@@ -114,10 +114,10 @@ class Source(NamedTuple):
         """
         layers = self.head.feature_layers
         order = sorted(range(len(layers)), key=lambda i: layers[i])
-        if (last := layers[order[-1]]) > self.ends.num_layers - 2:
+        if (last := layers[order[-1]]) > self.embeddings.num_layers - 2:
             raise self.refusal(
                 f"the output of the target's last layer, {last}, among its features",
-                f"which engines do not hand out; train with head.feature_layers up to {self.ends.num_layers - 2}",
+                f"which engines do not hand out; train with head.feature_layers up to {self.embeddings.num_layers - 2}",
             )
         return [layers[i] for i in order], order
 
@@ -127,7 +127,7 @@ class Source(NamedTuple):
 
     def decoder(self) -> dict[str, Any]:
         """Return what config.json says of the decoder layers, as readers of Llama's know it."""
-        shape, ends, config = self.shape, self.ends, self.config
+        shape, embeddings, config = self.shape, self.embeddings, self.config
         context = self.served.config.get("max_position_embeddings")
         if config.length is not None and (context is None or config.length < context):
             log.warning(
@@ -135,7 +135,7 @@ class Source(NamedTuple):
                 "longer texts it may draft worse there than here", self.form, config.length,
             )  # fmt: skip
         return {
-            "hidden_size": ends.hidden_size,
+            "hidden_size": embeddings.hidden_size,
             "intermediate_size": shape.intermediate_size,
             "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads,
@@ -144,7 +144,7 @@ class Source(NamedTuple):
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "vocab_size": ends.vocab_size,
+            "vocab_size": embeddings.vocab_size,
             **({} if context is None else {"max_position_embeddings": context}),
             "rope_theta": config.rope_theta,
             "rope_scaling": config.rope_scaling,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mlp
 from heads.formats.published.files import config_of, is_published, names_of, tensors_of
@@ -33,7 +33,7 @@ class Format(NamedTuple):
     """How a format is recognised by its names, and how it is read."""
 
     matches: Callable[[Set[str]], bool]
-    read: Callable[[Source, Ends], Plan]
+    read: Callable[[Source, Embeddings], Plan]
 
 
 FORMATS = {
@@ -46,7 +46,7 @@ FORMATS = {
 }
 
 
-def load_published(folder: Path, ends: Ends) -> nn.Module:
+def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
     """Load a published head for a target, on the CPU and in the file's dtype, ready for `save_head`.
 
     What belongs to the target's weights cannot be checked, for published heads do not name them: width and vocabulary
@@ -54,7 +54,7 @@ def load_published(folder: Path, ends: Ends) -> nn.Module:
 
     Args:
         folder: weights and config.json.
-        ends: the target's embedding and lm_head.
+        embeddings: the target's embedding and lm_head.
 
     Raises:
         ValueError: the format is unknown, a file damaged, a tensor missing, unknown or of another shape, or the head
@@ -63,12 +63,12 @@ def load_published(folder: Path, ends: Ends) -> nn.Module:
     form = FORMATS[format_of(folder)]
     source = Source(folder, config_of(folder), tensors_of(folder))
     try:
-        plan = form.read(source, ends)
+        plan = form.read(source, embeddings)
     except (TypeError, AttributeError, KeyError, IndexError) as error:  # a value or a tensor of quite another kind
         raise ValueError(
             f"{folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
         ) from error
-    return assemble(source, plan, ends)
+    return assemble(source, plan, embeddings)
 
 
 def format_of(folder: Path) -> str:

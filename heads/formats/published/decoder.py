@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.formats.published.plan import Source
 from heads.modules.rope import SCALINGS, scaling_of
 
@@ -11,13 +11,13 @@ THETA, EPS = 10000.0, 1e-6
 ACTIVATIONS = (None, "silu", "swish")
 
 
-def decoder(source: Source, layer: str, ends: Ends) -> dict[str, Any]:
+def decoder(source: Source, layer: str, embeddings: Embeddings) -> dict[str, Any]:
     """Return what a head's configuration says of its decoder layers.
 
     Args:
         source: the folder.
         layer: the prefix of a layer's tensors, with its point.
-        ends: the target, whose head count is taken where the config is silent.
+        embeddings: the target, whose head count is taken where the config is silent.
 
     Raises:
         ValueError: a tensor is missing, the rows are no whole heads, or the layer does what ours cannot.
@@ -29,7 +29,7 @@ def decoder(source: Source, layer: str, ends: Ends) -> dict[str, Any]:
     width = (
         len(normed)
         if normed is not None
-        else config.get("head_dim") or rows // (config.get("num_attention_heads") or ends.layer.num_heads)
+        else config.get("head_dim") or rows // (config.get("num_attention_heads") or embeddings.layer.num_heads)
     )
     if not width or rows % width or kv_rows % width or (rows // width) % (kv_rows // width or 1):
         raise source.error(f"{layer}self_attn.q_proj.weight has {rows} rows, k_proj {kv_rows}: no heads of {width}")

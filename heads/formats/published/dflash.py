@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.formats.published.decoder import decoder
 from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
 
@@ -29,26 +29,26 @@ def matches(names: Set[str]) -> bool:
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"} <= names
 
 
-def read(source: Source, ends: Ends) -> Plan:
+def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return where each tensor goes."""
     told = source.config | (source.config.get("dflash_config") or {})
-    check_width(source, "fc.weight", ends)
+    check_width(source, "fc.weight", embeddings)
     if told.get("markov_head_type") not in (None, "vanilla"):
         raise source.refusal(f"markov_head_type={told['markov_head_type']}")
     if told.get("use_swa"):
         raise source.refusal("a sliding window (use_swa)")
     if not isinstance(told.get("block_size"), int):
         raise source.error("config.json does not say block_size; download it again")
-    ids = drafted_by_offsets(source, ends)
+    ids = drafted_by_offsets(source, embeddings)
     markov = source.tensors.get(NAMES["before.weight"])
     anchor = told.get("sample_from_anchor", markov is not None)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
     source.settle("num_hidden_layers", layers)
-    made = {"mask": _mask(source, told, ends)} | _confidence(source, markov)
+    made = {"mask": _mask(source, told, embeddings)} | _confidence(source, markov)
     config = {
         "depths": told["block_size"] - (0 if anchor else 1),
         "layers": layers,
-        "feature_layers": _layers(source, told, ends),
+        "feature_layers": _layers(source, told, embeddings),
         "causal": bool(told.get("is_causal", told.get("causal_head") or told.get("causal"))),
         "from_anchor": bool(anchor),
         "markov_rank": None if markov is None else markov.shape[1],
@@ -57,29 +57,29 @@ def read(source: Source, ends: Ends) -> Plan:
         "qk_norm": "layers.0.self_attn.q_norm.weight" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
         "draft_vocab": None if ids is None else len(ids),
-        **decoder(source, "layers.0.", ends),
+        **decoder(source, "layers.0.", embeddings),
     }
     unread = {"d2t", "t2d", *(NAMES[name] for name in made if name in NAMES)} & source.tensors.keys()
     return Plan("block", config, lambda name: NAMES.get(name, name), made, unread, ids)
 
 
-def _layers(source: Source, told: dict[str, Any], ends: Ends) -> list[int] | None:
+def _layers(source: Source, told: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
     """Return the layers whose outputs are read. `target_layer_ids` counts as we do, the speculators format inputs."""
     ids = told.get("target_layer_ids")
     if ids is None and told.get("aux_hidden_state_layer_ids") is not None:
         ids = [i - 1 for i in told["aux_hidden_state_layer_ids"]]
-    if ids is None and source.tensors["fc.weight"].shape[1] != FUSED * ends.hidden_size:
+    if ids is None and source.tensors["fc.weight"].shape[1] != FUSED * embeddings.hidden_size:
         raise source.error("config.json does not say target_layer_ids, and fc.weight does not join the default five")
     return ids
 
 
-def _mask(source: Source, told: dict[str, Any], ends: Ends) -> Tensor:
+def _mask(source: Source, told: dict[str, Any], embeddings: Embeddings) -> Tensor:
     """Return the target's embedding of the mask token."""
     token = told.get("mask_token_id")
-    if not isinstance(token, int) or not 0 <= token < ends.vocab_size:
-        raise source.error(f"mask_token_id is {token}, not one of the target's {ends.vocab_size} tokens")
-    place = ends.head_weight().device
-    return ends.embed(torch.tensor(token, device=place)).detach().to("cpu", source.tensors["fc.weight"].dtype)
+    if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
+        raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
+    place = embeddings.head_weight().device
+    return embeddings.embed(torch.tensor(token, device=place)).detach().to("cpu", source.tensors["fc.weight"].dtype)
 
 
 def _confidence(source: Source, markov: Tensor | None) -> dict[str, Tensor]:

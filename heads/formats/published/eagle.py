@@ -2,7 +2,7 @@
 
 from collections.abc import Set
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.formats.published.decoder import decoder
 from heads.formats.published.plan import Plan, Source, check_width
 
@@ -12,9 +12,9 @@ def matches(names: Set[str]) -> bool:
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names and not any("hidden_norm" in n for n in names)
 
 
-def read(source: Source, ends: Ends) -> Plan:
+def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return where each tensor goes: under its own name."""
-    check_width(source, "fc.weight", ends)
+    check_width(source, "fc.weight", embeddings)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
     source.settle("num_hidden_layers", layers)
     config = {
@@ -22,6 +22,6 @@ def read(source: Source, ends: Ends) -> Plan:
         "bias": "fc.bias" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
         "draft_vocab": None,
-        **decoder(source, "layers.0.", ends),
+        **decoder(source, "layers.0.", embeddings),
     }
     return Plan("eagle", config, lambda name: name, {}, set(), None)

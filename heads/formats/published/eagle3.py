@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.formats.published.decoder import decoder
 from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
 
@@ -27,22 +27,22 @@ def matches(names: Set[str]) -> bool:
     return any(f"{first}hidden_norm.weight" in names for first in FIRST)
 
 
-def read(source: Source, ends: Ends) -> Plan:
+def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return where each tensor goes."""
     first = next(first for first in FIRST if f"{first}hidden_norm.weight" in source.tensors)
     _check_options(source)
-    check_width(source, "fc.weight", ends)
-    joined = source.tensors["fc.weight"].shape[1] // ends.hidden_size
+    check_width(source, "fc.weight", embeddings)
+    joined = source.tensors["fc.weight"].shape[1] // embeddings.hidden_size
     layers = 1 + source.count(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight$")
     normed = source.count(r"fc_norm\.(\d+)\.weight$") > 0
-    ids = drafted_by_offsets(source, ends)
+    ids = drafted_by_offsets(source, embeddings)
     source.settle("num_hidden_layers", layers)
     source.settle("fc_norm", normed)
-    source.settle("draft_vocab_size", ends.vocab_size if ids is None else len(ids))
+    source.settle("draft_vocab_size", embeddings.vocab_size if ids is None else len(ids))
     nested = source.config.get("eagle_config") or {}
     config = {
         "layers": layers,
-        "feature_layers": feature_layers(source, joined, ends),
+        "feature_layers": feature_layers(source, joined, embeddings),
         "feature_norm": normed,
         "norm_output": bool(source.config.get("norm_output") or nested.get("return_hidden_post_norm")),
         "norm_before_residual": _norm_before_residual(source),
@@ -50,7 +50,7 @@ def read(source: Source, ends: Ends) -> Plan:
         "kv_injection": False,
         "lm_head": "own" if ids is not None or "lm_head.weight" in source.tensors else "shared",
         "draft_vocab": None if ids is None else len(ids),
-        **decoder(source, first, ends),
+        **decoder(source, first, embeddings),
     }
     deep, unread = _deeper(source, layers)
 
@@ -65,13 +65,13 @@ def read(source: Source, ends: Ends) -> Plan:
     return Plan("eagle3", config, rename, {}, {"d2t", "t2d", *unread} & source.tensors.keys(), ids)
 
 
-def feature_layers(source: Source, joined: int, ends: Ends) -> list[int] | None:
+def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[int] | None:
     """Return the layers whose outputs are read, None for the default three.
 
     Args:
         source: the folder.
         joined: how many the fc joins.
-        ends: the target, whose depth tells what the defaults are.
+        embeddings: the target, whose depth tells what the defaults are.
 
     Raises:
         ValueError: config.json contradicts itself, or is silent where the fc does not join three.
@@ -82,13 +82,13 @@ def feature_layers(source: Source, joined: int, ends: Ends) -> list[int] | None:
         inputs = nested.get("layer_ids")
     said = inputs if inputs is not None else outputs
     if said is None:
-        if joined != len(_default(ends)):
+        if joined != len(_default(embeddings)):
             raise source.error(f"fc.weight joins {joined} layers and config.json does not name them in {IDS}")
         return None
     meant = [i - 1 for i in inputs] if inputs is not None else list(said)
     if inputs is not None and outputs is not None and outputs not in (meant, inputs):
         raise source.error(f"{IDS} is {inputs} and within eagle_config {outputs}: not the same layers; correct it")
-    default = _default(ends)
+    default = _default(embeddings)
     usual = said == default or [i - 1 for i in said] == default
     if inputs is not None and inputs == outputs and not usual:
         raise source.error(f"{IDS} is {inputs} at both places, which count differently; leave one")
@@ -101,8 +101,8 @@ def feature_layers(source: Source, joined: int, ends: Ends) -> list[int] | None:
     return found
 
 
-def _default(ends: Ends) -> list[int]:
-    return [1, ends.num_layers // 2 - 1, ends.num_layers - 4]
+def _default(embeddings: Embeddings) -> list[int]:
+    return [1, embeddings.num_layers // 2 - 1, embeddings.num_layers - 4]
 
 
 def _norm_before_residual(source: Source) -> bool:

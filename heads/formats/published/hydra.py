@@ -9,7 +9,7 @@ from collections.abc import Set
 
 import torch
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.formats.published.decoder import EPS, THETA, decoder
 from heads.formats.published.plan import Plan, Source, check_width
 
@@ -23,7 +23,7 @@ def matches(names: Set[str]) -> bool:
     return any(LINEAR.fullmatch(name) for name in names)
 
 
-def read(source: Source, ends: Ends) -> Plan:
+def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return where each tensor goes."""
     config = source.config
     if config.get("grounded_heads") is False or source.count(r"hydra_mlp\.(\d+)\.\d+\.res_connection\.weight") == 0:
@@ -33,7 +33,7 @@ def read(source: Source, ends: Ends) -> Plan:
     found = [LINEAR.fullmatch(name) for name in source.tensors]
     places = sorted({int(each[2]) for each in found if each})
     heads = len({each[1] for each in found if each})
-    check_width(source, f"hydra_mlp.0.{places[0]}.linear.weight", ends)
+    check_width(source, f"hydra_mlp.0.{places[0]}.linear.weight", embeddings)
     source.settle("hydra_num_heads", heads)
     source.settle("hydra_num_layers", len(places))
     prefix = any(name.startswith(PREFIX) for name in source.tensors)
@@ -61,13 +61,13 @@ def read(source: Source, ends: Ends) -> Plan:
         return re.sub(r"^prefix\.", PREFIX, name).replace(f"{PREFIX}layer.", f"{PREFIX}layers.0.")
 
     unread = set(copies) if tied else set()
-    return Plan("hydra", numbers | _layer(source, ends, prefix), rename, {}, unread, None)
+    return Plan("hydra", numbers | _layer(source, embeddings, prefix), rename, {}, unread, None)
 
 
-def _layer(source: Source, ends: Ends, prefix: bool) -> dict[str, object]:
+def _layer(source: Source, embeddings: Embeddings, prefix: bool) -> dict[str, object]:
     """Return the numbers of the prefix layer, which is of the target's own shape; config.json is silent on it."""
     if prefix:
-        return decoder(source, f"{PREFIX}layers.0.", ends)
+        return decoder(source, f"{PREFIX}layers.0.", embeddings)
     none = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
     return {**none, "rope_theta": THETA, "rope_scaling": None, "norm_eps": EPS}
 

@@ -9,7 +9,7 @@ from collections.abc import Set
 
 import torch
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.formats.published.plan import Plan, Source, check_width, drafted
 
 AUTHORS, VLLM = "{0}.{1}.linear.{2}", "blocks.{0}.layers.{1}.{2}"
@@ -21,10 +21,10 @@ def matches(names: Set[str]) -> bool:
     return AUTHORS.format(0, 0, "weight") in names or VLLM.format(0, 0, "weight") in names
 
 
-def read(source: Source, ends: Ends) -> Plan:
+def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return where each tensor goes; the counts come from the names, for config files are wrong about them."""
     block = AUTHORS if AUTHORS.format(0, 0, "weight") in source.tensors else VLLM
-    check_width(source, block.format(0, 0, "weight"), ends)
+    check_width(source, block.format(0, 0, "weight"), embeddings)
     heads = source.count(_pattern(block, r"(\d+)", r"\d+"))
     layers = source.count(_pattern(block, r"\d+", r"(\d+)"))
     for key, found in (("num_heads", heads), ("num_hidden_layers", layers), ("num_layers", layers)):
@@ -35,7 +35,7 @@ def read(source: Source, ends: Ends) -> Plan:
     second = block is AUTHORS and not any(lm_head.format(i) in source.tensors for i in range(heads))
     ids = None
     if "token_map" in source.tensors:
-        ids = drafted(source, source.tensors["token_map"], "token_map", ends)
+        ids = drafted(source, source.tensors["token_map"], "token_map", embeddings)
     config = {
         "heads": heads,
         "layers": layers,

@@ -8,7 +8,7 @@ from collections.abc import Set
 
 import torch
 
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.formats.published.plan import Plan, Source
 
 STEP = re.compile(r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
@@ -19,7 +19,7 @@ def matches(names: Set[str]) -> bool:
     return {"emb.0.weight", "proj.0.weight", "head.0.weight"} <= names
 
 
-def read(source: Source, ends: Ends) -> Plan:
+def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return where each tensor goes: under its own name."""
     steps = {name: found for name in source.tensors if (found := STEP.fullmatch(name))}
     heads = 1 + max(int(found[2]) for found in steps.values())
@@ -32,10 +32,10 @@ def read(source: Source, ends: Ends) -> Plan:
     source.settle("n_predict", heads)
     source.settle("tie_weights", tied)
     inner, width = source.tensor("proj.0.weight").shape[:2]
-    if width != ends.hidden_size:
+    if width != embeddings.hidden_size:
         raise source.error(
-            f"proj.0.weight reads {width} numbers, expected {ends.hidden_size}, the width of the target; choose the "
-            "head's own target with model.path"
+            f"proj.0.weight reads {width} numbers, expected {embeddings.hidden_size}, the width of the target; choose "
+            "the head's own target with model.path"
         )
     source.settle("inner_dim", inner)
     config = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import HEADS
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.formats.weights import outline
@@ -80,24 +80,24 @@ class Plan(NamedTuple):
     ids: Tensor | None
 
 
-def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
+def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
     """Return the head, each of its tensors in the file's dtype.
 
     Raises:
         ValueError: a tensor is missing, unknown, of another shape or not finite.
     """
-    embeddings = _checked_embeddings(source, ends)
+    checked = _checked_embeddings(source, embeddings)
     kind: Any = HEADS[plan.head]
     try:
         config = typed(kind.Config, {"name": plan.head, **plan.config})
     except ValueError as error:
         raise source.error(f"head.{error}") from None
-    own = outline(kind, config, ends, f"{source.folder}: ")
+    own = outline(kind, config, embeddings, f"{source.folder}: ")
     made, order = dict(plan.made), None
     if plan.ids is not None:
         made["vocab.ids"], order = plan.ids.sort()
     read = {name: plan.rename(name) for name in own if name not in made}
-    given = source.tensors.keys() - plan.unread - embeddings
+    given = source.tensors.keys() - plan.unread - checked
     missing, unknown = sorted(set(read.values()) - given), sorted(given - set(read.values()))
     if missing or unknown:
         said = [f"{what} {_few(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
@@ -114,25 +114,25 @@ def assemble(source: Source, plan: Plan, ends: Ends) -> nn.Module:
         if order is not None and name not in made and OVER_VOCABULARY.match(name):
             tensor = tensor[order]
         loaded[name] = tensor.clone(memory_format=torch.contiguous_format)
-    head: nn.Module = kind(config, ends)  # once it is known that the file holds as much
+    head: nn.Module = kind(config, embeddings)  # once it is known that the file holds as much
     for name, parameter in head.state_dict(keep_vars=True).items():
         parameter.data = loaded[name]
     return head
 
 
-def drafted(source: Source, ids: Tensor, what: str, ends: Ends) -> Tensor:
+def drafted(source: Source, ids: Tensor, what: str, embeddings: Embeddings) -> Tensor:
     """Return the drafted tokens, checked.
 
     Raises:
         ValueError: they repeat, or are not of the target's vocabulary.
     """
     ids = ids.long()
-    if not len(ids) or len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= ends.vocab_size:
-        raise source.error(f"{what} does not name {len(ids)} different tokens of the target's {ends.vocab_size}")
+    if not len(ids) or len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= embeddings.vocab_size:
+        raise source.error(f"{what} does not name {len(ids)} different tokens of the target's {embeddings.vocab_size}")
     return ids
 
 
-def drafted_by_offsets(source: Source, ends: Ends) -> Tensor | None:
+def drafted_by_offsets(source: Source, embeddings: Embeddings) -> Tensor | None:
     """Return the tokens that d2t and t2d name, None without them: token i of the draft's is i + d2t[i] of the target's.
 
     Raises:
@@ -141,38 +141,38 @@ def drafted_by_offsets(source: Source, ends: Ends) -> Tensor | None:
     if "d2t" not in source.tensors:
         return None
     offset = source.tensors["d2t"].flatten().long()
-    ids = drafted(source, torch.arange(len(offset)) + offset, "d2t", ends)
+    ids = drafted(source, torch.arange(len(offset)) + offset, "d2t", embeddings)
     if "t2d" in source.tensors:
         known = source.tensors["t2d"].flatten().bool()
-        if len(known) != ends.vocab_size or int(known.sum()) != len(ids) or not bool(known[ids].all()):
+        if len(known) != embeddings.vocab_size or int(known.sum()) != len(ids) or not bool(known[ids].all()):
             raise source.error("d2t and t2d do not name the same tokens; download it again")
     return ids
 
 
-def check_width(source: Source, name: str, ends: Ends) -> None:
+def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
     """Check that a head's states, the rows of one of its tensors, are as wide as the target's.
 
     Raises:
         ValueError: they are not.
     """
     width = source.tensor(name).shape[0]
-    if width != ends.hidden_size:
+    if width != embeddings.hidden_size:
         raise source.error(
-            f"{name} has {width} rows, expected {ends.hidden_size}, the width of the target; choose the head's own "
-            "target with model.path"
+            f"{name} has {width} rows, expected {embeddings.hidden_size}, the width of the target; choose the head's "
+            "own target with model.path"
         )
 
 
-def _checked_embeddings(source: Source, ends: Ends) -> set[str]:
+def _checked_embeddings(source: Source, embeddings: Embeddings) -> set[str]:
     """Return which tensors are embeddings, checked that they can be the target's, which is used in their place."""
     found = {name for name in source.tensors if name.endswith(EMBEDDING)}
-    expected = (ends.vocab_size, ends.hidden_size)
+    expected = (embeddings.vocab_size, embeddings.hidden_size)
     for name in found:
         if (shape := tuple(source.tensors[name].shape)) != expected:
             raise source.error(
                 f"{name} is {shape}, expected {expected}, the target's own; choose the head's target with model.path"
             )
-    source.settle("vocab_size", ends.vocab_size)
+    source.settle("vocab_size", embeddings.vocab_size)
     return found
 
 

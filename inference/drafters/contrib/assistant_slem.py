@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from inference.drafters import follower
+from inference.drafters import runner
 from inference.drafters.assistant import Length, check_chain, doubts
-from inference.drafters.follower import Follower
+from inference.drafters.runner import DraftModelRunner
 from inference.drafters.text import GrowingText, continuation, decode
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
@@ -47,10 +47,10 @@ class AssistantSlem:
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name, self.tree = config, name, f"chain-{config.depth}"
-        model = follower.load(
+        model = runner.load(
             config.model, config.dtype, config.device, config.trust_remote_code, target, "drafter.assistant_slem"
         )
-        self.follower = Follower(model)
+        self.runner = DraftModelRunner(model)
         self.device, self.tokenizer = target.device, target.tokenizer
         self.length = Length(config.schedule, config.depth)
         self.text = GrowingText(target.tokenizer, model.tokenizer, config.lookbehind)
@@ -58,7 +58,7 @@ class AssistantSlem:
 
     def reset(self, prompt: list[int]) -> None:
         """Begin a new sequence and take the prompt's text."""
-        self.follower.clear()
+        self.runner.clear()
         self.length.reset()
         self.text.start(prompt)
         self.logits: Float[Tensor, "1 A"] | None = None
@@ -73,13 +73,13 @@ class AssistantSlem:
         # A prefill's rows are the prompt's, which reset() took; only the last token is new.
         self.text.extend(following[-1:] if commit.verified is None else following)
         self.length.learn(commit.verified)
-        fits = 0 < len(self.text.token) <= self.follower.model.context
-        self.logits = self.follower.read(self.text.token) if fits else None
+        fits = 0 < len(self.text.token) <= self.runner.model.context
+        self.logits = self.runner.read(self.text.token) if fits else None
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Draft text and encode it as the target's tokens; nothing inside a character or over the context."""
-        room = self.follower.model.context - len(self.text.token)
+        room = self.runner.model.context - len(self.text.token)
         if self.logits is None or min(room, context.room) < 1 or not self.text.complete:
             return Proposal(root(context.token[-1], self.device))
         tail = self.text.token[-self.config.lookbehind :]
@@ -91,7 +91,7 @@ class AssistantSlem:
 
     def draft(self, logits: Float[Tensor, "1 A"], depth: int) -> list[int]:
         """Return the assistant's likeliest tokens, up to the end of its answer or to one that it doubts."""
-        device, end = self.follower.model.device, self.follower.model.eos
+        device, end = self.runner.model.device, self.runner.model.eos
         above = torch.zeros(1, dtype=torch.long, device=device)
         drafted: list[int] = []
         while True:
@@ -99,4 +99,4 @@ class AssistantSlem:
             drafted.append(int(token))
             if len(drafted) == depth or drafted[-1] in end or doubts(logits, token, self.config.confidence):
                 return drafted
-            logits = self.follower.expand(token, above)
+            logits = self.runner.expand(token, above)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from inference.drafters import follower
+from inference.drafters import runner
 from inference.drafters.assistant import Assistant
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
@@ -84,8 +84,8 @@ class Mirror:
         self.config, self.name = config, name
         self.assistant = Assistant(config.assistant, target, name)
         self.tree = self.assistant.tree
-        self.follower, self.vocabulary = self.assistant.follower, self.assistant.vocabulary
-        if config.outcomes and not self.follower.model.takes_trees:
+        self.runner, self.vocabulary = self.assistant.runner, self.assistant.vocabulary
+        if config.outcomes and not self.runner.model.takes_trees:
             raise ValueError(
                 f"drafter.mirror.outcomes is {config.outcomes}, but the attention of {config.assistant.model} does not "
                 "honour a tree mask, which several outcomes need: use drafter=assistant"
@@ -126,7 +126,7 @@ class Mirror:
         source, chain = self.assistant, self.ready
         source.text += self.vocabulary.follow(list(following))
         node = self.beneath[following]
-        self.follower.adopt(source.text, self.follower.path[node], chain.nodes)
+        self.runner.adopt(source.text, self.runner.path[node], chain.nodes)
         chain.nodes = list(range(len(chain.nodes)))
         chain.above = len(chain.nodes) - 1
 
@@ -139,7 +139,7 @@ class Mirror:
             depth = self._depth(context, 0)
             if depth < 1 or source.level is None:
                 return Proposal(root(context.token[-1], device))
-            chain = self._chain(source.level.logits, follower.ROOT, depth, context, ())
+            chain = self._chain(source.level.logits, runner.ROOT, depth, context, ())
             self._draft({(): chain}, lambda _: True)
         self.settled, self.chains = None, {}
         if self.config.outcomes:
@@ -150,7 +150,7 @@ class Mirror:
 
     def _depth(self, context: Context, committed: int) -> int:
         """Return how long the chain may be that is drafted after `committed` more tokens."""
-        free = self.follower.model.context - len(self.assistant.text)
+        free = self.runner.model.context - len(self.assistant.text)
         return min(self.config.assistant.tree.depth, context.room - committed, free - committed)
 
     def _chain(self, logits: Float[Tensor, "1 V"], above: int, depth: int, context: Context, outcome: Outcome) -> Chain:
@@ -175,9 +175,9 @@ class Mirror:
 
     def _run(self, token: list[int], above: list[int]) -> tuple[list[int], Float[Tensor, "N V"]]:
         """Run tokens under nodes; return their own nodes and the assistant's answers, on its device."""
-        number = self.vocabulary.to_assistant(torch.tensor(token, device=self.follower.model.device))
-        logits = self.vocabulary.to_target(self.follower.branch(number, above))
-        return self.follower.level, logits
+        number = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
+        logits = self.vocabulary.to_target(self.runner.branch(number, above))
+        return self.runner.level, logits
 
     @torch.inference_mode()
     def _ahead(self, chain: Chain, context: Context) -> None:
@@ -188,7 +188,7 @@ class Mirror:
         keys = [key for key in self._outcomes(chain) if self._wanted(key) and self._depth(context, len(key)) > 0]
         if not keys:
             return
-        above = [[follower.ROOT, *chain.nodes][len(key) - 1] for key in keys]
+        above = [[runner.ROOT, *chain.nodes][len(key) - 1] for key in keys]
         nodes, answers = self._run([key[-1] for key in keys], above)
         self.beneath = dict(zip(keys, nodes, strict=True))
         self.chains = {

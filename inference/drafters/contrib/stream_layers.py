@@ -65,7 +65,9 @@ class Streams(nn.Module):
         first = count - (count if config.layers is None else config.layers)
         if first < 0:
             raise ValueError(f"streams.layers is {config.layers}: {target.name} has {count} layers, give at most that")
-        self.embedding = nn.Parameter(0.02 * torch.randn(config.streams, target.ends.hidden_size, device=target.device))
+        self.embedding = nn.Parameter(
+            0.02 * torch.randn(config.streams, target.embeddings.hidden_size, device=target.device)
+        )
         self.act = RiderRows()
         stack = _sharing(target.base)
         names = _linears(target, first, config.modules)
@@ -103,18 +105,18 @@ class Streams(nn.Module):
         position = position.clamp_max(target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
         states = target.run(tokens, position, seen, None, stack=self.stack(source, stream)).last
-        draft = target.ends.logits(states[:, width:]).unflatten(1, (-1, streams))
+        draft = target.embeddings.logits(states[:, width:]).unflatten(1, (-1, streams))
         with torch.no_grad():
             own = states[:, :width].detach()
             batch = torch.arange(len(token), device=token.device)[:, None]
             taught = torch.stack([rows.teacher(own, depth)[batch, anchor] for depth in range(1, streams + 1)], 2)
-            teacher = target.ends.logits(taught)
+            teacher = target.embeddings.logits(taught)
         return draft, teacher
 
     def _below(self, forward: Callable[..., Any], hidden: Tensor, *args: Any, **inputs: Any) -> Any:
         """Run a layer below the streams' first, in which and in whose cache they have no rows."""
         assert self._riding is not None
-        cut = partial(_cut, own=self.act.first, riders=self._riding[0].shape[1])
+        cut = partial(_cut, own=self.act.first, look_ahead=self._riding[0].shape[1])
         return forward(cut(hidden), *map(cut, args), **{name: cut(value) for name, value in inputs.items()})
 
     def _enter(self, _layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -215,15 +217,15 @@ def frozen(streams: Streams, target: Target) -> Streams:
     return streams.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
-def _cut(value: Any, own: int, riders: int) -> Any:
+def _cut(value: Any, own: int, look_ahead: int) -> Any:
     """Return a layer's input for its first `own` rows: states, positions and rotations "B M …", or a mask "B 1 M S"."""
     if isinstance(value, tuple):
-        return tuple(_cut(part, own, riders) for part in value)
+        return tuple(_cut(part, own, look_ahead) for part in value)
     if not isinstance(value, Tensor) or value.ndim < 2:
         return value
     if value.ndim == 4:
-        return value[:, :, :own, :-riders]
-    return value[:, :own] if value.shape[1] == own + riders else value
+        return value[:, :, :own, :-look_ahead]
+    return value[:, :own] if value.shape[1] == own + look_ahead else value
 
 
 def _sharing(base: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.tree import DraftTree, Riders
+from inference.verification.tree import DraftTree, LookAhead
 
 
 class StreamsDrafter:
@@ -52,8 +52,8 @@ class StreamsDrafter:
     def observe(self, commit: Commit) -> None:
         """Keep the streams of the node that was accepted last."""
         self.drafted = None
-        if commit.verified is not None and commit.verified.riders is not None and self.node is not None:
-            mine = commit.verified.riders[self.node == commit.verified.path[-1]]
+        if commit.verified is not None and commit.verified.look_ahead is not None and self.node is not None:
+            mine = commit.verified.look_ahead[self.node == commit.verified.path[-1]]
             self.drafted = Drafted(mine) if len(mine) else None
 
     @torch.inference_mode()
@@ -62,9 +62,9 @@ class StreamsDrafter:
         proposal = Proposal(trees.root(context.token[-1], self.target.device))
         if self.drafted is not None:
             proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, context)
-        return proposal._replace(riders=self.riders(proposal.tree, context.room))
+        return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.room))
 
-    def riders(self, tree: DraftTree, room: int) -> Riders | None:
+    def look_ahead(self, tree: DraftTree, room: int) -> LookAhead | None:
         """Return the streams of all nodes, but for those that would draft deeper than can be committed."""
         size = len(tree.token)
         lineage = trees.ancestors(tree)
@@ -78,7 +78,7 @@ class StreamsDrafter:
         among = earlier_streams(size, self.depth, node.device)[fits][:, fits]
         seen = torch.cat([lineage[self.node], among], 1)
         stack = self.streams.stack(self.node[None], stream)
-        return Riders(tree.token[self.node], offset[fits], seen, stack)
+        return LookAhead(tree.token[self.node], offset[fits], seen, stack)
 
 
 class Drafted:

@@ -26,8 +26,8 @@ COLD = "Not measured above temperature 0, where fewer drafts are accepted as a r
 SINGLE = "Not measured in batches: with many sequences in a pass a draft is worth less."
 OWN = "The files are in headstart's own layout. Serving engines need an export (format=… of train/publish.py)."
 FOREIGN = "The files are as format={form} has them; headstart reads them too, where a tree is given (tree=chain)."
-ENDS = (
-    "The head reads the target's embedding and lm_head, {ends}: the target's licence applies to them, and to any text "
+EMBEDDINGS = (
+    "The head reads the target's embedding and lm_head, {held}: the target's licence applies to them, and to any text "
     "that the target wrote for the training."
 )
 HELD = {True: "which are not in this repository", False: "of which this repository may hold a copy"}  # in our own form
@@ -51,4 +51,4 @@ def _lines(facts: Facts) -> Iterator[str]:
     if rows and not any(row["batch_size"] > 1 for row in rows):
         yield SINGLE
     yield OWN if facts.form is None else FOREIGN.format(form=facts.form)
-    yield ENDS.format(ends=HELD[facts.form is None])
+    yield EMBEDDINGS.format(held=HELD[facts.form is None])

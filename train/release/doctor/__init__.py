@@ -81,7 +81,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
         said = [unknown(f"{unread[0]} cannot be read")] if unread else _checked(check, head, target)
         found += [each._replace(check=name) for each in said]
     loaded, why = _loaded(head, target)
-    if target.ends is not None:
+    if target.embeddings is not None:
         found.append(tensors.loads(why)._replace(check="loads"))
     if target.whole is None or loaded is None:
         found += [unknown(target.why or "the head does not load")._replace(check=name) for name in checkup.CHECKS]
@@ -110,9 +110,9 @@ def _checked(check: Callable[[Examined, Against], Findings], head: Examined, tar
 
 def _loaded(head: Examined, target: Against) -> tuple[Any, str]:
     """Return the head for its target, or why it does not load."""
-    if target.ends is None or target.spec is None:
+    if target.embeddings is None or target.spec is None:
         return None, target.why
     try:
-        return load_found(head.folder, target.ends, target.spec), ""
+        return load_found(head.folder, target.embeddings, target.spec), ""
     except (ValueError, OSError) as error:
         return None, one_line(error)

@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from data.text.files import content_hash
-from heads.base import Ends
+from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.common.target_config import read_target_config
 from heads.formats.hub import target_path
 from heads.formats.store import TargetSpec
 from heads.modules.rope import Rope, scaling_of
-from inference.target.embeddings_only import Bare
+from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.loading import load_tokenizer
 from inference.target.target import Target
 from train.release.doctor.examined import Examined
@@ -38,7 +38,7 @@ class Against:
     path: str
     config: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase | None
-    model: Target | Bare | None
+    model: Target | EmbeddingsOnly | None
     why: str
 
     @property
@@ -47,9 +47,9 @@ class Against:
         return self.model if isinstance(self.model, Target) else None
 
     @property
-    def ends(self) -> Ends | None:
+    def embeddings(self) -> Embeddings | None:
         """Its embedding and lm_head."""
-        return None if self.model is None else self.model.ends
+        return None if self.model is None else self.model.embeddings
 
     @property
     def spec(self) -> TargetSpec | None:
@@ -69,7 +69,7 @@ class Against:
     @property
     def vocabulary(self) -> int:
         """How many tokens it knows, padding included."""
-        return self.ends.vocab_size if self.ends is not None else int(self.config["vocab_size"])
+        return self.embeddings.vocab_size if self.embeddings is not None else int(self.config["vocab_size"])
 
     @property
     def context(self) -> int | None:
@@ -127,7 +127,7 @@ def load(given: str | None, head: Examined, dtype: str, measure: bool) -> Agains
     return Against(path, told, tokenizer, model, why)
 
 
-def _weights(path: str, dtype: str, adapter: str | None, measure: bool) -> tuple[Target | Bare | None, str]:
+def _weights(path: str, dtype: str, adapter: str | None, measure: bool) -> tuple[Target | EmbeddingsOnly | None, str]:
     why = "checkup.measure is false"
     if measure or adapter is not None:
         try:
@@ -135,6 +135,6 @@ def _weights(path: str, dtype: str, adapter: str | None, measure: bool) -> tuple
         except (ValueError, OSError) as error:
             why = f"the target does not load ({one_line(error)})"
     try:
-        return Bare.load(path, "float32", "cpu", False), why
+        return EmbeddingsOnly.load(path, "float32", "cpu", False), why
     except ValueError:
         return None, why

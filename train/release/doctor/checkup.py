@@ -40,7 +40,7 @@ def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig
     drafting, told = loaded, layers.as_read(head)
     if told is not None and len({*told}) == len(loaded.feature_layers) and 0 <= min(told) <= max(told) < against.layers:
         # Our own reader forgives ids that are counted in the other way.
-        drafting = type(loaded)(replace(loaded.config, feature_layers=list(told)), target.ends)
+        drafting = type(loaded)(replace(loaded.config, feature_layers=list(told)), target.embeddings)
         drafting.load_state_dict(loaded.state_dict())
     drafting = drafting.to(device=target.device, dtype=target.dtype).eval()
     try:

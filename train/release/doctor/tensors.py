@@ -66,10 +66,10 @@ def expected(head: Examined, against: Against) -> dict[str, tuple[int, ...]] | N
         ValueError: config.json lacks what they are made of.
     """
     if head.form == OWN:
-        if against.ends is None:
+        if against.embeddings is None:
             return None
         config = own_config(head.folder, read_config(head.folder))
-        made = outline(HEADS[config.name], config, against.ends, f"{head.folder}/{CONFIG}: ")
+        made = outline(HEADS[config.name], config, against.embeddings, f"{head.folder}/{CONFIG}: ")
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
     if head.form not in CHAINED:
         return None

@@ -170,12 +170,12 @@ def embedding(head: Examined, against: Against) -> Findings:
     if not shipped:
         yield ok("none is shipped; engines take the target's")
         return
-    if against.ends is None:
+    if against.embeddings is None:
         yield unknown(f"the target's weights do not load here ({against.why})")
         return
-    table = against.ends.head_weight()
-    every = torch.arange(against.ends.vocab_size, device=table.device)
-    target = against.ends.embed(every).detach().float().cpu()
+    table = against.embeddings.head_weight()
+    every = torch.arange(against.embeddings.vocab_size, device=table.device)
+    target = against.embeddings.embed(every).detach().float().cpu()
     for name, tensor in shipped.items():
         if tensor.shape != target.shape:
             yield wrong(

@@ -10,7 +10,7 @@ from inference.target.target import Target
 ROOT = -1  # the number of the last token read, above the drafted nodes
 
 
-class Follower:
+class DraftModelRunner:
     """A model with the tokens it has read, and behind them in its cache the drafted nodes of one tree.
 
     Nodes are numbered in order of expansion. Reading on keeps what still stands of both, so that a pass runs over
@@ -82,7 +82,7 @@ class Follower:
             seen[..., :text] = True
             for row, node in enumerate(self.level):
                 seen[0, row, [text + one for one in self.path[node]]] = True
-        logits = model.ends.logits(model.run(token[None].to(device), own, seen, self.cache, column=column).last)
+        logits = model.embeddings.logits(model.run(token[None].to(device), own, seen, self.cache, column=column).last)
         return logits[0]
 
     def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:

@@ -14,7 +14,7 @@ LOCK = "keep"
 WAITING = 2  # shards that wait to be written at most: a disk slower than the target must not fill the memory
 
 
-class Keeper:
+class StoreWriter:
     """Gathers rows to shards and writes those one at a time, whichever process has them.
 
     Attributes:

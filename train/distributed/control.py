@@ -50,7 +50,7 @@ def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
         raise ValueError(failed[0]) if accelerator.is_main_process else SystemExit(2)
 
 
-class Peers:
+class ProcessControl:
     """One process among those of a run.
 
     Attributes:
