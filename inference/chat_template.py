@@ -189,6 +189,8 @@ def _check_width(name: str, text: Any = None, *given: Any) -> None:
         size = max(numbers, default=0) * (1 + lines)
     if name in MULTIPLYING:
         size = max(size, _length(text) * max(map(_length, given), default=0))
+    if name == "sum" and any(isinstance(each, list | tuple) for each in given):
+        raise SecurityError("a sum of lists may be too large")
     if size > WIDEST or (name in WIDTHS and isinstance(text, str) and WIDTHS[name].search(text)):
         raise SecurityError(f"the result of {name} is too large")
 

@@ -33,6 +33,7 @@ from inference.protocol import Drafter
 from inference.target.config import model_config
 from inference.target.placement import check_alone
 from inference.target.target import Target
+from inference.target.tokenizer import tokenize
 from inference.verification.sample import Sampling
 
 
@@ -99,7 +100,7 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
 
 def plain_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of running text, with the special tokens that the tokenizer begins it with."""
-    return list(tokenizer(prompt, verbose=False)["input_ids"])
+    return list(tokenize(tokenizer, prompt)["input_ids"])
 
 
 def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -114,8 +115,8 @@ def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
             "chat_template.jinja beside the model"
         )
     with rendering(tokenizer):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return list(tokenize(tokenizer, text, add_special_tokens=False)["input_ids"])
 
 
 def answer(target: Target, drafter: Drafter | None, ids: list[int], settings: Settings, console: Console) -> Generation:

@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 
+from heads.common.errors import one_line
 from heads.common.untrusted import TOO_DEEP, shallow
 
 Raw = dict[str, Any]
@@ -26,6 +27,7 @@ UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
 HEAD = 1 << 24  # characters of a text in which its separator is looked for, and of a document at most
 LONGEST = 1 << 26  # characters of a record's line
 WHOLE = 1 << 30  # characters of an array
+BATCH = 100  # records of a Parquet file in memory at once
 DENSEST = 100  # of a packed file's bytes those that it holds, beside LONGEST
 META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # what stands beside answers, and is no data
 EMPTY = 1 << 20  # lines in a row
@@ -126,11 +128,13 @@ def content_hash(path: Path) -> str:
 def _parquet(path: Path) -> Iterator[Raw]:
     read = 0
     try:
-        for record in datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True):
+        for record in datasets.load_dataset(
+            "parquet", data_files=str(path), split="train", streaming=True, batch_size=BATCH
+        ):
             yield record
             read += 1
-    except (*UNREADABLE, ValueError, datasets.exceptions.DatasetsError) as error:
-        why = " ".join(str(error).split())
+    except (*UNREADABLE, ValueError, MemoryError, datasets.exceptions.DatasetsError) as error:
+        why = one_line(error)
         raise ValueError(f"{path}: record {read} cannot be read ({why}); fetch or write the file anew") from error
 
 

@@ -137,7 +137,8 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
         return Files(name, _of_split(path, found, split), streaming)
     if glob.has_magic(name):
         found = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
-        matched = tuple(sorted(file for file in found if not _is_beside(file)))
+        own = {file.resolve(): file for file in sorted(found) if not _is_beside(file)}  # `**/` finds a file twice
+        matched = tuple(sorted(own.values()))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming)

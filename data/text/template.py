@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.text.records import Message, content_text, parsed
 from inference.chat_template import rendering
+from inference.target.tokenizer import tokenize
 
 T = TypeVar("T")
 Span = tuple[int, int]
@@ -146,11 +147,9 @@ def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
     """Return the tokens of rendered chats, which hold their special tokens already.
 
     Raises:
-        UnicodeEncodeError: one holds half a surrogate pair, which is no text; tokenizers call it a TypeError.
+        UnicodeEncodeError: one holds half a surrogate pair, which is no text.
     """
-    for text in rendered:
-        text.encode()
-    encoded: Any = tokenizer(rendered, add_special_tokens=False, verbose=False)
+    encoded: Any = tokenize(tokenizer, rendered, add_special_tokens=False)
     return list(encoded["input_ids"])
 
 
@@ -159,7 +158,7 @@ def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
     Byte-level tokenizers leave the space before a word out of its token's characters.
     """
-    encoded: Any = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    encoded: Any = tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
     spans, reached = [], 0
     for start, end in encoded["offset_mapping"]:
         spans.append((min(start, reached), end))
@@ -173,8 +172,7 @@ def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     Raises:
         UnicodeEncodeError: it holds half a surrogate pair.
     """
-    text.encode()
-    encoded: Any = tokenizer(text, verbose=False)
+    encoded: Any = tokenize(tokenizer, text)
     return list(encoded["input_ids"])
 
 

@@ -16,7 +16,7 @@ from data.text.records import Message, Record, content_text, label
 from data.text.template import encode_plain
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
-from inference.target.tokenizer import Reads
+from inference.target.tokenizer import Reads, tokenize
 
 TOKENS = ("prompt_token_ids", "token_ids")  # keys of a log's record that has tokens: before the answer, and of it
 NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own, for which the target writes them"
@@ -149,7 +149,7 @@ def _joined(messages: Sequence[Message], reads: Reads) -> Iterator[tuple[list[in
     for message in messages:
         if message["role"] == "assistant":
             prompt = encode_plain("\n\n".join(said), tokenizer)
-            answer = tokenizer(content_text(message), add_special_tokens=False, verbose=False)["input_ids"]
+            answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
             yield prompt + answer + sorted(reads.eos)[:1], len(prompt)
         said.append(content_text(message))
 

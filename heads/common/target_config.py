@@ -19,7 +19,7 @@ from heads.common.untrusted import parse_json, regular, shown
 
 MOST_PARTS = 2_000  # layers and other modules that are made one by one: beyond any target that there is
 PARTS = re.compile(r"layers?$|blocks?$|^depths?$|_depth$|^num_labels$")
-SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
 # Of attention and experts: those that torch and transformers bring. The others may be fetched from the Hub and run.
 OURS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 # What transformers and its modeling code raise at values that they did not expect.

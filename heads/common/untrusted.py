@@ -15,6 +15,7 @@ from huggingface_hub import constants
 yaml: Any = importlib.import_module("yaml")  # by name: PyYAML comes without types
 NAMES_CODE = ("_target_", "_partial_", "auto_map", "custom_generate", "trust_remote_code")
 LONGEST = 255  # bytes of a file's name
+MOST_YAML = 1 << 20  # bytes: its parser takes a minute for twenty times that
 DEEPEST = 100  # lists and mappings in each other
 CUT = 200  # characters of a value in an error
 TOO_DEEP = "nested too deeply"
@@ -43,9 +44,12 @@ def parse_yaml(content: bytes) -> Any:
     """Return what a YAML text says.
 
     Raises:
-        ValueError: it is none, holds more than plain values (a tag such as `!!python/object`), or has an alias, by
-            which a short text becomes a huge value; in one line, without the file's name.
+        ValueError: it is none, longer than MOST_YAML, holds more than plain values (a tag such as
+            `!!python/object`), or has an alias, by which a short text becomes a huge value; in one line, without the
+            file's name.
     """
+    if len(content) > MOST_YAML:
+        raise ValueError(f"{len(content)} bytes of YAML, at most {MOST_YAML} are read")
     try:
         text = content.decode("utf-8")
         depth = 0  # checked as the parser goes: what it does with depth is quadratic

@@ -97,6 +97,9 @@ def device_named(wanted: str | None) -> torch.device:
         place = torch.device(wanted or default_device())
     except RuntimeError:
         raise ValueError(f"model.device is {wanted!r}: give cpu, cuda or cuda:N, or null") from None
+    here = torch.accelerator.current_accelerator()
+    if place.type not in ("cpu", "cuda", here.type if here else "cpu"):
+        raise ValueError(f"model.device is {wanted!r}, which this machine has not: give cpu, or null for what there is")
     count = torch.cuda.device_count()
     if place.type == "cuda" and (place.index or 0) >= count:
         raise ValueError(

@@ -186,6 +186,7 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     check_tokenizer(path)
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    found("a b")  # a damaged one loads, and fails at a text
     return found
 
 

@@ -71,7 +71,8 @@ def _check_finite(target: TargetModel) -> None:
     """
     for name, value in target.model.named_parameters():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise ValueError(f"{target.name}: {name} holds what is no finite number: download its weights again")
+            whose = target.name + (f" with model.adapter={target.spec.adapter}" if target.spec.adapter else "")
+            raise ValueError(f"{whose}: {name} holds what is no finite number: download its weights again")
 
 
 def _length(target: TargetModel, known: Iterable[int]) -> int:

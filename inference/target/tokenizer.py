@@ -1,11 +1,12 @@
 """A target's tokenizer without its model: enough for the draft sources that read the text and nothing else."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase
 
+from heads.common.errors import one_line, panicked
 from heads.common.target_config import UNFIT, read_target_config, reason
 from inference.target import loading
 
@@ -59,6 +60,24 @@ def _configured(path: str, trust_remote_code: bool) -> GenerationConfig | None:
         return GenerationConfig.from_model_config(read_target_config(path, trust_remote_code))
     except ValueError:
         return None
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **options: Any) -> BatchEncoding:
+    """Return what a tokenizer makes of one text or several.
+
+    Raises:
+        UnicodeEncodeError: one holds half a surrogate pair, which is no text; tokenizers call it a TypeError.
+        ValueError: the tokenizer fails at it.
+    """
+    for each in [text] if isinstance(text, str) else text:
+        each.encode()
+    try:
+        return tokenizer(text, verbose=False, **options)
+    except BaseException as error:
+        if not panicked(error):
+            raise
+        name = tokenizer.name_or_path or "the tokenizer"
+        raise ValueError(f"{name}: its tokenizer fails at a text ({one_line(error)}); download it again") from error
 
 
 def end_tokens(configured: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -11,12 +11,13 @@ from typing import Any
 
 import datasets
 import pytest
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from hydra import compose, initialize_config_dir
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data.config import DataConfig
 from data.text import files
+from data.text.files import BATCH
 from data.text.prompts import held_out_prompts, load_samples
 from data.text.records import parse
 from data.text.sources import divide, interleave, open_source, open_sources, read_all, training_records
@@ -97,6 +98,31 @@ def test_a_folder_without_the_split_or_without_files_is_named(folder: Path) -> N
     (folder / "more" / "my-test-0.txt").unlink()
     with pytest.raises(ValueError, match="set: holds no file in the formats read"):
         read(str(folder))
+
+
+def test_a_glob_finds_each_file_once(folder: Path) -> None:
+    (folder / "again.txt").symlink_to(folder / "more" / "my-test-0.txt")
+    assert sorted(record["text"] for record in read(str(folder / "**" / "**" / "*.txt"))) == ["tested"]
+
+
+def test_a_parquet_file_of_one_huge_group_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Dataset.from_list([{"text": str(i)} for i in range(3 * BATCH)]).to_parquet(tmp_path / "a.parquet")
+    asked: list[int] = []
+
+    def load(*args: Any, **named: Any) -> Any:
+        asked.append(named["batch_size"])
+        return load_dataset(*args, **named)
+
+    monkeypatch.setattr("data.text.files.datasets.load_dataset", load)
+    assert len(read(str(tmp_path / "a.parquet"))) == 3 * BATCH
+    assert asked == [BATCH]
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("data.text.files.datasets.load_dataset", full)
+    with pytest.raises(ValueError, match=r"a\.parquet: record 0 cannot be read \(MemoryError\)"):
+        read(str(tmp_path / "a.parquet"))
 
 
 def test_a_glob(folder: Path) -> None:

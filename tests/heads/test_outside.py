@@ -29,6 +29,7 @@ def test_what_is_no_json_is_one_line(content: bytes) -> None:
         b"a: !!timestamp x",
         b"? [a]\n: b",
         b"\x00",
+        b"a: 1\n" * 300_000,
     ],
 )
 def test_yaml_holds_plain_values_alone(content: bytes) -> None:

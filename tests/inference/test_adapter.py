@@ -147,6 +147,13 @@ def test_refusals_are_one_line(base: str, carried: str, tmp_path: Path, monkeypa
     refused("is quantised, and an adapter is merged into full weights", carried)
 
 
+def test_an_adapter_whose_product_overflows_is_named(base: str, carried: str, tmp_path: Path) -> None:
+    name = shutil.copytree(carried, tmp_path / "huge") / "adapter_model.safetensors"
+    save_file({key: torch.full_like(value, 3e38) for key, value in load_file(name).items()}, name)
+    with pytest.raises(ValueError, match=f"with model.adapter={tmp_path / 'huge'}: .* no finite number"):
+        Target.load(base, "float32", "cpu", adapter=str(tmp_path / "huge"))
+
+
 def test_a_head_of_the_base_is_the_start_for_the_target_with_an_adapter(tmp_path: Path) -> None:
     """The whole path: train for the adapted target from the base's head, pass the gate, evaluate by the run alone."""
     overrides = jobs.make(tmp_path)

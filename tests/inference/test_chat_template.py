@@ -51,7 +51,7 @@ FAILING = (
     "{{ [1] | batch(9000000000, 'x') | list }}", "{{ ('a ' * 3000) | wordwrap(1, wrapstring='b' * 1000000) }}",
     "{{ ('a' * 3000).translate({97: 'b' * 1000000}) }}", "{{ (['a'] * 100000) | join('b' * 1000000) }}",
     "{{ ('b' * 1000000).join(['a'] * 100000) }}", "{{ range(99999) | map('string') | join('b' * 1000000) }}",
-    "{{ ('a\n' * 9999) | indent('b' * 100000) }}",
+    "{{ ('a\n' * 9999) | indent('b' * 100000) }}", "{{ ([[1]] * 99999) | sum(start=[]) }}",
     *(
         "{% set n = namespace(x='aa') %}{% for i in range(99) %}" + grown + "{% endfor %}"
         for grown in (

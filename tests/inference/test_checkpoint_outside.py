@@ -57,6 +57,7 @@ def say(folder: Path, **values: object) -> None:
         ({"num_labels": 10**9}, "num_labels is 1000000000"),
         ({"vocab_size": -1}, "vocab_size is -1"),
         ({"hidden_size": [64]}, "hidden_size"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings is 1000000000000000000000000000000"),
         ({"hidden_size": 10**6, "num_hidden_layers": 1000}, "parameters, and its files have"),
         ({"hidden_act": "os.system"}, "os.system"),
     ],

@@ -1,12 +1,17 @@
 """A tokenizer without its model ends answers where the model does."""
 
+import re
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from inference.run import plain_ids
 from inference.target.target import Target
-from inference.target.tokenizer import Reader, Reads
+from inference.target.tokenizer import Reader, Reads, tokenize
 from tests import toys
 
 
@@ -19,6 +24,25 @@ def test_the_same_tokens_end_an_answer_with_and_without_the_model(tmp_path: Path
     read = Reader.load(str(tmp_path), False)
     assert isinstance(read, Reads)
     assert read.eos == Target.load(str(tmp_path), "float32", "cpu").eos == {7, 9}
+
+
+def test_a_tokenizer_that_fails_at_a_text_is_named(tmp_path: Path) -> None:
+    """Without an unknown token, a word that is not in its list is an error of the library, when it comes."""
+    made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))  # which is not in it
+    made.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    found = Reader.load(str(tmp_path), False).tokenizer
+    assert tokenize(found, "a b")["input_ids"] == [0, 1]
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}: its tokenizer fails at a text") as caught:
+        plain_ids("a c", found)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UnicodeEncodeError):
+        tokenize(found, ["a", "\ud800"])
+    made = Tokenizer(WordLevel({"c": 0}, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no tokenizer loads from there"):
+        Reader.load(str(tmp_path), False)
 
 
 def test_a_tokenizer_alone_is_enough(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["head=eagle3", "head.feature_layers=[7]"], "head.feature_layers is [7]: give different layers from 0 to 2"),
         (["model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
         (["model.device=gpu"], "model.device is 'gpu': give cpu, cuda or cuda:N"),
+        (["model.device=meta"], "model.device is 'meta', which this machine has not"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_loaded(
