@@ -220,7 +220,7 @@ class Loop:
     def refuse(self, step: int, why: str) -> None:
         """Keep the batch of a bad step, and stop if that was asked for; the run is as it was before it."""
         main = self.accelerator.is_main_process
-        kept = keep_batch(self.out / BAD, self.step.batches, step, why) if main else ""
+        kept = keep_batch(self.out / BAD, self.source.batches, step, why) if main else ""
         if not self.step.guard.stops():
             self.tracker.say(f"step {step + 1} is skipped: {why}; {kept}")
             return

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.batches import Batch, Batches
+from data.batches import Batch
 from data.features.source import FeatureSource, Given
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count
@@ -65,10 +65,10 @@ class Stepper:
 
     def __init__(
         self, trainer: TrainerConfig, objective: ObjectiveConfig, launcher: LauncherConfig, accelerator: Accelerator,
-        head: nn.Module, batches: Batches, source: FeatureSource, width: int,
+        head: nn.Module, source: FeatureSource, width: int,
     ) -> None:  # fmt: skip
         self.trainer, self.objective, self.accelerator = trainer, objective, accelerator
-        self.head, self.batches, self.source, self.width = head, batches, source, width
+        self.head, self.source, self.width = head, source, width
         self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
         self.guard = Guard(trainer, {})
         self.clock = Clock(accelerator.device)
@@ -91,21 +91,24 @@ class Stepper:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
         self.clock.begin()
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
-        micro = [self.drawn(batch, step) for batch in self.batches(step)]
-        mine = sum(torch.stack([each.amount, each.trained.sum((1, 2))]) for _, _, each in micro)
+        micro_batches = self.source(step)
+        sampled = [self.sampled(micro.batch, step) for micro in micro_batches]
+        mine = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
         assert isinstance(mine, Tensor)
         self.clock.lap("data")
         shared: Any = self.accelerator.reduce(mine.to(device), "sum")
         amount, trained = shared.clamp_min(1)
         self.clock.lap("wait")
         totals: dict[str, Tensor] = {}
-        for i, ((batch, anchors, weight), given) in enumerate(zip(micro, self.source(step), strict=True)):
+        for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
+            read = micro.read()
             self.clock.lap("target")
             if halted():
                 return Step(stopped=True, record=None, bad=None)
             self.clock.lap("wait")
             scaled = weight.row.to(device) / amount[:, None, None]
-            loss, sums = self.backward(given, number(batch, step), anchors, scaled, last=i + 1 == len(micro))
+            row_number = number(micro.batch, step)
+            loss, sums = self.backward(read, row_number, anchors, scaled, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
             self.clock.lap("head")
@@ -180,28 +183,28 @@ class Stepper:
         """Return the step's learning rate at this target's width."""
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
-    def drawn(self, batch: Batch, step: int) -> tuple[Batch, Tensor | None, Weights]:
-        """Return a micro-batch with the rows that are drafted from in this step, and what each counts."""
+    def sampled(self, batch: Batch, step: int) -> tuple[Tensor | None, Weights]:
+        """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight."""
         config = self.objective
         useful = trainable(batch.document, batch.mask, config.depths).any(0)
         anchors = draw_anchors(useful, config.anchors, self.trainer.seed, number(batch, step))
-        return batch, anchors, weights(batch.document, batch.mask, anchors, config)
+        return anchors, weights(batch.document, batch.mask, anchors, config)
 
     def backward(
-        self, given: Given, drawn: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
+        self, read: Given, row_number: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add one micro-batch's gradient, `drawn` its rows' numbers; processes average theirs, hence the factor."""
-        config, device, features = self.objective, self.accelerator.device, given.features
+        """Add one micro-batch's gradient; processes average theirs, hence the factor."""
+        config, device, features = self.objective, self.accelerator.device, read.features
         if self.accelerator.mixed_precision == "no":
             dtype = next(self.head.parameters()).dtype
             features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
-        features = noisy(features, config.noise, self.trainer.seed, drawn)
+        features = noisy(features, config.noise, self.trainer.seed, row_number)
         anchors = None if anchors is None else anchors.to(device)
 
         # What dropout leaves out follows from seed and step alone, as all that is drawn: a resumed run sees the same.
-        torch.manual_seed((self.trainer.seed * 1_000_003 + int(drawn[0])) % 2**63)
+        torch.manual_seed((self.trainer.seed * 1_000_003 + int(row_number[0])) % 2**63)
 
-        loss, sums = self.strategy.forward(features, weight, anchors, given.top, last=last)
+        loss, sums = self.strategy.forward(features, weight, anchors, read.top, last=last)
         self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
 

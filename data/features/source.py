@@ -1,7 +1,8 @@
 """From batches to the target's features: where they may come from, and live, right before the head reads them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -77,6 +78,13 @@ class Given(NamedTuple):
     top: TopLaw | None
 
 
+class MicroBatch(NamedTuple):
+    """One micro-batch of a step; `read` gives its features, once, and after those of the micro-batches before it."""
+
+    batch: Batch
+    read: Callable[[], Given]
+
+
 @runtime_checkable
 class Forward(Protocol):
     """What gives features for tokens by a pass: a `Target`."""
@@ -90,16 +98,18 @@ class Forward(Protocol):
 
 @runtime_checkable
 class FeatureSource(Protocol):
-    """What a training loop takes features from.
+    """The micro-batches of a step with the features to train on.
 
     Attributes:
+        batches: which rows a step takes.
         stall: seconds that the caller has waited for features to be read.
     """
 
+    batches: Batches
     stall: float
 
-    def __call__(self, step: int) -> Iterator[Given]:
-        """Yield what the micro-batches of a step train on, in their order."""
+    def __call__(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step, whose features are read when they are asked for."""
         ...
 
     def close(self) -> str:
@@ -113,10 +123,13 @@ class Live:
     def __init__(self, target: Forward, batches: Batches, layers: tuple[int, ...]) -> None:
         self.target, self.batches, self.layers, self.stall = target, batches, layers, 0.0
 
-    def __call__(self, step: int) -> Iterator[Given]:
-        """Yield each micro-batch's features."""
-        for batch in self.batches(step):
-            yield Given(batch_features(self.target, batch, self.layers), None)
+    def __call__(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches; each read is a forward pass of the target."""
+        return [MicroBatch(batch, partial(self.features, batch)) for batch in self.batches(step)]
+
+    def features(self, batch: Batch) -> Given:
+        """Return the features of a micro-batch."""
+        return Given(batch_features(self.target, batch, self.layers), None)
 
     def close(self) -> str:
         """There is nothing to end."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.batches import Batch, Batches
 from data.features.coding import Wanted, join, split, to_given
-from data.features.source import Given
+from data.features.source import Given, MicroBatch
 from data.features.store import DamagedError, FeatureStore, Row
 from data.features.writer import StoreWriter
 
@@ -61,23 +61,25 @@ class Stored:
         self._coming: Iterator[tuple[int, Batch]] = iter(())
         self._told: set[str] = set()
 
-    def __call__(self, step: int) -> Iterator[Given]:
-        """Yield what each micro-batch trains on.
+    def __call__(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step; they and those of the next steps are read ahead from here on.
 
-        Raises:
-            ValueError: a row is missing or damaged, and is not to be computed; it is named.
+        `read` raises a ValueError that names a row that is missing or damaged and is not to be computed.
         """
         if not self._jobs or self._jobs[0].step != step:
             self._coming = self._from(step)
             self._jobs.clear()
             self._fill()
-        while self._jobs[0].step == step:
-            job = self._jobs.popleft()
-            begin = time.perf_counter()
-            rows = job.rows.result()
-            self.stall += time.perf_counter() - begin
-            self._fill()
-            yield self._given(job.batch, rows)
+        return [MicroBatch(batch, self.next) for batch in self.batches(step)]
+
+    def next(self) -> Given:
+        """Return the features of the next micro-batch, which may have to be waited for."""
+        job = self._jobs.popleft()
+        begin = time.perf_counter()
+        rows = job.rows.result()
+        self.stall += time.perf_counter() - begin
+        self._fill()
+        return self._given(job.batch, rows)
 
     def close(self) -> str:
         """Stop reading, write what is kept, and return how many rows were read and computed."""
