@@ -31,6 +31,8 @@ from data.features.source import FeaturesConfig
 from data.inspection import show, write_page
 from data.text.prompts import load_samples, records_to_answer
 from data.text.sources import check_sources
+from heads import head_config
+from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.errors import user_errors
 from heads.common.files import check_writable
@@ -54,9 +56,10 @@ class JobConfig:
 
     Attributes:
         model: the target; its path, dtype, quantize, adapter, device and trust_remote_code are read here.
-        data: a DataConfig.
-        features: a FeaturesConfig; with features=stored the features are extracted.
-        head, objective, trainer: whose feature layers are extracted; the other two are not read.
+        data: the prompts or documents.
+        features: the store; with features=stored the features are extracted.
+        head: whose feature layers are extracted.
+        objective, trainer: not read.
         layers: the feature layers, in place of the head's; null: the head's.
         vllm_prompts: the file to write the packed documents' tokens to, for vLLM; null: none.
         workload: of the training that will read the features; no sample may hold its prompts.
@@ -73,11 +76,11 @@ class JobConfig:
     """
 
     model: ModelConfig
-    data: Any
-    features: Any
-    head: Any
-    objective: Any
-    trainer: Any
+    data: DataConfig
+    features: FeaturesConfig
+    head: HeadConfig
+    objective: dict[str, Any]
+    trainer: dict[str, Any]
     layers: list[int] | None
     vllm_prompts: str | None
     workload: str | None
@@ -112,13 +115,13 @@ class JobConfig:
         return AnswerSettings(self.temperature, self.top_p, *length, self.seed, self.thinking, self.template_args)
 
 
-def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
+def answer(job: JobConfig, out: Path) -> None:
     """Write the target's answers to the training prompts and say how many there are."""
     settings = job.settings()
     state = PartialState(cpu=job.model.device == "cpu", timeout=PATIENCE)
     work = Work(
-        records_to_answer(config, job.limit),
-        source_of(config),
+        records_to_answer(job.data, job.limit),
+        source_of(job.data),
         settings,
         job.batch_size if job.by == "engine" else job.endpoint.concurrency,
         {
@@ -152,19 +155,19 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
     return Engine(target, drafter, settings, job.batch_size)
 
 
-def check_early(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
+def check_early(job: JobConfig) -> None:
     """Check what can be known before anything is loaded: the data, the folders that are written, who drafts.
 
     Raises:
         ValueError: naming the key and the remedy.
     """
-    check_sources(config)
+    check_sources(job.data)
     written = {"answers": job.answers, "vllm_prompts": job.vllm_prompts, "inspect_html": job.inspect_html}
     for key, file in written.items():
         if file is not None:
             check_writable(Path(file).parent, key)
-    if features.path is not None:
-        check_writable(Path(features.path), "features.path")
+    if job.features.path is not None:
+        check_writable(Path(job.features.path), "features.path")
     if job.answers is not None and job.by == "engine":
         device_named(job.model.device)
         check_drafter(job.drafter, job.run, job.tree)
@@ -174,33 +177,32 @@ def check_early(job: JobConfig, config: DataConfig, features: FeaturesConfig) ->
 def main(cfg: DictConfig) -> None:
     """Do what `answers` and `inspect` ask for."""
     with user_errors():
-        run(typed(JobConfig, cfg), typed(DataConfig, cfg.data), typed(FeaturesConfig, cfg.features))
+        run(typed(JobConfig, cfg, ready={"head": head_config(cfg.head)}))
 
 
-def run(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
+def run(job: JobConfig) -> None:
     """Show samples, write answers, extract features, or several of these."""
     if job.inspect_html is not None and job.inspect < 1:
         raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
-    extracting = features.mode != "live" or job.vllm_prompts is not None
+    extracting = job.features.mode != "live" or job.vllm_prompts is not None
     if job.answers is None and job.inspect < 1 and not extracting:
         raise ValueError(
             "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
             "features=stored features.path=FOLDER to extract features"
         )
-    check_early(job, config, features)
+    check_early(job)
     if job.inspect > 0:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
-        samples = list(load_samples(config, tokenizer, max(job.inspect, job.limit or 0)))
-        show(samples, job.inspect, config.length, tokenizer, Console())
+        samples = list(load_samples(job.data, tokenizer, max(job.inspect, job.limit or 0)))
+        show(samples, job.inspect, job.data.length, tokenizer, Console())
         if job.inspect_html is not None:
             write_page(samples, job.inspect, tokenizer, Path(job.inspect_html))
             print(f"{job.inspect_html}: the same samples as a page")
     if job.answers is not None:
-        answer(job, config, Path(job.answers))
+        answer(job, Path(job.answers))
     if extracting:
-        extract_features(
-            job.model, config, features, Layers(job.head, job.layers), job.vllm_prompts, job.workload, print
-        )
+        layers = Layers(job.head, job.layers)
+        extract_features(job.model, job.data, job.features, layers, job.vllm_prompts, job.workload, print)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,13 @@ mtp.py     multi-token prediction: one decoder layer, used again for every depth
 block.py   block-parallel heads: DFlash, JetSpec, DSpark
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from heads.base import HeadConfig
 from heads.block import Block
+from heads.common.typed import typed
+from heads.common.untrusted import shown
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
 from heads.hass import Hass
@@ -30,3 +36,17 @@ HEADS = {
     "eagle": Eagle, "eagle3": Eagle3, "hass": Hass, "medusa": Medusa, "hydra": Hydra, "mlp": Mlp, "mtp": Mtp,
     "block": Block,
 }  # fmt: skip
+
+
+def head_config(values: Any) -> HeadConfig:
+    """Return the Config of the head that `name` in these values chooses, from YAML or from a file.
+
+    Raises:
+        ValueError: there is no such head, or a value is not one of its.
+    """
+    name = values.get("name") if isinstance(values, Mapping) else None
+    if name not in HEADS:
+        raise ValueError(f"head.name is {shown(name)}: choose one of {', '.join(HEADS)}")
+    kind: Any = HEADS[name]
+    config: HeadConfig = typed(kind.Config, values, "head")
+    return config

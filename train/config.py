@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from data.config import DataConfig
 from data.features.source import FeaturesConfig
 from eval.measures.results import LIVE, TIERS
-from heads import HEADS
+from heads import head_config
 from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, Positive, Within
 from heads.common.typed import typed
@@ -223,11 +223,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
         ValueError: a key is unknown, missing or of the wrong type, or a value breaks an invariant.
     """
     data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
-    name = OmegaConf.select(cfg, "head.name")
-    if name not in HEADS:
-        raise ValueError(f"head.name is {name!r}: choose one of {', '.join(HEADS)}")
-    kind: Any = HEADS[name]
-    chosen = {"head": typed(kind.Config, cfg.head), "peft": peft_config(cfg.peft)}  # a name in them chooses their types
+    chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in them chooses their types
     return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
 
 

@@ -130,17 +130,17 @@ def identity(run: RunConfig, target: Target | EmbeddingsOnly, batches: Batches, 
 
 
 def loop_of(
-    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, batches: Batches,
-    source: FeatureSource, prompts: list[list[int]], resolved: dict[str, Any],
+    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, source: FeatureSource,
+    prompts: list[list[int]], resolved: dict[str, Any],
 ) -> Loop:  # fmt: skip
     """Return the run's training loop, ready for its first step or for the one that it was stopped at."""
     evaluator = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
     width = target.embeddings.hidden_size
-    stepper = Stepper(run.trainer, run.objective, run.launcher, accelerator, head, batches, source, width)
+    stepper = Stepper(run.trainer, run.objective, run.launcher, accelerator, head, source, width)
     folder = RunFolder(Path(run.out), run.resume, resolved)
-    run_identity = identity(run, target, batches, accelerator.num_processes)
+    run_identity = identity(run, target, source.batches, accelerator.num_processes)
     return Loop(folder, stepper, target, evaluator, run.tree, run_identity)
 
 
@@ -204,7 +204,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
 
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in prompts]
-    loop_of(run, accelerator, target, head, batches, source, held_out, resolved).train()
+    loop_of(run, accelerator, target, head, source, held_out, resolved).train()
     accelerator.wait_for_everyone()
     if main and run.eval.prompts:
         report(run)

@@ -17,8 +17,8 @@ from data.features.store import FeatureStore, Row, StoreSpec, packed_fingerprint
 from data.features.vllm_features import VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
+from heads.base import HeadConfig
 from heads.common.context import check_rows, context_of
-from heads.common.typed import typed
 from inference.target.config import ModelConfig
 from inference.target.embeddings import final_norm
 from inference.target.embeddings_only import EmbeddingsOnly, load_target
@@ -32,19 +32,19 @@ log = logging.getLogger(__name__)
 class Layers(NamedTuple):
     """Which feature layers to extract: `named`, or if it is None those that the head of a configuration reads."""
 
-    head: Any
+    head: HeadConfig
     named: list[int] | None
 
     def of(self, target: Target | EmbeddingsOnly) -> tuple[int, ...]:
         """Return the layers for a target.
 
         Raises:
-            ValueError: the target has no such layer, or the head's configuration is wrong.
+            ValueError: the target has no such layer, or not the layers of the head's configuration.
         """
         if self.named is None:
-            kind: Any = HEADS[self.head["name"]]
+            kind: Any = HEADS[self.head.name]
             with torch.device("meta"):
-                layers: tuple[int, ...] = kind(typed(kind.Config, self.head), target.embeddings).feature_layers
+                layers: tuple[int, ...] = kind(self.head, target.embeddings).feature_layers
             return layers
         count = target.spec.num_layers
         if any(not 0 <= layer < count for layer in self.named) or len(set(self.named)) < len(self.named):
