@@ -13,4 +13,5 @@ text_stream.py    tokens to text as they come
 run.py            the command: generate or chat
 painter.py        a generation printed while it is made, in the colour of who wrote each token
 protocol.py       what a draft source is: the protocol and its records
+tree_config.py    the configuration of a tree policy
 """

@@ -100,7 +100,7 @@ def _several(
     """Decode requests in a continuous batch."""
     for prompt, _ in requests:
         check_prompt(target, prompt)
-    batch = batch_of(target, drafter, requests[0][0], min(batch_size, len(requests)))
+    batch = batch_of(target, drafter, min(batch_size, len(requests)))
     waiting = deque(enumerate(requests))
     made: dict[int, Generation] = {}
     reported = [0] * len(requests)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inference.limits import check_prompt, check_size
-from inference.protocol import Commit, Context, Drafter, Proposal, Verified
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -102,7 +102,7 @@ class Session:
         check_prompt(target, prompt)
         self.target, self.drafter, self.settings = target, drafter, settings
         self.layers = drafter.feature_layers
-        self.layers = drafter.feature_layers
+        self.state: DrafterState  # the drafter's for this sequence, from the prefill on
         self.cache = target.cache() if cache is None else cache
         self.context = list(prompt)
         self.rng: Rng = Generator(settings.seed, target.device)
@@ -126,7 +126,7 @@ class Session:
     def prefill(self) -> None:
         """Run the prompt and choose the first token; the drafter sees every prompt row with the token that follows."""
         start = self.clock()
-        self.drafter.reset(self.context)
+        self.state = self.drafter.start(self.context)
         token = torch.tensor(self.context, device=self.target.device)
         out = self.target.prefill(token, self.cache, self.layers)
         root = trees.root(self.context[-1], self.target.device)
@@ -134,7 +134,7 @@ class Session:
         first = decide(root, scores, None, self.settings.sampling, self.rng).token
         self.emit([first], ["prefill"], scores)
         following = torch.cat([token[1:], token.new_tensor([first])])
-        self.drafter.observe(Commit(following, out, None))
+        self.state.update(Commit(following, out, None))
         self.made.prefill_s = self.clock() - start
 
     def draft(self) -> Proposal:
@@ -144,7 +144,7 @@ class Session:
         self.prefix = self.cache.length
         if self.target.switch is not None:
             room = self.target.switch.room(self.prefix, room)
-        proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
+        proposal = self.state.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
         check_size(self.target, len(proposal.tree.token), self.drafter.name)
         self.draft_s = self.clock() - begin
         return proposal
@@ -192,7 +192,7 @@ class Session:
         if not self.made.finish:
             rows = TargetOutput(out.hidden[:, index], out.last[:, index], None)
             seen = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
-            self.drafter.observe(Commit(following, rows, seen))
+            self.state.update(Commit(following, rows, seen))
         draft_s, other_s = self.draft_s + self.clock() - settled, settled - begin
         accepted = min(len(path) - 1, committed)
         ranks = (

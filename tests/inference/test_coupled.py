@@ -11,7 +11,7 @@ from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import grow
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.verification.rng import Coupled, Generator
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, children
@@ -44,20 +44,13 @@ PRODUCT = [
 ]
 
 
-class Guess:
+class Guess(Drafter, DrafterState):
     """Drafts fixed tokens, right or wrong, without laws."""
 
     name, tree = "guess", "chain-3"
-    feature_layers: tuple[int, ...] = ()
 
-    def reset(self, prompt: list[int]) -> None:
-        self.length = len(prompt)
-
-    def forget(self) -> None:
-        pass
-
-    def observe(self, commit: Commit) -> None:
-        pass
+    def start(self, prompt: list[int]) -> "Guess":
+        return self
 
     def propose(self, context: Context) -> Proposal:
         ahead = [(3 * i + len(context.token)) % toys.VOCAB for i in range(min(3, context.room))]
@@ -101,23 +94,16 @@ def test_the_text_is_the_seeds() -> None:
     assert autoregress(toys.target(), toys.prompt(0), settings("T1.5", 1)).tokens == text[1]
 
 
-class Twin:
+class Twin(Drafter, DrafterState):
     """A draft head's stand-in whose law is nearly the target's: it runs the target itself, with a little noise."""
 
     name, tree = "twin", "chain-1"
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, coupled: bool) -> None:
         self.coupled = coupled
 
-    def reset(self, prompt: list[int]) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def observe(self, commit: Commit) -> None:
-        pass
+    def start(self, prompt: list[int]) -> "Twin":
+        return self
 
     def propose(self, context: Context) -> Proposal:
         target = toys.target()
