@@ -257,7 +257,7 @@ def redrawn(target_law: Float[Tensor, "V"], rng: Generator, count: int) -> list[
     """
     best = int(target_law.argmax())
     accepted = [rng.accept(float(target_law[best])) for _ in range(count)]
-    drawn = rng.draw(target_law.expand(count, -1))
+    drawn = rng.sample(target_law.expand(count, -1))
     return [best if kept else token for kept, token in zip(accepted, drawn, strict=True)]
 
 

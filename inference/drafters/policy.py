@@ -177,7 +177,7 @@ def _drawn(law: Float[Tensor, "K V"], width: int, depth: int, replacement: bool,
     """Draw each node's children, in order."""
     if not replacement:
         return rng.distinct(law, width, depth)
-    drawn = rng.draw(law.repeat_interleave(width, 0), depth)
+    drawn = rng.sample(law.repeat_interleave(width, 0), depth)
     return torch.tensor(drawn, device=law.device).view(-1, width)
 
 

@@ -74,7 +74,7 @@ class Laws:
         path, bonus = verify(tree, torch.stack([self.p(made, sampling) for made in paths]), q, rng)
         emitted = [int(tree.token[node]) for node in path[1:]] + [bonus]
         while len(emitted) < self.horizon:
-            emitted.append(rng.draw(self.p(tuple(emitted), sampling)[None])[0])
+            emitted.append(rng.sample(self.p(tuple(emitted), sampling)[None])[0])
         return tuple(emitted[: self.horizon])
 
     def expected(self, sampling: Sampling) -> dict[tuple[int, ...], float]:

@@ -129,7 +129,7 @@ def race(kind: type[Coupled], laws: Tensor, seeds: int) -> Tensor:
     drawn = []
     for seed in range(seeds):
         rng = kind(seed, CPU, lambda: 7)
-        drawn.append([rng.draw(law[None], depth)[0] for depth, law in enumerate(laws, 1)])
+        drawn.append([rng.sample(law[None], depth)[0] for depth, law in enumerate(laws, 1)])
     return torch.tensor(drawn)
 
 
@@ -165,7 +165,7 @@ def test_acceptance_is_the_couplings() -> None:
     count, agreed = 4000, 0
     for seed in range(count):
         rng = Coupled(seed, CPU, lambda: 0)
-        agreed += rng.draw(p[None]) == rng.draw(q[None])
+        agreed += rng.sample(p[None]) == rng.sample(q[None])
     assert abs(agreed / count - expected) < 4 * (expected * (1 - expected) / count) ** 0.5
     assert expected < 1 - 0.5 * float((p - q).abs().sum())  # the price of invariance
 
@@ -181,16 +181,16 @@ def test_the_output_is_the_targets_whatever_is_drafted() -> None:
             rng = Coupled(seed, CPU, lambda: 3)
             path, token = verify(tree, laws, None, rng, "coupled")
             text = [int(tree.token[node]) for node in path[1:]] + [token]
-            assert text == [rng.draw(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
+            assert text == [rng.sample(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
 
 
 def test_noise_is_keyed_by_position_and_not_by_call() -> None:
     one, other = (Coupled(5, CPU, lambda: 10) for _ in range(2))
     law = torch.full((1, 50), 0.02)
-    forward = [one.draw(law, depth) for depth in (1, 2, 3)]
-    assert [other.draw(law, depth) for depth in (3, 2, 1)] == forward[::-1]
+    forward = [one.sample(law, depth) for depth in (1, 2, 3)]
+    assert [other.sample(law, depth) for depth in (3, 2, 1)] == forward[::-1]
     later = Coupled(5, CPU, lambda: 12)
-    assert later.draw(law, 1) == forward[2]
+    assert later.sample(law, 1) == forward[2]
     assert one.distinct(law, 3, 2)[0, 0] == forward[1][0]
     assert Coupled(5, CPU, lambda: 0).distinct(torch.tensor([[0.0, 1.0, 0.0]]), 3).tolist() == [[1, -1, -1]]
 
@@ -212,6 +212,6 @@ def test_policies_race_their_laws_against_the_noise_of_each_depth(tree: str) -> 
 def test_every_position_draws_by_itself() -> None:
     """What is drafted ahead at a position is the same when asked again, and says nothing of the next one's draft."""
     law = torch.full((1, 500), 0.002)
-    drawn = [tuple(Generator(5, CPU).at(position, CPU).draw(law)) for position in (*range(20), *range(20))]
+    drawn = [tuple(Generator(5, CPU).at(position, CPU).sample(law)) for position in (*range(20), *range(20))]
     assert drawn[:20] == drawn[20:]
     assert len(set(drawn)) > 15
