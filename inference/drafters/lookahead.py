@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al., arXiv 2402.02057): n-grams that the target writes itself, by Jacobi iteration."""
+"""Lookahead decoding (Fu et al., arXiv 2402.02057): n-grams from Jacobi iteration of the target."""
 
 import random
 from dataclasses import dataclass
@@ -74,12 +74,12 @@ class Window(DrafterState):
 
     def collect(self, ngram: list[int]) -> None:
         """Put an n-gram into the pool as its token's latest."""
-        known = self.pool.setdefault(ngram[0], {})
+        ngrams = self.pool.setdefault(ngram[0], {})
         rest = tuple(ngram[1:])
-        known.pop(rest, None)
-        known[rest] = None
-        if len(known) > self.config.guesses:
-            del known[next(iter(known))]
+        ngrams.pop(rest, None)
+        ngrams[rest] = None
+        if len(ngrams) > self.config.guesses:
+            del ngrams[next(iter(ngrams))]
 
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
@@ -113,25 +113,25 @@ class Window(DrafterState):
 
 
 def window(levels: int, width: int, nodes: int, device: torch.device) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R M"]]:
-    """Return for each rider, level by level, its distance from the root, and which tree nodes and riders it sees."""
-    place = torch.arange(1, levels * width, device=device)
-    level, column = place // width, place % width
+    """Return each look-ahead token's distance from the root, level by level, and which nodes and tokens it sees."""
+    index = torch.arange(1, levels * width, device=device)
+    level, column = index // width, index % width
     before = (level == 0) & (column <= column[:, None])
     above = (column == column[:, None]) & (level <= level[:, None])
-    root = (torch.arange(nodes, device=device) == 0).expand(len(place), -1)
+    root = (torch.arange(nodes, device=device) == 0).expand(len(index), -1)
     return level + column, torch.cat([root, before | above], 1)
 
 
 def merge(root: int, sequences: list[tuple[int, ...]], device: torch.device) -> DraftTree:
     """Return the tree of all the sequences, common beginnings once."""
     token, parent = [root], [-1]
-    known: dict[tuple[int, int], int] = {}
+    node_of: dict[tuple[int, int], int] = {}
     for sequence in sequences:
         node = 0
         for drafted in sequence:
-            if (node, drafted) not in known:
-                known[node, drafted] = len(token)
+            if (node, drafted) not in node_of:
+                node_of[node, drafted] = len(token)
                 token.append(drafted)
                 parent.append(node)
-            node = known[node, drafted]
+            node = node_of[node, drafted]
     return DraftTree(torch.tensor(token, device=device), torch.tensor(parent, device=device))

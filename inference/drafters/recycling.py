@@ -18,7 +18,7 @@ class Recycling(Drafter):
     """Fills a fixed tree, level by level, from the target's top candidates after each token.
 
     Every node of a verified tree, the rejected ones too, renews its token's row with the target's logits there; of
-    equal tokens the last node counts. Candidates that are not known yet are not drafted. Memory: `candidates` token
+    equal tokens the last node counts. A token that was not met yet has no candidates. Memory: `candidates` token
     ids for each token that was met, at most the vocabulary.
     """
 
@@ -38,9 +38,9 @@ class Recycling(Drafter):
             """Check the tree and that the candidates can fill it."""
             if not self.paths:
                 raise ValueError("drafter.recycling.paths is empty: give at least one path")
-            known = {tuple(path) for path in self.paths}
+            paths = {tuple(path) for path in self.paths}
             for path in self.paths:
-                if len(path) > 1 and tuple(path[:-1]) not in known:
+                if len(path) > 1 and tuple(path[:-1]) not in paths:
                     raise ValueError(f"drafter.recycling.paths holds {path} without its parent {path[:-1]}: add it")
                 if not path or not 0 <= path[-1] < self.candidates:
                     raise ValueError(
@@ -104,17 +104,17 @@ class RecyclingState(DrafterState):
         for node, (depth, above, rank) in enumerate(self.drafter.nodes, 1):
             if depth > context.room:
                 break
-            known = self.candidates.get(token[number[above]]) if above in number else None
-            if known is not None:
+            followers = self.candidates.get(token[number[above]]) if above in number else None
+            if followers is not None:
                 number[node] = len(token)
-                token.append(known[rank])
+                token.append(followers[rank])
                 parent.append(number[above])
         device = self.drafter.device
         return Proposal(DraftTree(torch.tensor(token, device=device), torch.tensor(parent, device=device)))
 
 
 def top_tokens(logits: Float[Tensor, "N V"], count: int) -> Int[Tensor, "N K"]:
-    """Return the `count` likeliest tokens of each row, the likeliest first.
+    """Return the top `count` tokens of each row, the best first.
 
     On a CPU a maximum is cheap and a search for the k largest is not. So the columns of the vocabulary, folded into
     rows of `FOLD`, are searched by their maxima: only those that are among the `count` highest can hold what is sought.

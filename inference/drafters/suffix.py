@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from inference.drafters.suffix_tree import Place, SuffixTree
+from inference.drafters.suffix_tree import Locus, SuffixTree
 from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.tokenizer import Reads
 from inference.verification.tree import DraftTree
@@ -115,7 +115,7 @@ class SuffixState(DrafterState):
         self.drafter, self.config = drafter, drafter.config
         self.text: list[int] = []
         self.answer = len(prompt)  # where the output begins that will be remembered
-        self.past_matches: list[Place] = []
+        self.past_matches: list[Locus] = []
         self.suffixes = SuffixTree(self.config.depth)
         self.suffixes.start()
         self.extend(prompt)
@@ -144,8 +144,8 @@ class SuffixState(DrafterState):
         for token in tokens:
             self.past_matches = self.drafter.past.advance(self.past_matches, token)
 
-    def improve(self, best: Draft, matches: list[Place], room: int) -> Draft:
-        """Return the best draft from the places where suffixes of the text end, shortest first, or the one at hand.
+    def improve(self, best: Draft, matches: list[Locus], room: int) -> Draft:
+        """Return the best draft from the loci where suffixes of the text end, shortest first, or the one at hand.
 
         Of equal scores the longer match's stands, and the one at hand before all.
         """
@@ -164,9 +164,9 @@ class SuffixState(DrafterState):
         return best
 
 
-def _path(place: Place, budget: int, floor: float) -> Draft:
+def _path(locus: Locus, budget: int, floor: float) -> Draft:
     """Follow the most frequent child while the path stays likely enough."""
-    (node, used), probability, score = place, 1.0, 0.0
+    (node, used), probability, score = locus, 1.0, 0.0
     token: list[int] = []
     while len(token) < budget:
         if used == node.length:
@@ -183,29 +183,29 @@ def _path(place: Place, budget: int, floor: float) -> Draft:
     return Draft(token, list(range(-1, len(token) - 1)), score)
 
 
-def _tree(place: Place, budget: int, floor: float) -> Draft:
-    """Take the likeliest continuations first, wherever they branch off."""
+def _tree(locus: Locus, budget: int, floor: float) -> Draft:
+    """Take the most probable continuations first, wherever they branch off."""
     token: list[int] = []
     parent: list[int] = []
-    queue: list[tuple[float, int, Place, int]] = []  # of equals the one that was found first
+    queue: list[tuple[float, int, Locus, int]] = []  # of equals the one that was found first
     serial = itertools.count()
     probability, score, at = 1.0, 0.0, -1
     while True:
-        for share, below in _continuations(place):
+        for share, below in _continuations(locus):
             if probability * share >= floor:
                 heapq.heappush(queue, (-probability * share, next(serial), below, at))
         if not queue or len(token) >= budget:
             return Draft(token, parent, score)
-        negative, _, place, above = heapq.heappop(queue)
+        negative, _, locus, above = heapq.heappop(queue)
         probability, at = -negative, len(token)
-        token.append(place.node.text[place.node.start + place.used - 1])
+        token.append(locus.node.text[locus.node.start + locus.used - 1])
         parent.append(above)
         score += probability
 
 
-def _continuations(place: Place) -> list[tuple[float, Place]]:
-    """Return the places one token further, each with its share of the occurrences."""
-    node, used = place
+def _continuations(locus: Locus) -> list[tuple[float, Locus]]:
+    """Return the loci one token further, each with its share of the occurrences."""
+    node, used = locus
     if used < node.length:
-        return [(1.0, Place(node, used + 1))]
-    return [(child.count / node.count, Place(child, 1)) for child in node.children.values()]
+        return [(1.0, Locus(node, used + 1))]
+    return [(child.count / node.count, Locus(child, 1)) for child in node.children.values()]

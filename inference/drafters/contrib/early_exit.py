@@ -108,17 +108,17 @@ class Drafting:
         rows: list[int] = []
         leaves: list[int] = []
         for node, (token, parent) in enumerate(zip(tree.token.tolist(), tree.parent.tolist(), strict=True)):
-            known = self.number.get((rows[parent] if parent >= 0 else -1, token))
-            if known is None:
-                known = self.count + len(leaves)
+            row = self.number.get((rows[parent] if parent >= 0 else -1, token))
+            if row is None:
+                row = self.count + len(leaves)
                 leaves.append(node)
-            rows.append(known)
+            rows.append(row)
         if leaves:
-            lineage = trees.ancestors(tree)[leaves]
-            seen = lineage.new_zeros(len(leaves), self.count + len(leaves))
-            seen[:, rows] = lineage
+            ancestors = trees.ancestors(tree)[leaves]
+            seen = ancestors.new_zeros(len(leaves), self.count + len(leaves))
+            seen[:, rows] = ancestors
             above = [rows[parent] for parent in tree.parent[leaves].tolist()]
-            self.run(tree.token[leaves], above, self.prefix + lineage.sum(-1) - 1, seen)
+            self.run(tree.token[leaves], above, self.prefix + ancestors.sum(-1) - 1, seen)
         self.cache.keep(self.prefix, rows, self.layers)
         return Entered(self.layers, torch.cat(self.hidden)[rows])
 

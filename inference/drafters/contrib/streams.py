@@ -1,9 +1,9 @@
 """Speculative streams as a draft source (Bhendawade et al., arXiv 2402.11131; see stream_layers.py).
 
-Every node of a tree is verified with its streams as riders behind it, so the pass that accepts a node has drafted what
-may follow its bonus token already. Streams know nothing of each other's tokens, as Medusa's heads do not, so a tree
-grows from the product of their laws. The prefill takes no riders: the first step drafts nothing and only brings the
-streams of its root along.
+Every node of a tree is verified with its streams behind it as look-ahead tokens, so the pass that accepts a node has
+drafted what may follow its bonus token already. Streams know nothing of each other's tokens, as Medusa's heads do not,
+so a tree grows from the product of their probs. The prefill takes no look-ahead tokens: the first step drafts nothing
+and only brings the streams of its root along.
 """
 
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class StreamsState(DrafterState):
         node = torch.arange(size, device=tree.token.device).repeat_interleave(self.depth)
         stream = torch.arange(1, self.depth + 1, device=node.device).repeat(size)
         offset = lineage.sum(-1)[node] - 1 + stream
-        fits = offset < room  # what a stream drafts stands one place further than the stream
+        fits = offset < room  # what a stream drafts stands one position further than the stream
         self.node, stream = node[fits], stream[fits]
         if not len(stream):
             return None
@@ -85,14 +85,14 @@ class StreamsState(DrafterState):
 
 
 class Drafted:
-    """The laws that one node's streams gave, by depth; what a tree grows from."""
+    """The logits that one node's streams gave, by depth; what a tree grows from."""
 
     def __init__(self, logits: Float[Tensor, "G V"]) -> None:
         self.logits = logits
         self.max_depth = len(logits)
 
     def level(self, depth: int, nodes: int) -> Level:
-        """Return the law of the tokens at `depth`, the same under every node."""
+        """Return the logits of the tokens at `depth`, the same under every node."""
         logits = self.logits[depth - 1].expand(nodes, -1)
         return Level(logits, logits[:, :0], ())
 
