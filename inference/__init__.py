@@ -6,7 +6,7 @@ target/           the frozen target: loading, placement, cache, forward passes, 
 verification/     trees, verification rules, sampling and random numbers: pure functions of tensors
 chat_template.py  its chat template rendered under limits: a program from outside
 limits.py         what fits into its context
-session.py        one sequence: draft, score, settle
+session.py        one sequence: draft, verify, commit
 batch.py          sequences that enter and leave, one target pass over all
 decode.py         speculate() and autoregress(), one engine
 text_stream.py    tokens to text as they come

@@ -49,14 +49,14 @@ class Batch:
                 self.rows[self.rows.index(row)] = last
 
     def step(self) -> None:
-        """Let every drafter propose, run one target pass over all, and settle each."""
+        """Let every drafter propose, run one target pass over all, and commit each."""
         sessions = [row.session for row in self.rows]
         proposals = [session.draft() for session in sessions]
-        # A draft that has a pass of its own (some layers already run, other layers for its riders) shares none.
-        own = any(each.entered is not None or (each.look_ahead and each.look_ahead.stack) for each in proposals)
+        # A draft whose nodes have entered already, or whose look-ahead tokens run through other layers, shares no pass.
+        unshared = any(each.entered is not None or (each.look_ahead and each.look_ahead.stack) for each in proposals)
         switch = self.target.switch
         apart = switch is not None and not switch.shared([session.prefix for session in sessions])
-        if own or apart or len(sessions) == 1:
+        if unshared or apart or len(sessions) == 1:
             for session, proposal in zip(sessions, proposals, strict=True):
                 session.verify(proposal)
             return
@@ -66,7 +66,7 @@ class Batch:
         )
         share = (sessions[0].clock() - begin) / len(sessions)
         for session, proposal, out in zip(sessions, proposals, outs, strict=True):
-            session.settle(proposal, out, share)
+            session.commit(proposal, out, share)
 
 
 def batch_of(target: Target, drafter: Drafter, size: int) -> Batch:
