@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.text.records import parse
-from eval.endpoint.client import Answer, Asked, requests_of
+from eval.endpoint.client import Answer, Request, requests_of
 from eval.endpoint.counters import Verified
 from eval.endpoint.rows import Runs, Session, Timed, differs, row_of, text_gate
 from eval.measures.losslessness import UNCHECKED
@@ -200,7 +200,7 @@ def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.Ca
 
 def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> None:
     """All requests alike, so that the intervals are points: ten tokens after the first, in a quarter of the time."""
-    asked = [Asked(str(i), "", i, "", {}) for i in range(4)]
+    asked = [Request(str(i), "", i, "", {}) for i in range(4)]
     of = Session("log", 0.0, 1, 0, 0, asked)
     drafts = Verified(5, 5, 10, (5,))
 
