@@ -97,7 +97,7 @@ class Endpoint:
     def _reply(self, talk: Conversation) -> Reply:
         body = {
             "model": self.model,
-            "messages": talk.asked,
+            "messages": talk.prompt,
             "temperature": self.settings.temperature,
             "top_p": self.settings.top_p if self.settings.temperature else 1.0,
             "max_tokens": self.settings.max_new_tokens,
