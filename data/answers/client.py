@@ -5,7 +5,6 @@ retried with exponential back-off and jitter, or after the time that the server 
 """
 
 import io
-import itertools
 import json
 import random
 import socket
@@ -198,7 +197,7 @@ class Client:
             (name,) = models
         if name is None or name not in models:
             missing = "" if name is None else f", not {name}"
-            names = ", ".join(itertools.islice(models, FEW))[:SHOWN] or "no model"
+            names = ", ".join(list(models)[:FEW])[:SHOWN] or "no model"
             raise ValueError(f"{self.url} serves {names}{missing}; name what it serves: {self.options}.model=NAME")
         context = models[name].get("max_model_len")
         return name, context if isinstance(context, int) and context > 0 else UNKNOWN_CONTEXT
@@ -212,7 +211,8 @@ class Client:
         """
         for attempt in range(self.config.retries + 1):
             try:
-                return self._send(method, path, body)
+                with self._exchange(method, path, body) as response:
+                    return self._read_reply(response, path)
             except EndpointError as failure:
                 pause = min(self.config.max_wait, self.config.backoff * 2**attempt * random.uniform(0.5, 1.5))
                 pause = pause if failure.after is None else failure.after
@@ -232,9 +232,7 @@ class Client:
         """
         with self._exchange("POST", path, body) as response:
             if response.status != 200 or EVENTS not in response.headers.get("Content-Type", ""):
-                content = _read(response)
-                self._check(response, path, content)
-                yield read_object(content)
+                yield self._read_reply(response, path)
                 return
             for line in _lines(response):
                 event = line.strip().removeprefix(b"data:").strip()
@@ -267,14 +265,9 @@ class Client:
                 raise EndpointError("timeout", f"no whole reply within {self.config.timeout:g} s", True) from error
             raise EndpointError("unreachable", f"{type(reason).__name__}: {reason}", True) from error
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        with self._exchange(method, path, body) as response:
-            content = _read(response)
-        self._check(response, path, content)
-        return read_object(content)
-
-    def _check(self, response: HTTPResponse, path: str, content: bytes) -> None:
-        """Refuse a reply whose status is not 200."""
+    def _read_reply(self, response: HTTPResponse, path: str) -> dict[str, Any]:
+        """Return the JSON object in a response, whose status must be 200."""
+        content = _read(response)
         text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers echo the key
         if response.status in REMEDIES:
             remedy = REMEDIES[response.status].format(by=self.by, options=self.options)
@@ -283,6 +276,7 @@ class Client:
             after = retry_after(response.headers.get("Retry-After", ""))
             temporary = response.status in TEMPORARY or response.status >= 500
             raise EndpointError(f"http_{response.status}", text, temporary, after)
+        return read_object(content)
 
 
 def _pieces(response: HTTPResponse) -> Iterator[bytes]:

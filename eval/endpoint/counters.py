@@ -59,11 +59,6 @@ class Counters:
     finished: float | None
     started: float | None
 
-    @property
-    def depth(self) -> int:
-        """Depth of a draft as far as it is counted."""
-        return len(self.by_depth)
-
 
 @dataclass(frozen=True)
 class Verified:
@@ -130,7 +125,7 @@ def read_counters(page: str) -> Counters | None:
 def restarted(before: Counters, after: Counters) -> bool:
     """Whether the server restarted between two readings: a counter fell or is missing, or the process is another."""
     pairs = [(getattr(before, key), getattr(after, key)) for key in ("drafts", "draft_tokens", "accepted", "finished")]
-    pairs += zip(before.by_depth, (*after.by_depth, *[None] * before.depth), strict=False)
+    pairs += zip_longest(before.by_depth, after.by_depth)
     fell = any(old is not None and (new is None or new < old) for old, new in pairs)
     return fell or before.engine != after.engine or before.started != after.started
 
@@ -149,12 +144,11 @@ def between(before: Counters, after: Counters, decoded: int) -> Verified:
         drafted = None if after.width is None else passes * (round(after.width) - 1)
         return Verified(passes, max(decoded - passes, 0), drafted, ())
     accepted = round((after.accepted or 0) - (before.accepted or 0))
-    old = (*before.by_depth, *[0.0] * after.depth)
     return Verified(
         passes=max(passes, decoded - accepted),
         accepted=accepted,
         drafted=round((after.draft_tokens or 0) - (before.draft_tokens or 0)),
-        by_depth=tuple(round(new - was) for new, was in zip(after.by_depth, old, strict=False)),
+        by_depth=tuple(round(new - old) for new, old in zip_longest(after.by_depth, before.by_depth, fillvalue=0.0)),
     )
 
 
