@@ -59,7 +59,7 @@ class Runs(NamedTuple):
     def by_request(self, indices: Sequence[int]) -> list[Verified]:
         """Return each request's counts of drafts, summed over its repeats; nothing if one of them is unknown."""
         counts = [[run.verified for run in self.answers[i] if run.verified is not None] for i in indices]
-        complete = all(len(known) == len(self.answers[i]) for known, i in zip(counts, indices, strict=True))
+        complete = all(len(repeats) == len(self.answers[i]) for repeats, i in zip(counts, indices, strict=True))
         return [together(repeats) for repeats in counts] if complete else []
 
 
