@@ -30,10 +30,7 @@ STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Configure the optimisation.
-
-    Batches are in tokens, intervals in steps; `min_lr` is a fraction of `lr`, `warmup` of `steps`.
-    """
+    """Configure training: batches in tokens, intervals in steps, `min_lr` relative to `lr`, `warmup` to `steps`."""
 
     steps: Count
     batch_tokens: Count

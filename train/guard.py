@@ -17,7 +17,7 @@ from data.features.store_files import write_whole
 from train.config import TrainerConfig
 
 BAD = "bad"
-WINDOW = 50  # good steps whose median a spike is measured by; before there are as many nothing is a spike
+WINDOW = 50  # good steps whose median is the reference for a spike; with fewer no spike is detected
 
 
 class Guard:

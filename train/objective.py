@@ -40,10 +40,10 @@ def objective(
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
     Args:
-        head: whose `score` makes logits of the drafts' states.
-        drafts: what it unrolled, one entry a depth.
+        head: its `score` computes logits from the drafts' states.
+        drafts: its unrolled drafts, one entry a depth.
         features: the batch; `last` gives the teacher through the target's lm_head.
-        weight: what each row counts at each depth; rows of weight 0 are left out.
+        weight: the weight of each row at each depth; rows of weight 0 are left out.
         config: the losses.
         chunk: logits of a chunk, AUTO by the device; None takes all rows at once by plain autograd: the reference.
         top: the teacher where a store kept the top-k tokens of each row; None computes it from `last`.
@@ -95,11 +95,7 @@ def dpace(work: "Work", states: list[Tensor]) -> Float[Tensor, "d N"]:
 
 
 class Pick(NamedTuple):
-    """The trained rows of one depth whose teachers are in a chunk.
-
-    `source` are the rows and `teacher` their teachers' rows, both in the flattened batch; `position` are the teachers'
-    indices in the chunk.
-    """
+    """The trained rows `source` of one depth whose `teacher` rows are in a chunk, there at `position`."""
 
     teacher: Int[Tensor, "R"]
     position: Int[Tensor, "R"]
@@ -123,7 +119,7 @@ class Work(NamedTuple):
         return max(1, min(ROWS, self.chunk // self.head.embeddings.vocab_size))
 
     def used(self) -> Int[Tensor, "n"]:
-        """Return the rows that are teachers of a trained row."""
+        """Return the rows that are the teacher of a trained row."""
         teaches = torch.zeros(self.weight.shape[1], dtype=torch.bool, device=self.weight.device)
         for depth, weight in enumerate(self.weight, 1):
             teaches[depth:] |= weight[:-depth] > 0
@@ -220,11 +216,8 @@ class _Chunked(torch.autograd.Function):
                         fields = [
                             None if x is None else x.detach()[pick.source] for x in inputs[first : first + FIELDS]
                         ]
-                        leaves = {
-                            first + i: x.requires_grad_()
-                            for i, x in enumerate(fields)
-                            if x is not None and needs_grad[first + i]
-                        }
+                        leaves = {i: x for i, x in enumerate(fields, first) if x is not None and needs_grad[i]}
+                        leaves = {i: x.requires_grad_() for i, x in leaves.items()}
                         loss, depth_sums = work.depth(d, fields, pick, probs)
                     losses, sums[:, d] = losses + loss.detach(), sums[:, d] + depth_sums
                     targets = [*leaves.values(), *trained]

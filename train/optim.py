@@ -73,7 +73,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the optimiser that the trainer asks for."""
+    """Return the optimiser of `trainer.optimizer`."""
     return MuonAndAdamW(head, config) if config.optimizer == "muon" else adamw(head, config)
 
 

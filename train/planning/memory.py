@@ -79,7 +79,7 @@ def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict
         trace: the head's sizes.
         layout: the strategy and the processes.
         muon: one moment instead of two for the matrices between hidden states.
-        averaged: whether a running average is kept, sharded as the weights are.
+        averaged: whether there is a running average, sharded as the weights are.
     """
     count, world, whole = trace.trained, layout.world, trace.weights
     moments = (trace.trained + trace.vectors) / count if muon else 2.0
