@@ -24,7 +24,7 @@ from heads.modules.vocab import Readout, draft_vocabulary
 
 
 class Eagle(nn.Module):
-    """The EAGLE head. Its feature is `Features.last`; the embedding stays the target's and frozen."""
+    """The EAGLE head. It reads `Features.last`; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)
     class Config:
@@ -53,7 +53,7 @@ class Eagle(nn.Module):
         self.config, self.attentions = config, config.layers
         self._embeddings = (
             embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        )  # in a tuple, so that the target's embeddings are no submodule and never trained or saved
         width, shape = embeddings.hidden_size, layer_shape(config, embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList(
@@ -73,7 +73,7 @@ class Eagle(nn.Module):
         return features.last
 
     def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
-        """Return nothing: the true rows are those of depth 1."""
+        """Return nothing: the rows of depth 1 are the context."""
         return ()
 
     def advance(

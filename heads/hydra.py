@@ -47,7 +47,7 @@ class Branch(nn.Module):
         self.entry = EntryBlock(input_width, width)
         self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(min(count - 1, 1) if tied else count - 1))
         self.repeat = count - 1 if tied else 1
-        with torch.no_grad():  # begin, as Medusa does, near the summary itself
+        with torch.no_grad():  # start, as Medusa does, near the summary itself
             self.entry.res_connection.weight[:, :width] = torch.eye(width)
 
     def forward(self, x: Float[Tensor, "*n X"]) -> Float[Tensor, "*n D"]:
@@ -76,7 +76,7 @@ class Prefix(nn.Module):
         return features.last
 
     def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
-        """Return nothing: the rows are the layer's own."""
+        """Return nothing: the layer's own rows are the context."""
         return ()
 
     def advance(
@@ -123,7 +123,7 @@ class Hydra(nn.Module):
         self.config, self.max_depth = config, config.heads
         self._embeddings = (
             embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        )  # in a tuple, so that the target's embeddings are no submodule and never trained or saved
         width = embeddings.hidden_size
         self.prefix = Prefix(config, width, layer_shape(config, embeddings)) if config.prefix else None
         self.branches = nn.ModuleList(
@@ -178,7 +178,7 @@ class Hydra(nn.Module):
         parent: Int[Tensor, "N"],
         mask: Bool[Tensor, "N M"],
     ) -> Level:
-        """Score the next depth from what the parents' head read and the nodes' tokens."""
+        """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
         del state, mask
         return self._level(self.joined(level.hidden[parent], token))
 

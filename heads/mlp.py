@@ -35,7 +35,7 @@ class ShiftedNorm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The speculator. It reads `Features.last`; table and lm_heads are its own."""
+    """The MLP speculator. It reads `Features.last`; table and lm_heads are its own."""
 
     @dataclass(frozen=True)
     class Config:
@@ -55,7 +55,7 @@ class Mlp(nn.Module):
         self.config, self.max_depth = config, config.heads
         self._embeddings = (
             embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        )  # in a tuple, so that the target's embeddings are no submodule and never trained or saved
         width = embeddings.hidden_size
         inner = config.inner or width
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)

@@ -23,7 +23,7 @@ def visible(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
 def ahead(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *rest"]:
     """Return row t+count of `x` at row t; the last `count` rows, which have none, repeat the last row.
 
-    `valid` is false for those, so what stands there never matters.
+    `valid` is false for those, so their values never matter.
     """
     if count == 0:
         return x
@@ -42,7 +42,7 @@ def drafted_token(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:
 
 
 def label(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:
-    """Return token t+1+d, what depth d predicts from row t."""
+    """Return token t+1+d, the label of depth d at row t."""
     return ahead(token, 1 + depth)
 
 

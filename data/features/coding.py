@@ -11,7 +11,7 @@ from data.features.quantize import Coded, decode, encode
 from data.features.source import Given, forward
 from data.features.store import Row, StoreSpec
 from heads.base import Embeddings, Features
-from heads.modules.top_k import TopLaw, top_law
+from heads.modules.top_k import TopLaw, top_log_probs
 from inference.target.target import Target
 
 HIDDEN, LAST, IDS, LOG_P = "hidden", "last", "ids", "log_p"
@@ -54,7 +54,7 @@ def to_row(states: States, embeddings: Embeddings, spec: StoreSpec) -> Row:
         parts[LAST] = states.last
     else:
         laws = [
-            top_law(embeddings.logits(last), spec.k) for last in states.last
+            top_log_probs(embeddings.logits(last), spec.k) for last in states.last
         ]  # a row's logits at once, not a batch's
         kept[IDS] = torch.stack([law.ids for law in laws]).int().cpu()
         kept[LOG_P] = torch.stack([law.log_p for law in laws]).cpu()

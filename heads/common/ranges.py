@@ -20,7 +20,7 @@ class Within(NamedTuple):
         return None
 
 
-MACHINE = Within(-(2**63), 2**63 - 1)  # of every number whose type names no other
+MACHINE = Within(-(2**63), 2**63 - 1)  # the range of every number whose type states no other
 LARGEST = 2**31 - 1  # no tensor dimension of ours is larger
 
 Count = Annotated[int, Within(1, LARGEST)]
