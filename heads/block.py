@@ -86,9 +86,7 @@ class Block(nn.Module):
         self.config, self.max_depth = config, config.depths
         self.idle = 0 if config.from_anchor else 1  # how many slots of a block draft nothing: the anchor's or none
         self.size = config.depths + self.idle
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's embeddings are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.feature_layers = chosen_layers(config.feature_layers, FUSED, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)

@@ -91,9 +91,7 @@ class Eagle3(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.attentions = config, config.layers
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's embeddings are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.feature_layers = chosen_layers(config.feature_layers, FUSED, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm)
@@ -143,7 +141,7 @@ class Eagle3(nn.Module):
         last: int,
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
-        """Return the states that are fed back, and the normed ones that the lm_head reads."""
+        """Return the states to be fed back, and the normed ones for the lm_head."""
         x = self.first(self.embeddings.embed(token).to(state.dtype), state, position, last, attend[0])
         for layer, pattern in zip(self.layers, attend[1:], strict=True):
             x = layer(x, position, last, pattern)

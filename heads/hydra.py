@@ -2,7 +2,7 @@
 
 Head d reads a summary of row t beside the embeddings of tokens t+1 … t+d, so a node's children depend on its path. Its
 first block maps that to the target's width, the others are Medusa's residual ones. The summary is the target's last
-feature; Hydra++ (`prefix`) makes it by a decoder layer over all rows' features. `tied` lets a head's later blocks be
+feature; Hydra++ (`prefix`) computes it by a decoder layer over all rows' features. `tied` lets a head's later blocks be
 one module, as they are in the authors' checkpoints.
 """
 
@@ -121,9 +121,7 @@ class Hydra(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.heads
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's embeddings are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width = embeddings.hidden_size
         self.prefix = Prefix(config, width, layer_shape(config, embeddings)) if config.prefix else None
         self.branches = nn.ModuleList(

@@ -47,9 +47,7 @@ class Medusa(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.heads
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's embeddings are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(embeddings.hidden_size) for _ in range(config.layers)))
             for _ in range(config.heads)

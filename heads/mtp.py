@@ -54,9 +54,7 @@ class Mtp(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config = config
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's embeddings are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.enorm: nn.Module = RMSNorm(width, eps)
         self.hnorm: nn.Module = RMSNorm(width, eps)

@@ -1,4 +1,4 @@
-"""The only index arithmetic on rows and depths; the legend stands in heads/base.py."""
+"""The only index arithmetic on rows and depths; the legend is in heads/base.py."""
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -61,7 +61,7 @@ def valid(
 ) -> Bool[Tensor, "B T"]:
     """Return where (t, d) is trained: token t+1+d exists, is of row t's document, and the target would write it.
 
-    Shifting the mask with the label is what supervises the first draft after a prompt (SpecForge#885).
+    The mask is shifted with the label, so that the first draft after a prompt is supervised (SpecForge#885).
     """
     reach = 1 + depth
     exists = torch.arange(document.shape[1], device=document.device) + reach < document.shape[1]

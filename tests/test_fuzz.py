@@ -118,7 +118,7 @@ def workload(file: Path) -> object:
 
 
 def answers(out: Path) -> object:
-    return Answers(out).settled(), Answers(out).failures()
+    return Answers(out).resolved(), Answers(out).failures()
 
 
 def heads_of(root: Path) -> dict[str, Reader]:

@@ -1,7 +1,7 @@
 """A chat while it is being answered: one user turn after the other, the target's own answers in between.
 
-Both who can answer, our engine and an endpoint, hand their replies to the same conversation, so that the same text is
-kept, refused and counted whoever wrote it.
+Our engine and an endpoint hand their replies to the same conversation, so that the same text is kept, refused and
+counted whichever of them wrote it.
 """
 
 import json
@@ -23,9 +23,9 @@ from inference.chat_template import RenderError
 from inference.text_stream import UNFINISHED
 from inference.verification.rng import hashed
 
-FIXED = ("messages", "tools", "add_generation_prompt")  # what the template gets from the chat itself
+FIXED = ("messages", "tools", "add_generation_prompt")  # the template's values that come from the chat itself
 
-# Why a chat ends before its last turn. Where no answer stands yet, it is left out.
+# Why a chat ends before its last turn. A chat without any answer is left out.
 CAUSES = {
     "context": "the next prompt leaves no room for max_new_tokens in the context",
     "unfinished": "max_new_tokens cut the answer off",
@@ -39,15 +39,15 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How the target answers.
+    """The sampling of the target's answers.
 
     Attributes:
         temperature: 0 is greedy.
         top_p: 1 is off (Holtzman et al., 2020).
         max_new_tokens: tokens of an answer at most, its reasoning included.
         keep_unfinished: keep answers that reach that without an end token.
-        seed: of the sampling; an answer's draws depend on it, the chat's id and the turn alone.
-        thinking: what the chat template gets as enable_thinking; None leaves it out.
+        seed: of the sampling; an answer's random numbers depend on it, the chat's id and the turn alone.
+        thinking: the chat template's enable_thinking; None leaves it out.
         template_args: further values for the chat template.
     """
 
@@ -68,18 +68,18 @@ class AnswerSettings:
             )
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return what the chat template gets besides the chat.
+        """Return the chat template's values besides the chat.
 
         Raises:
             ValueError: a value that it does not read, which would silently change nothing.
         """
-        told = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        options = {**told, **self.template_args}
+        thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        options = {**thinking, **self.template_args}
         template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""
         for key in options:
             if key in FIXED or not re.search(rf"\b{re.escape(key)}\b", template):
                 raise ValueError(
-                    f"{'thinking' if key in told else f'template_args.{key}'}: the chat template of "
+                    f"{'thinking' if key in thinking else f'template_args.{key}'}: the chat template of "
                     f"{tokenizer.name_or_path} reads no {key}; leave it out, or name the switch that it has: "
                     "template_args={NAME: VALUE}"
                 )
@@ -87,7 +87,7 @@ class AnswerSettings:
 
 
 class Reply(NamedTuple):
-    """What the target said, as far as the answerer can tell its parts; `finished` if it ended by itself."""
+    """An answer of the target, split as far as the answerer can; `finished` if the target ended it by itself."""
 
     text: str
     finished: bool
@@ -97,15 +97,15 @@ class Reply(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a chat.
+    """The result of answering a chat.
 
     Attributes:
         id: the record's.
         chat: the record to train on; None where it is left out.
         answers: how many it holds.
-        cause: why it ends early, a key of CAUSES, or the failure of whoever should have answered; empty if it does not.
+        cause: why it ends early, a key of CAUSES, or the failure of the answerer; empty if it does not.
         failed: whether that was a failure, which another call may not meet: then nothing of the chat is kept.
-        detail: what a failure said.
+        detail: the message of a failure.
     """
 
     id: str
@@ -131,7 +131,7 @@ class Talk(Protocol):
         ...
 
     def outcome(self) -> Outcome:
-        """Return what became of the record."""
+        """Return the result."""
         ...
 
     def seed(self) -> int:
@@ -141,7 +141,7 @@ class Talk(Protocol):
 
 @runtime_checkable
 class Answerer(Protocol):
-    """Who answers: the tokenizer and the context that chats are made for, and the answering."""
+    """Our engine or an endpoint: it answers chats that fit its tokenizer and context."""
 
     tokenizer: PreTrainedTokenizerBase
     context: int
@@ -151,7 +151,7 @@ class Answerer(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return what of this shapes the answers, for their provenance."""
+        """Return the settings that shape the answers, for their provenance."""
         ...
 
 
@@ -190,7 +190,7 @@ class Conversation:
         return token
 
     def take(self, reply: Reply) -> None:
-        """Keep the answer, or find why the chat ends before it."""
+        """Keep the answer, or note why the chat ends before it."""
         reasoning, text = (reply.reasoning, reply.text) if reply.reasoning else split_reasoning(reply.text)
         if self.opened and not (reasoning or reply.finished or CLOSE in reply.text):
             reasoning, text = text, ""  # cut off within the block that the template opened
@@ -202,7 +202,7 @@ class Conversation:
             self.cause = self.cause or "empty"
             return
         calls = [json.dumps(call, ensure_ascii=False) for call in reply.tool_calls]
-        whole = all(round_trips(part, self.tokenizer) for part in (text, reasoning))
+        whole = all(round_trips(string, self.tokenizer) for string in (text, reasoning))
         if not whole or not all(is_text(call, self.tokenizer) for call in calls):
             self.cause = "round_trip"
             return
@@ -235,7 +235,7 @@ class Document:
     ) -> None:
         self.id, self.tokenizer, self.settings = record.id, tokenizer, settings
         self.room = context - settings.max_new_tokens
-        self.answer, self.text, self.asked = "", "", False
+        self.answer, self.text, self.prompted = "", "", False
         self.cause = "" if record.text.strip() or turns_of(record.messages) else "no_question"
         try:
             self.prompt = prompt_of(record, tokenizer)
@@ -244,9 +244,9 @@ class Document:
 
     def ask(self) -> list[int] | None:
         """Return the prompt, once."""
-        if self.asked or self.cause:
+        if self.prompted or self.cause:
             return None
-        self.asked = True
+        self.prompted = True
         if len(self.prompt.token) > self.room:
             self.cause = "context"
             return None
@@ -268,7 +268,7 @@ class Document:
             self.answer, self.text = reply.text, text if reply.finished else text.rstrip(UNFINISHED)
 
     def outcome(self) -> Outcome:
-        """Return prompt, answer and both as one text; behind a chat template the first two would make it a chat."""
+        """Return prompt, answer and both as one text; with a chat template the first two would be read as a chat."""
         if not self.answer:
             return Outcome(self.id, None, 0, self.cause)
         parts = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": self.answer}
@@ -280,6 +280,6 @@ class Document:
 
 
 def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int) -> Talk:
-    """Return a record as the target is to answer it."""
+    """Return the conversation or document by which the target answers a record."""
     plain = is_plain(record, tokenizer) or not tokenizer.chat_template
     return (Document if plain else Conversation)(record, tokenizer, settings, context)

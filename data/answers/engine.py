@@ -1,8 +1,8 @@
-"""Our own engine as the one who answers: a continuous batch over chats, with a draft source or without.
+"""Answers by our own engine: a continuous batch over chats, with a draft source or without.
 
 The rule is the coupled one at every temperature: a token is then a function of the text before it and the request's
-seed, whatever was drafted and whoever is in the batch, and its law is the target's (arXiv 2408.07978). What is left of
-the batch is rounding: a pass over other shapes may turn a near tie.
+seed, independent of the drafts and of the other chats in the batch, and its distribution is the target's
+(arXiv 2408.07978). Only rounding depends on the batch: a forward pass over other shapes may turn a near tie.
 """
 
 from collections import deque
@@ -56,14 +56,14 @@ class Engine:
                     yield talk.outcome()
                     continue
                 answering.append((talk, self._admit(token, talk.seed())))
-                self._settle(answering, waiting)
+                self._collect(answering, waiting)
             if not answering:
                 return
             self._step()
-            self._settle(answering, waiting)
+            self._collect(answering, waiting)
 
     def describe(self) -> dict[str, Any]:
-        """Return the target as heads know it, and the type of its numbers; what it is called changes nothing."""
+        """Return the target's spec without its name, which changes nothing, and its dtype."""
         spec = {key: value for key, value in asdict(self.target.spec).items() if key != "name"}
         return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
 
@@ -78,19 +78,20 @@ class Engine:
         self.batch.step()
 
     @torch.inference_mode()
-    def _settle(self, answering: list[tuple[Talk, Generation]], waiting: deque[Talk]) -> None:
-        """Hand finished answers to their chats, which wait for their next turn; free their places."""
-        for talk, made in [pair for pair in answering if pair[1].finish]:
-            talk.take(self._reply(made))
+    def _collect(self, answering: list[tuple[Talk, Generation]], waiting: deque[Talk]) -> None:
+        """Hand finished answers to their chats, which wait for their next turn; free their slots in the batch."""
+        for talk, generation in [pair for pair in answering if pair[1].finish]:
+            talk.take(self._reply(generation))
             waiting.append(talk)
-            self.tokens, self.passes = self.tokens + len(made.tokens), self.passes + 1 + len(made.steps)
+            self.tokens += len(generation.tokens)
+            self.passes += 1 + len(generation.steps)
         answering[:] = [pair for pair in answering if not pair[1].finish]
         self.batch.release()
 
-    def _reply(self, made: Generation) -> Reply:
-        """Return the text of an answer; special tokens within it stay to be seen."""
-        finished = made.finish == "eos"
-        token = made.tokens[:-1] if finished else made.tokens
+    def _reply(self, generation: Generation) -> Reply:
+        """Return the text of an answer; special tokens within it stay visible."""
+        finished = generation.finish == "eos"
+        token = generation.tokens[:-1] if finished else generation.tokens
         text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
         return Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token))
 
@@ -99,7 +100,7 @@ def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str
     """Return the name of the draft source that the command names, and its options, checked without the target.
 
     Raises:
-        ValueError: none or several sources, an unknown one, or a run that has no head or stands beside another source.
+        ValueError: none or several sources, an unknown one, or a run without a head or together with another source.
     """
     if len(options) != 1:
         raise ValueError(f"drafter={list(options)}: one source drafts the answers; name one, or plain for none")
@@ -121,7 +122,7 @@ def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, A
     Args:
         options: of the configuration's `drafter`: one source's name, and its options.
         run: the folder or Hub id of a head, which then drafts.
-        tree: the head's tree; a None is what it was saved with.
+        tree: the head's tree; a None is the value that it was saved with.
         target: the target that it drafts for.
 
     Raises:

@@ -1,11 +1,11 @@
 """Answers on disk: a part for every process while they are written, in the end one file in the prompts' order.
 
-    FILE.parts/settings.json        what shapes the answers; another call goes on only with the same
-    FILE.parts/R-of-W.jsonl         what became of each chat, an Outcome a line
-    FILE, FILE.meta.json            what the parts are merged into, each whole or not at all; then the parts go
+    FILE.parts/settings.json        the settings that shape the answers; another call resumes only with the same
+    FILE.parts/R-of-W.jsonl         the result of each chat, an Outcome a line
+    FILE, FILE.meta.json            the parts merged, each file whole or not at all; then the parts are removed
 
-A part grows line by line, and only its own process writes to it. Whoever is killed loses the line at hand and what the
-device still held; the next call, of any number of processes, cuts off what is no whole line and answers the rest.
+A part grows line by line, and only its own process writes to it. A process that is killed loses its current line and
+the device's unwritten cache; the next call, of any number of processes, cuts off incomplete lines and answers the rest.
 """
 
 import errno
@@ -30,12 +30,12 @@ SCHEMA = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RECORD = {"id": str}
 OUTCOME = {**RECORD, "chat": dict[str, Any] | None, "answers": int, "cause": str, "failed": bool}  # its first fields
-# What the files of JSON are read for, any part of which may be missing.
+# The keys that are read from the JSON files, any of which may be missing.
 NOTED = {"settings": dict[str, Any], "left_out": dict[str, list[str]], "shortened": dict[str, list[str]]}
 
 
-class Place(NamedTuple):
-    """Where a chat's line stands, and what became of the chat; `whole` if the line is the file's own and no part's."""
+class ChatLine(NamedTuple):
+    """The location of a chat's line, and the chat's result; `whole` if it is a line of the merged file, of no part."""
 
     file: Path
     start: int
@@ -53,11 +53,11 @@ class Answers:
         self.out = out
         self.meta = out.with_name(out.name + META)
         self.parts = out.with_name(out.name + PARTS)
-        self.known = self.parts / SETTINGS
+        self.settings_file = self.parts / SETTINGS
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other jobs away from the parts; a process that dies lets go.
+        """Lock the parts against other jobs; a process that dies releases them.
 
         Raises:
             ValueError: another job is at work on them, or the disk is full.
@@ -74,16 +74,16 @@ class Answers:
                 try:
                     yield
                 finally:
-                    if self.parts.is_dir() and not self.known.is_file():
-                        shutil.rmtree(self.parts)  # nothing was begun
+                    if self.parts.is_dir() and not self.settings_file.is_file():
+                        shutil.rmtree(self.parts)  # no job has begun
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """Note what shapes the answers, or compare it with what an earlier call noted.
+        """Save the settings that shape the answers, or compare them with those of an earlier call.
 
         Raises:
-            ValueError: the answers there were written otherwise, or by nobody that says how.
+            ValueError: the answers there were written with other settings, or with none on record.
         """
-        noted = self.known if self.known.is_file() else self.meta
+        noted = self.settings_file if self.settings_file.is_file() else self.meta
         if not noted.is_file():
             if self.out.exists():
                 raise ValueError(f"{self.out}: is there without {self.meta.name}, so not ours; name another file")
@@ -91,22 +91,22 @@ class Answers:
             before = _read_json(noted)["settings"]
             differing = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
             if differing:
-                was, now = ({key: each.get(key) for key in differing} for each in (before, settings))
+                was, now = ({key: values.get(key) for key in differing} for values in (before, settings))
                 raise ValueError(
                     f"{self.out}: was begun with {json.dumps(was)}, now asked for with {json.dumps(now)}; name another "
                     f"file, or remove {self.out.name}*"
                 )
-        replace(self.known, json.dumps({"settings": settings}))
+        replace(self.settings_file, json.dumps({"settings": settings}))
 
-    def settled(self) -> dict[str, Place]:
-        """Return where every chat stands that needs no answer any more, whichever processes wrote it.
+    def resolved(self) -> dict[str, ChatLine]:
+        """Return the lines of all chats that need no answer any more, whichever processes wrote them.
 
         Raises:
-            ValueError: a line that is none of ours.
+            ValueError: a line is none of ours.
         """
         noted = _read_json(self.meta) if self.meta.is_file() else {"left_out": {}, "shortened": {}}
-        found = {
-            id_: Place(self.meta, 0, 0, False, 0, cause, True)
+        lines = {
+            id_: ChatLine(self.meta, 0, 0, False, 0, cause, True)
             for cause, ids in noted["left_out"].items()
             for id_ in ids
         }
@@ -114,7 +114,7 @@ class Answers:
             for start, end, line in _lines(file, OUTCOME):
                 if not line["failed"]:
                     left_out = line["chat"] is None
-                    found[line["id"]] = Place(file, start, end, False, line["answers"], line["cause"], left_out)
+                    lines[line["id"]] = ChatLine(file, start, end, False, line["answers"], line["cause"], left_out)
         if self.out.is_file():
             shortened = {id_: cause for cause, ids in noted["shortened"].items() for id_ in ids}
             for start, end, line in _lines(self.out, RECORD):
@@ -122,13 +122,13 @@ class Answers:
                 if not fits(list[dict[str, Any]], messages):
                     raise _no_answer(self.out, start)
                 count = sum(message.get("role") == "assistant" for message in messages) or 1
-                known = found.get(line["id"])  # in a part still, where a merge was killed before it wrote the causes
-                cause = shortened.get(line["id"], known.cause if known else "")
-                found[line["id"]] = Place(self.out, start, end, True, count, cause)
-        return found
+                earlier = lines.get(line["id"])  # in a part still, where a merge was killed before it wrote the causes
+                cause = shortened.get(line["id"], earlier.cause if earlier else "")
+                lines[line["id"]] = ChatLine(self.out, start, end, True, count, cause)
+        return lines
 
     def failures(self) -> dict[str, str]:
-        """Return the cause of every failure since the last merge, by the chat's id; a later call may have mended it."""
+        """Return the cause of every failure since the last merge, by the chat's id; a later call may have succeeded."""
         return {
             line["id"]: line["cause"]
             for file in self._parts()
@@ -141,7 +141,7 @@ class Answers:
 
     @contextmanager
     def _room(self) -> Iterator[None]:
-        """Say of a disk that is full what was being written, and that it goes on."""
+        """Turn the error of a full disk into one that names the file, and says that the command can be resumed."""
         try:
             yield
         except OSError as error:
@@ -154,7 +154,7 @@ class Answers:
 
     @contextmanager
     def part(self, rank: int, world: int) -> Iterator["Part"]:
-        """Open this process's part behind its last whole line.
+        """Open this process's part for appending behind its last whole line.
 
         Raises:
             ValueError: the disk is full.
@@ -165,7 +165,7 @@ class Answers:
             yield Part(file)
 
     def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
-        """Join everything to one file in the order of `ids`, others behind, and write down where it came from.
+        """Merge the parts into one file in the order of `ids`, others behind, and write its provenance.
 
         Returns:
             the provenance.
@@ -173,40 +173,40 @@ class Answers:
         Raises:
             ValueError: there is no answer at all.
         """
-        found = self.settled()
-        order = [id_ for id_ in ids if id_ in found] + sorted(found.keys() - set(ids))
-        kept = [id_ for id_ in order if not found[id_].left_out]
+        lines = self.resolved()
+        order = [id_ for id_ in ids if id_ in lines] + sorted(lines.keys() - set(ids))
+        answered = [id_ for id_ in order if not lines[id_].left_out]
         ended = {
-            "shortened": _by_cause({id_: found[id_].cause for id_ in kept}),
-            "left_out": _by_cause({id_: found[id_].cause for id_ in order if found[id_].left_out}),
-            "failed": _by_cause({id_: cause for id_, cause in self.failures().items() if id_ not in found}),
+            "shortened": _by_cause({id_: lines[id_].cause for id_ in answered}),
+            "left_out": _by_cause({id_: lines[id_].cause for id_ in order if lines[id_].left_out}),
+            "failed": _by_cause({id_: cause for id_, cause in self.failures().items() if id_ not in lines}),
         }
         counts = {kind: {cause: len(those) for cause, those in causes.items()} for kind, causes in ended.items()}
-        if not kept:
+        if not answered:
             shutil.rmtree(self.parts)
             why = counts["left_out"] | counts["failed"]
             raise ValueError(
                 f"{self.out}: none of {len(ids)} chats was answered: "
                 + "; ".join(f"{count} {cause} ({CAUSES.get(cause, 'the endpoint')})" for cause, count in why.items())
             )
-        sha256 = self._join([found[id_] for id_ in kept])
-        answers = sum(found[id_].answers for id_ in kept)
-        totals = {"prompts": len(ids), "chats": len(kept), "answers": answers, **counts}
+        sha256 = self._join([lines[id_] for id_ in answered])
+        answers = sum(lines[id_].answers for id_ in answered)
+        totals = {"prompts": len(ids), "chats": len(answered), "answers": answers, **counts}
         meta = {"schema": SCHEMA, "settings": settings, **notes, "counts": totals, **ended, "sha256": sha256}
         replace(self.meta, json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
         shutil.rmtree(self.parts)
         return meta
 
-    def _join(self, places: list[Place]) -> str:
+    def _join(self, lines: list[ChatLine]) -> str:
         digest, draft = hashlib.sha256(), self.parts / "merged"
-        handles = {file: file.open("rb") for file in {place.file for place in places}}
+        handles = {file: file.open("rb") for file in {line.file for line in lines}}
         try:
             with draft.open("wb") as merged:
-                for place in places:
-                    handle = handles[place.file]
-                    handle.seek(place.start)
-                    line = handle.read(place.end - place.start)
-                    data = line if place.whole else _encoded(json.loads(line)["chat"])
+                for line in lines:
+                    handle = handles[line.file]
+                    handle.seek(line.start)
+                    data = handle.read(line.end - line.start)
+                    data = data if line.whole else _encoded(json.loads(data)["chat"])
                     digest.update(data)
                     merged.write(data)
                 merged.flush()
@@ -222,18 +222,18 @@ class Answers:
 
 
 class Part:
-    """The file of one process."""
+    """The part that one process writes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
 
     def write(self, outcome: Outcome) -> None:
-        """Append what became of a chat, so that it outlives this process."""
+        """Append a chat's result, so that it outlives this process."""
         self.file.write(_encoded(outcome._asdict()))
         self.file.flush()
 
     def sync(self) -> None:
-        """Let what was written outlive the machine's power too."""
+        """Flush the file to the disk, so that it outlives a loss of power too."""
         os.fsync(self.file.fileno())
 
 
@@ -249,9 +249,9 @@ def whole_lines(path: Path) -> int:
         while end:
             start = max(0, end - CHUNK)
             file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
             end = start
     return 0
 
@@ -266,24 +266,26 @@ def _by_cause(causes: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _encoded(value: dict[str, Any]) -> bytes:
-    """Return a line of JSON; half a surrogate pair, which no template showed, stands as its escape."""
+    """Return a line of JSON; half a surrogate pair, which no template showed, is escaped."""
     return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _lines(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield the whole lines of a file, which have keys of these kinds, with where they begin and end."""
+    """Yield the whole lines of a file, which have keys of these kinds, with their first byte and the one behind."""
     start = 0
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
             try:
-                told = parse_json(line, 2 * DEEPEST)  # a record as deep as is read stands in its outcome
+                record = parse_json(line, 2 * DEEPEST)  # an outcome holds a record of the greatest depth
             except ValueError as error:
                 raise _no_answer(path, start) from error
-            if not isinstance(told, dict) or not all(key in told and fits(kinds[key], told[key]) for key in kinds):
+            if not isinstance(record, dict) or not all(
+                key in record and fits(kinds[key], record[key]) for key in kinds
+            ):
                 raise _no_answer(path, start)
-            yield start, start + len(line), told
+            yield start, start + len(line), record
             start += len(line)
 
 
@@ -296,7 +298,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: is damaged ({error}); remove it, and name another file") from error
-    known: dict[str, Any] = {key: {} for key in NOTED} | value if isinstance(value, dict) else {}
-    if not all(fits(kind, known.get(key)) for key, kind in NOTED.items()):
+    content: dict[str, Any] = {key: {} for key in NOTED} | value if isinstance(value, dict) else {}
+    if not all(fits(kind, content.get(key)) for key, kind in NOTED.items()):
         raise ValueError(f"{path}: is damaged, it is no provenance of answers; remove it, and name another file")
-    return known
+    return content

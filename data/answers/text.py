@@ -1,4 +1,4 @@
-"""The text of chats and answers: what is asked in turn, what of an answer is reasoning, what survives tokenising."""
+"""The text of chats and answers: a chat's turns, an answer's reasoning, and the text that survives tokenising."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,13 +9,13 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def turns_of(messages: list[Message]) -> list[list[Message]]:
-    """Return what is said before each answer, a user's message in each; answers and tool results are left out."""
+    """Return the messages before each answer, a user's message in each; answers and tool results are left out."""
     turns: list[list[Message]] = []
     open_: list[Message] = []
     for message in [*messages, {"role": "assistant"}]:
         if message["role"] not in ("assistant", "tool"):
             open_.append(message)
-        elif any(each["role"] == "user" for each in open_):
+        elif any(earlier["role"] == "user" for earlier in open_):
             turns.append(open_)
             open_ = []
     return turns

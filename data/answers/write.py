@@ -1,8 +1,8 @@
-"""Let the frozen target answer the prompts, so that heads train on what the target itself would say.
+"""Let the frozen target answer the prompts, so that heads train on text that the target itself would write.
 
-Who answers is our engine or an endpoint. The file is JSON Lines, `{"id", "messages"}` with the target's answer to each
-of the user's turns, its earlier answers in view; for a plain text `{"id", "text"}`. `data.path` reads it. Every process
-takes its share of the chats; a call that was stopped goes on, and the file is the same as if it had not been.
+Our engine or an endpoint answers. The file is JSON Lines, `{"id", "messages"}` with the target's answer to each of the
+user's turns, its earlier answers in view; for a plain text `{"id", "text"}`. `data.path` reads it. Every process
+answers some of the chats; a call that was stopped resumes, and the file is the same as if it had not been.
 """
 
 import glob
@@ -26,26 +26,26 @@ from heads.common.redact import redacted_values
 log = logging.getLogger(__name__)
 
 
-class Share(NamedTuple):
-    """This process's part of the work: rank of how many, and what waits until all processes are there."""
+class Worker(NamedTuple):
+    """This process among those that answer: its rank, how many there are, and a barrier for all of them."""
 
     rank: int
     world: int
     wait: Callable[[], object]
 
 
-ALONE = Share(0, 1, lambda: None)
+ALONE = Worker(0, 1, lambda: None)
 
 
 class Work(NamedTuple):
-    """What is to be answered, and how.
+    """The records to answer, and the settings.
 
     Attributes:
         records: the chats and texts, in the order that the file will have.
-        source: what tells where they are from, as `source_of` has it.
+        source: their provenance, as `source_of` returns it.
         settings: the sampling.
         sync_every: after so many chats the disk is waited for.
-        notes: what else the provenance should say; unlike the settings it may change from call to call.
+        notes: further provenance; unlike the settings it may change from call to call.
     """
 
     records: Sequence[Record]
@@ -55,11 +55,11 @@ class Work(NamedTuple):
     notes: dict[str, Any]
 
 
-def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALONE) -> dict[str, Any] | None:
+def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = ALONE) -> dict[str, Any] | None:
     """Write the target's answers to `out`, but for the chats that it or its parts already hold.
 
     Returns:
-        the provenance, which stands in `out`.meta.json, on the main process; None on others.
+        the provenance, which is saved in `out`.meta.json, on the main process; None on others.
 
     Raises:
         ValueError: settings that cannot work; `out` is not such a file, was begun with other settings or is being
@@ -73,18 +73,18 @@ def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALON
         )
     answers = Answers(out)
     settings = redacted_values({**answerer.describe(), "data": work.source, **asdict(work.settings)})
-    if share.rank:
-        share.wait()
-        _answer(work, answerer, answers, share)
-        share.wait()
+    if worker.rank:
+        worker.wait()
+        _answer(work, answerer, answers, worker)
+        worker.wait()
         return None
     with answers.held():
         answers.begin(settings)
-        share.wait()
-        before = len(answers.settled())
-        _answer(work, answerer, answers, share)
-        share.wait()
-        notes = {**redacted_values(work.notes), "world_size": share.world, "settled_before": before}
+        worker.wait()
+        before = len(answers.resolved())
+        _answer(work, answerer, answers, worker)
+        worker.wait()
+        notes = {**redacted_values(work.notes), "world_size": worker.world, "settled_before": before}
         meta = answers.merge([record.id for record in work.records], settings, notes)
     for kind in ("shortened", "left_out", "failed"):
         if meta["counts"][kind]:
@@ -92,33 +92,33 @@ def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALON
     return meta
 
 
-def _answer(work: Work, answerer: Answerer, answers: Answers, share: Share) -> None:
-    """Answer this process's chats that are not settled yet."""
-    settled = answers.settled()
-    mine = [record for record in work.records[share.rank :: share.world] if record.id not in settled]
+def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) -> None:
+    """Answer this process's chats that are not resolved yet."""
+    resolved = answers.resolved()
+    mine = [record for record in work.records[worker.rank :: worker.world] if record.id not in resolved]
 
     def talks() -> Iterator[Talk]:
         for record in mine:
             yield talk_of(record, answerer.tokenizer, work.settings, answerer.context)
 
     console = Console(stderr=True)
-    quiet = share.rank > 0 or not console.is_terminal
+    quiet = worker.rank > 0 or not console.is_terminal
     outcomes = answerer.answer(talks()) if mine else iter(())
-    with answers.part(share.rank, share.world) as part:
+    with answers.part(worker.rank, worker.world) as file:
         shown: Iterator[Outcome] = iter(
             track(outcomes, "answers", total=len(mine), console=console, transient=True, disable=quiet)
         )
         for number, outcome in enumerate(shown, 1):
-            part.write(outcome)
+            file.write(outcome)
             if number % work.sync_every == 0:
-                part.sync()
-        part.sync()
+                file.sync()
+        file.sync()
 
 
 def source_of(config: DataConfig) -> dict[str, Any]:
-    """Return what tells the prompts from others: their sources' names, or what files hold, and what is held out."""
+    """Return the provenance of the prompts: their sources' names, or hashes of files, and the split of the data."""
     return {
-        "sources": [_held(name, config.split) for name in config.paths],
+        "sources": [_identity(name, config.split) for name in config.paths],
         "weights": config.weights,
         "seed": config.seed,
         "split": config.split,
@@ -127,7 +127,7 @@ def source_of(config: DataConfig) -> dict[str, Any]:
     }
 
 
-def _held(name: str, split: str) -> str:
+def _identity(name: str, split: str) -> str:
     path = Path(name).expanduser()
     if path.is_file():
         return content_hash(path)

@@ -1,7 +1,7 @@
 """Records of many shapes to tokens and loss masks.
 
 files.py       files, packed or not, to raw records
-sources.py     files, folders, globs and Hub data sets by name; what is held out; mixtures
+sources.py     files, folders, globs and Hub data sets by name; held-out records; mixtures
 records.py     raw records of many shapes to chats or plain texts
 benchmarks.py  records of published prompt sets
 filters.py     removal of duplicates and of the evaluation's text, with counts

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from data.text.files import Raw
 from data.text.records import ANSWERS, IDS, QUESTIONS
 
-SUMMARIZE = "Summarize: {}"  # what Spec-Bench asks of CNN/DM's articles
+SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DM's articles
 UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under others' licences
 
 

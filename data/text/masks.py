@@ -156,7 +156,7 @@ def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerB
 
 
 def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Make every answer end with the token that ends the target's turn, and not behind it.
+    """Make every answer end with the token that ends the target's turn, and not after it.
 
     Templates write a newline after it, which the target never samples, or leave it to the next turn, or out.
     """
@@ -181,7 +181,7 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
 
 
 def _cut(token: list[int], mask: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
-    """Cut behind the last trained token within the limit: the rest would cost a forward pass and train nothing."""
+    """Cut after the last trained token within the limit: the rest would cost a forward pass and train nothing."""
     if len(token) <= max_tokens:
         return token, mask
     end = max(i for i, on in enumerate(mask[:max_tokens]) if on) + 1

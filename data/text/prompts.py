@@ -223,7 +223,7 @@ def _samples(
 
 
 def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
-    """Log what was cut, and a warning if a tokenizer without byte fallback loses much of the text."""
+    """Warn of dropped and cut chats, and of a tokenizer without byte fallback that loses much of the text."""
     if +counts.chats:
         log.warning("%s: of its chats, %s", config.named, told(counts.chats))
     unknown = counts.unknown / max(1, counts.tokens)

@@ -18,8 +18,8 @@ MOST_ANSWERS = 1_000  # of a chat
 class BadSampleError(ValueError):
     """A record that no exact mask exists for."""
 
-    def __init__(self, cause: str, what: str) -> None:
-        super().__init__(f"{what}, or set data.on_bad=drop")
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(f"{message}, or set data.on_bad=drop")
         self.cause = cause
 
 
@@ -121,7 +121,7 @@ def _widened(blocks: list[Span], least: int, text: str, tokenizer: PreTrainedTok
 
 
 def _ended(text: str, before: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
-    """Return the text without the end token that some templates (Phi-3) put behind any last turn that has ended."""
+    """Return the text without the end token that some templates (Phi-3) append to any last turn that has ended."""
     doubled = text_end(tokenizer)
     if doubled.search(text) and doubled.search(render(before, tokenizer, False, tools)):
         return text.removesuffix(str(tokenizer.eos_token))

@@ -25,7 +25,7 @@ VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its va
 
 
 def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
-    """Return the decorator that makes a function of a configuration the command that composes it from conf/CONFIG.yaml.
+    """Return a decorator that turns a function of a configuration into a command, which composes conf/CONFIG.yaml.
 
     A mistake in the overrides ends it with one line, which shows none of their values, and exit status 2.
     """

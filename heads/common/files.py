@@ -19,7 +19,7 @@ def _aside(folder: Path) -> Path:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that a folder can be written, or made, and leave nothing behind.
+    """Check that a folder can be written, or created; nothing is left there.
 
     Raises:
         ValueError: it cannot; `key` is the setting that names it.

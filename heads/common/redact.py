@@ -1,4 +1,4 @@
-"""Removal of secrets from what is written or printed: command lines, configurations, errors and log lines.
+"""Removal of secrets from written and printed text: command lines, configurations, errors and log lines.
 
 A secret is known by its shape (tokens of the Hub, of OpenAI, GitHub, AWS and wandb, `Bearer …`, a password in a URL),
 by the name that it is given under (`HF_TOKEN=…`, `api_key=…`), or by being a value of such a name in the environment.

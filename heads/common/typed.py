@@ -27,7 +27,7 @@ def bracketed(words: Sequence[str], *keys: str) -> list[str]:
 
 
 def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, object] = MappingProxyType({})) -> T:
-    """Build the dataclass `schema` from `cfg`, whose keys errors call by `prefix` too.
+    """Build the dataclass `schema` from `cfg`, whose keys are prefixed by `prefix` in errors.
 
     `ready` has the fields that are built already, which override those of `cfg`. Interpolations of a DictConfig are
     resolved against its root. Anything else, which may come from the Hub, must be a dict and have none: a resolver
@@ -72,7 +72,7 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
     nested = {n: convert(hints[n], v, join(prefix, n)) for n, v in values.items() if holds_dataclass(hints[n])}
     leaves = {n: v for n, v in values.items() if n not in nested and v != "???"}
     for name, value in leaves.items():
-        check_numbers(value, None, join(prefix, name))  # OmegaConf cannot convert what is too large
+        check_numbers(value, None, join(prefix, name))  # OmegaConf cannot convert numbers that are too large
     right = {n: copy.deepcopy(v) for n, v in leaves.items() if hints[n] in NUMBERS and are_numbers(hints[n], v)}
     plain = [f for f in fields(schema) if f.init and f.name not in ready and not holds_dataclass(hints[f.name])]
     blank = [(f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in plain]
@@ -126,7 +126,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def range_of(hint: Any) -> Within | None:
-    """Return the range that stands beside the numbers of a type, None without one."""
+    """Return the range that annotates the numbers of a type, None without one."""
     inner = (arg if isinstance(arg, Within) else range_of(arg) for arg in get_args(hint))
     return next(filter(None, inner), None)
 

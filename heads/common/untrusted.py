@@ -52,7 +52,7 @@ def parse_yaml(content: bytes) -> Any:
         raise ValueError(f"{len(content)} bytes of YAML, at most {MOST_YAML} are read")
     try:
         text = content.decode("utf-8")
-        depth = 0  # checked as the parser goes: what it does with depth is quadratic
+        depth = 0  # checked as the parser goes: its time is quadratic in the depth
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("an alias (*name) is not read here, write its value out")

@@ -8,7 +8,7 @@ block's P from the LSE (FlashAttention, arXiv 2205.14135), so memory grows with 
 square of either. A block is scored with no row before its documents begin, so that time grows with the documents, not
 with the row.
 
-What a row sees of the context is an interval: from where its document or its window begins, up to itself.
+A row sees an interval of the context: from the start of its document or its window up to itself.
 """
 
 import math
@@ -23,7 +23,7 @@ BLOCK = 128  # queries at a time
 
 
 class Pattern(NamedTuple):
-    """What each of N queries sees of the context, an interval: from `first` to `upto`, both included.
+    """The attention pattern of N queries: each sees an interval of the context, `first` to `upto`, both included.
 
     `upto` is None where query n stands for row n and sees up to itself; then none of the rows that it sees lies more
     than `reach` rows before it. `drafted` says which of the drafted steps each query sees, None for all.
@@ -42,7 +42,7 @@ class Pattern(NamedTuple):
         return (column >= self.first[:, queries, None]) & (column <= upto[:, queries, None])
 
     def blocks(self, length: int) -> list["QueryBlock"]:
-        """Return the blocks of queries over a context of `length` rows, and what each block may see."""
+        """Return the blocks of queries over a context of `length` rows, with the rows that each may see."""
         blocks = []
         lows = None if torch.compiler.is_compiling() else self.lows()
         for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
@@ -74,7 +74,7 @@ def pattern(position: Int[Tensor, "B T"], length: int | None, ahead: int = 0) ->
     Args:
         position: the rows' positions within their documents, 0, 1, 2, … each.
         length: how many positions a row looks back over, its own included; None for all.
-        ahead: how far behind row t the row that is drafted from it stands.
+        ahead: the distance of the drafted row to row t, from which it is drafted.
     """
     row = torch.arange(position.shape[1], device=position.device)
     back = position if length is None else position.clamp_max(length - 1 - ahead)
@@ -90,7 +90,7 @@ def attend_rows(
         query: the queries.
         context: keys and values "B G T E" of the true rows.
         drafted: keys and values "B G N E" of each step drafted so far, seen by the query of the same n alone.
-        seen: what of both is seen; every query sees something.
+        seen: the rows of both that each query sees, at least one.
     """
     apply: Any = _Rows.apply
     # Under autocast values come from a linear layer, but normed queries and keys are wider; the products are not.
@@ -167,7 +167,7 @@ def _scores(
     queries = slice(block.begin, block.end)
     q = _grouped(query[:, :, queries], key.shape[1])
     scale, wide, never = query.shape[-1] ** -0.5 / math.log(2), _wide(query.dtype), float("-inf")
-    # The scale goes to the queries, and what follows works in place: scores are by far the largest tensor here.
+    # The scale goes to the queries, and the rest works in place: scores are by far the largest tensor here.
     s = ((_fold(q) * scale) @ key[:, :, block.least : block.most].mT).view(*q.shape[:-1], -1).to(wide)
     s += torch.zeros_like(s[:, 0, 0]).masked_fill_(~seen.seen(block), never)[:, None, None]
     if not drafted:

@@ -34,7 +34,7 @@ class Recurrent(Protocol):
         ...
 
     def inject(self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int) -> tuple[KeyValue, ...]:
-        """Return keys and values of the context, a pair a layer, computed from what `begin` returned.
+        """Return keys and values of the context, a pair a layer, computed from the states of `begin`.
 
         Empty where later rows attend to the head's rows of depth 1 instead.
         """
@@ -106,9 +106,8 @@ def extend(head: Recurrent, state: Committed | None, features: Features, token: 
     if not context:
         committed, hidden, read = commit(head, state, start, token)
         return committed, Level(spread(head.vocab, head.score(read[0, -1:], 1)), hidden[0, -1:], ())
-    committed = Committed(
-        end, tuple(joined(state.layers[i] if state else None, pair) for i, pair in enumerate(context))
-    )
+    pairs = tuple(joined(state.layers[i] if state else None, pair) for i, pair in enumerate(context))
+    committed = Committed(end, pairs)
     alone = torch.ones(1, 0, dtype=torch.bool, device=token.device)
     before = Level(start.new_zeros(1, 0), start[0, -1:], ())  # the root's row is drafted, like any other
     level = _draft(head, committed, before, token[-1:], alone, start[:, -1:])
@@ -118,7 +117,7 @@ def extend(head: Recurrent, state: Committed | None, features: Features, token: 
 def commit(
     head: Recurrent, state: Committed | None, start: Float[Tensor, "1 T D"], token: Int[Tensor, "T"]
 ) -> tuple[Committed, Tensor, Tensor]:
-    """Append verified rows, which enter with the states `start`; return the cache and what `advance` returns."""
+    """Append verified rows, which enter with the states `start`; return the cache and the result of `advance`."""
     past = state.length if state else 0
     end = past + len(token)
     position = torch.arange(past, end, device=token.device)

@@ -7,16 +7,16 @@ from torch import Tensor, nn
 from heads.modules.layers import RMSNorm
 
 
-def chosen_layers(requested: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
-    """Return the feature layers of a head: those requested, or `count` distributed over the target's depth.
+def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
+    """Return the feature layers of a head: those named, or `count` distributed over the target's depth.
 
     Three are EAGLE-3's: the outputs of layers 1, half of all minus 1, and all minus 4. More are spaced evenly between
     layer 1 and the one of all minus 3 (DFlash, arXiv 2602.06036).
 
     Raises:
-        ValueError: a layer does not exist, stands twice, or the target is too shallow for the default ones.
+        ValueError: a layer does not exist, is named twice, or the target is too shallow for the default ones.
     """
-    if requested is None:
+    if named is None:
         if count == FUSED:
             layers = [1, num_layers // 2 - 1, num_layers - 4]
         else:
@@ -27,13 +27,12 @@ def chosen_layers(requested: list[int] | None, count: int, num_layers: int) -> t
                 f"layers; name them, from 0 to {num_layers - 1}, such as head.feature_layers={suggestion(num_layers)}"
             )
         return tuple(layers)
-    unique = sorted(set(requested))
-    if not requested or unique != sorted(requested) or unique[0] < 0 or unique[-1] >= num_layers:
+    if not named or sorted(set(named)) != sorted(named) or min(named) < 0 or max(named) >= num_layers:
         raise ValueError(
-            f"head.feature_layers is {requested}: give different layers from 0 to {num_layers - 1}, the target has "
+            f"head.feature_layers is {named}: give different layers from 0 to {num_layers - 1}, the target has "
             f"{num_layers}"
         )
-    return tuple(requested)
+    return tuple(named)
 
 
 FUSED = 3  # how many EAGLE-3 fuses

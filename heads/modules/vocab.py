@@ -49,10 +49,7 @@ class Readout(nn.Module):
             raise ValueError(f"head.lm_head is {kind!r}: choose {' or '.join(self.KINDS)}")
         if rank is not None and kind == "shared":
             raise ValueError(f"head.lm_head_rank is {rank}: give null with lm_head=shared, or lm_head=own")
-        self._embeddings, self._vocab = (
-            (embeddings,),
-            (vocab,),
-        )  # in tuples, so that neither becomes a part of this module
+        self._embeddings, self._vocab = (embeddings,), (vocab,)  # in tuples, so that neither becomes a submodule
         width, size = embeddings.hidden_size, embeddings.vocab_size if vocab is None else len(vocab.ids)
         inner = width if rank is None else min(rank, width)
         self.down = None if rank is None else nn.Linear(width, inner, bias=False)

@@ -15,7 +15,7 @@ import pytest
 
 from data.answers.chats import Outcome
 from data.answers.files import Answers, Part, replace, whole_lines
-from data.answers.write import Share, write_answers
+from data.answers.write import Worker, write_answers
 from tests.data.answering import Quick, quick_bytes, records, settings, work
 
 COUNT = 24
@@ -70,7 +70,7 @@ def attempt(out: Path, world: int, event: int) -> bool:
             if rank == 0:
                 around(dies_at(event), patch)
             how = work(records(COUNT), settings(keep_unfinished=False))
-            write_answers(how, Quick(), out, Share(rank, world, barrier.wait))
+            write_answers(how, Quick(), out, Worker(rank, world, barrier.wait))
 
     processes = [context.Process(target=run, args=(rank,)) for rank in range(world)]
     for process in processes:
@@ -167,13 +167,13 @@ def test_a_line_of_other_kinds_is_no_answer(name: str, line: dict[str, Any], tmp
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match=rf"{file}: byte 0 begins a line that is no answer; remove the file$"):
-        Answers(tmp_path / "a").settled()
+        Answers(tmp_path / "a").resolved()
 
 
 def test_causes_that_name_no_chats_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.meta.json").write_text(json.dumps({"left_out": {"empty": [["1"]]}}))
     with pytest.raises(ValueError, match=r"a\.meta\.json: is damaged, it is no provenance of answers"):
-        Answers(tmp_path / "a").settled()
+        Answers(tmp_path / "a").resolved()
 
 
 def test_no_chat_is_answered_twice(whole: bytes, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_full_disk_is_named_and_loses_nothing(whole: bytes, tmp_path: Path, mo
         with pytest.raises(ValueError, match=r"/a: cannot be written \(No space left on device\); .*goes on"):
             quick_bytes(records(COUNT), tmp_path / "a")
     assert not (tmp_path / "a").exists()
-    assert len(Answers(tmp_path / "a").settled()) == 5
+    assert len(Answers(tmp_path / "a").resolved()) == 5
     assert quick_bytes(records(COUNT), tmp_path / "a") == whole
 
 
