@@ -1,17 +1,12 @@
 """A continuous batch: sequences that enter and leave one by one, and one target pass over all that are in it."""
 
-import copy
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
-
-from torch import Tensor, nn
+from typing import NamedTuple
 
 from inference.protocol import Drafter
 from inference.session import Generation, Session, Settings
 from inference.target.target import Target
-
-AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
 
 
 class Row(NamedTuple):
@@ -54,14 +49,14 @@ class Batch:
                 self.rows[self.rows.index(row)] = last
 
     def step(self) -> None:
-        """Let every drafter propose, run one target pass over all, and settle each."""
+        """Let every drafter propose, run one target pass over all, and commit each."""
         sessions = [row.session for row in self.rows]
         proposals = [session.draft() for session in sessions]
-        # A draft that has a pass of its own (some layers already run, other layers for its riders) shares none.
-        own = any(each.entered is not None or (each.look_ahead and each.look_ahead.stack) for each in proposals)
+        # A draft whose nodes have entered already, or whose look-ahead tokens run through other layers, shares no pass.
+        unshared = any(each.entered is not None or (each.look_ahead and each.look_ahead.stack) for each in proposals)
         switch = self.target.switch
         apart = switch is not None and not switch.shared([session.prefix for session in sessions])
-        if own or apart or len(sessions) == 1:
+        if unshared or apart or len(sessions) == 1:
             for session, proposal in zip(sessions, proposals, strict=True):
                 session.verify(proposal)
             return
@@ -71,34 +66,9 @@ class Batch:
         )
         share = (sessions[0].clock() - begin) / len(sessions)
         for session, proposal, out in zip(sessions, proposals, outs, strict=True):
-            session.settle(proposal, out, share)
+            session.commit(proposal, out, share)
 
 
-def batch_of(target: Target, drafter: Drafter, prompt: list[int], size: int) -> Batch:
-    """Return a batch for so many sequences, each with a twin of the drafter; the prompt is the first that will come."""
-    drafter.reset(prompt)  # ends what the last request may have left at work
-    return Batch(target, [drafter, *(clone(drafter) for _ in range(size - 1))])
-
-
-def clone(drafter: AnyDrafter) -> AnyDrafter:
-    """Return a drafter with a state of its own and the same models, for one more sequence at the same time.
-
-    Tensors are shared too: those that are written to belong to a sequence, and `reset` begins them anew.
-    """
-    shared: dict[int, object] = {}
-    open_: list[object] = [drafter]
-    reached: set[int] = set()
-    while open_:
-        one = open_.pop()
-        if id(one) in reached:
-            continue
-        reached.add(id(one))
-        if isinstance(one, nn.Module | Target | Tensor):
-            shared[id(one)] = one
-        elif isinstance(one, dict):
-            open_ += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple):
-            open_ += one
-        elif hasattr(one, "__dict__"):
-            open_ += vars(one).values()
-    return copy.deepcopy(drafter, shared)
+def batch_of(target: Target, drafter: Drafter, size: int) -> Batch:
+    """Return a batch for so many sequences, each drafted for with a memory of its own."""
+    return Batch(target, [drafter, *(drafter.clone() for _ in range(size - 1))])

@@ -1,4 +1,4 @@
-"""Speculation, and plain decoding, which is speculation with an empty draft: the calls for a service of one's own."""
+"""Speculative decoding, and autoregressive decoding, which is the same with empty drafts: the calls for a service."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,10 +40,10 @@ def speculate(
 def speculate(
     target: Target, drafter: Drafter, prompts: Any, settings: Any, on_tokens: Any = None, batch_size: int = 1
 ) -> Any:
-    """Decode one prompt or several with a draft source; each output follows the target's own law.
+    """Decode one prompt or several with a draft source; each output is distributed as the target's own.
 
-    Several are decoded `batch_size` at a time: a sequence that ends leaves, and the next prompt takes its place. Each
-    has its own settings, seed and state of the drafter; what a drafter learns from one is not known to those beside it.
+    Several are decoded `batch_size` at a time: a sequence that ends leaves, and the next prompt takes its slot. Each
+    has its own settings, seed and state; every slot has a clone of the drafter, so that none learns from the others.
 
     Args:
         target: the frozen target.
@@ -100,7 +100,7 @@ def _several(
     """Decode requests in a continuous batch."""
     for prompt, _ in requests:
         check_prompt(target, prompt)
-    batch = batch_of(target, drafter, requests[0][0], min(batch_size, len(requests)))
+    batch = batch_of(target, drafter, min(batch_size, len(requests)))
     waiting = deque(enumerate(requests))
     made: dict[int, Generation] = {}
     reported = [0] * len(requests)
@@ -121,5 +121,5 @@ def _several(
 
 
 def autoregress(target: Target, prompt: list[int], settings: Settings, on_tokens: OnTokens | None = None) -> Generation:
-    """Decode one prompt plainly, in the same engine."""
+    """Decode one prompt autoregressively, in the same engine."""
     return speculate(target, Plain(target.device), prompt, settings, on_tokens)

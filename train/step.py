@@ -1,4 +1,4 @@
-"""One optimiser step on the global batch, on every process alike: its micro-batches, their gradient, the update."""
+"""One optimiser step on the global batch, the same on every process: its micro-batches, their gradient, the update."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Loss(nn.Module):
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLaw | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from the rows and weigh what comes of it, matrix products in bf16 if `quick`."""
+        """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `quick`."""
         head: Any = self.head
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             drafts = self.unroll(features, self.config.depths, anchors)
@@ -47,11 +47,11 @@ class Loss(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """What a step did.
+    """The outcome of a step.
 
     Attributes:
-        stopped: whether it was left half-done, since some process was told to stop; the head is as before it.
-        record: what is logged of it, beside the step's number; None where it is not logged.
+        stopped: whether it was interrupted, since some process has to stop; the head is as before it.
+        record: the metrics to log, beside the step's number; None where the step is not logged.
         bad: why it changed nothing; None for a good step.
     """
 
@@ -61,7 +61,7 @@ class Step:
 
 
 class Stepper:
-    """Takes steps: holds the head as the processes share it, its optimiser and the running average of its weights."""
+    """The optimiser step: the head as the processes share it, its optimiser and the running average of its weights."""
 
     def __init__(
         self, trainer: TrainerConfig, objective: ObjectiveConfig, launcher: LauncherConfig, accelerator: Accelerator,
@@ -83,8 +83,8 @@ class Stepper:
         self.average = Average(head, trainer.ema)
         self.state = TrainState(head, self.optimizer, self.average)
 
-    def go_on(self, progress: dict[str, Any]) -> None:
-        """Take over what a run remembers: the operations of a step, and what its guard has seen and will see."""
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Restore a run's progress: the operations of a step, and the guard's history."""
         self.flops, self.guard = progress["flops"], Guard(self.trainer, progress)
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
@@ -132,10 +132,10 @@ class Stepper:
         packed: Any = self.accelerator.reduce(mine, "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
         *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
-        found: dict[str, Any] = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
-        first = {"loss": found.pop("loss")[0], "accuracy": found.pop("accuracy")}
+        metrics: dict[str, Any] = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
+        first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
         grad_norm /= self.accelerator.num_processes
-        return {**first, **found, "grad_norm": grad_norm, "rows": int(rows)}
+        return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
     def update(self, step: int, *, good: bool) -> None:
         """Move the weights by the gradient; that of a bad step is dropped, and nothing else changes."""
@@ -148,18 +148,18 @@ class Stepper:
         self.average.update(self.head)
 
     def cost(self) -> dict[str, Any]:
-        """Return what the steps since the last record have cost, of each; this process's own but for the rates."""
+        """Return the cost per step since the last record: rates of all processes, the rest of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
-        parts = {part: seconds / steps for part, seconds in self.clock.read(stall).items()}
-        seconds = max(sum(parts.values()), 1e-9)  # an accelerator may have passed no mark yet
+        phases = {phase: seconds / steps for phase, seconds in self.clock.read(stall).items()}
+        seconds = max(sum(phases.values()), 1e-9)  # an accelerator may have passed no event yet
         device, peak = self.accelerator.device, self.peak
         rate = None if self.flops is None else self.flops / seconds
         return {
             "tokens_per_second": self.trainer.batch_tokens / seconds,
             "rows_per_second": rows / steps / seconds,
             "step_seconds": seconds,
-            "seconds": parts,
+            "seconds": phases,
             "stall_seconds": stall,
             **({} if rate is None else {"flops_per_second": rate}),
             **({} if rate is None or peak is None else {"mfu": rate / (peak * self.accelerator.num_processes)}),
@@ -201,7 +201,7 @@ class Stepper:
         features = noisy(features, config.noise, self.trainer.seed, row_number)
         anchors = None if anchors is None else anchors.to(device)
 
-        # What dropout leaves out follows from seed and step alone, as all that is drawn: a resumed run sees the same.
+        # Dropout is seeded by run and step alone, as all random numbers are: a resumed run sees the same ones.
         torch.manual_seed((self.trainer.seed * 1_000_003 + int(row_number[0])) % 2**63)
 
         loss, sums = self.strategy.forward(features, weight, anchors, read.top, last=last)
@@ -210,5 +210,5 @@ class Stepper:
 
 
 def number(batch: Batch, step: int) -> Tensor:
-    """Return the rows' numbers in the run, from which what is drawn for them follows."""
+    """Return the rows' numbers in the run, which seed their random numbers."""
     return batch.index + step * 10_000_019

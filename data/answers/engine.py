@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
 from heads.formats.hub import resolve_head
-from inference.batch import Batch, clone
+from inference.batch import batch_of
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.registry import configured, make
@@ -39,7 +39,7 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerBase = target.tokenizer
         self.context = target.context
         self.sampling = Sampling(settings.temperature, 0, settings.top_p)
-        self.batch = Batch(target, [drafter, *(clone(drafter) for _ in range(batch_size - 1))])
+        self.batch = batch_of(target, drafter, batch_size)
         self.tokens = self.passes = 0
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:

@@ -1,4 +1,4 @@
-"""From batches to the target's features: where they may come from, and live, right before the head reads them."""
+"""Sources of features: their configuration and protocol, and the live one, a forward pass of the target a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class FeaturesConfig:
         path: the store's folder.
         dtype: a new store's hidden states, a key of `data.features.quantize.DTYPES`; an existing store keeps
             its own, as for `teacher`, `k` and `shard_mb`.
-        teacher: "state" keeps the last hidden state, "top_k" the target's `k` likeliest tokens in its place.
-        k: how many.
+        teacher: "state" keeps the last hidden state, "top_k" the target's top-k tokens in its place.
+        k: of those.
         budget_gb: the store's size at most, in 10^9 bytes; None for what the disk has free.
         on_missing: "compute" a row that a store lacks or that is damaged, or "fail".
         shard_mb: size of a shard, in 10^6 bytes.
@@ -56,7 +56,7 @@ class FeaturesConfig:
     vllm_layers: list[int]
 
     def __post_init__(self) -> None:
-        """Refuse what nothing is known of."""
+        """Check the choices."""
         choices = {"mode": MODES, "dtype": tuple(DTYPES), "teacher": TEACHERS, "on_missing": ON_MISSING}
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
@@ -72,7 +72,7 @@ class FeaturesConfig:
 
 
 class Given(NamedTuple):
-    """What a head trains on: features, and the teacher's law where `last` was not kept (then it is of width 0)."""
+    """The input of a training step: features, and the teacher's top-k where `last` was not stored (then of width 0)."""
 
     features: Features
     top: TopLaw | None
@@ -87,7 +87,7 @@ class MicroBatch(NamedTuple):
 
 @runtime_checkable
 class Forward(Protocol):
-    """What gives features for tokens by a pass: a `Target`."""
+    """A model that computes features in a forward pass: a `Target`."""
 
     device: torch.device
 
@@ -113,7 +113,7 @@ class FeatureSource(Protocol):
         ...
 
     def close(self) -> str:
-        """End what runs beside, and return a line on what there was, or nothing."""
+        """Stop reading ahead, and return a line of statistics, or nothing."""
         ...
 
 

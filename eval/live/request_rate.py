@@ -124,7 +124,7 @@ def measure(
         for name in shuffle.sample(list(together), len(together)):
             drafter = together[name]
             drafter.forget()
-            batch = batch_of(target, drafter, tokens[0], min(batch_size, len(tokens)))
+            batch = batch_of(target, drafter, min(batch_size, len(tokens)))
             for each, served in zip(rounds[name], serve(batch, tokens, when, settings), strict=True):
                 each.append(served)
     return rounds

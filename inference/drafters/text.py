@@ -18,8 +18,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, token: list[int]) -> str:
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[Span]]:
     """Return the tokens of a text, without special tokens, and which characters each covers."""
-    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return list(made["input_ids"]), list(made["offset_mapping"])
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
