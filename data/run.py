@@ -1,7 +1,7 @@
-"""Let the target answer the training prompts, look at the loss mask, or extract features.
+"""The data command: let the target answer the training prompts, show loss masks, or extract features.
 
 `python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=5`, or with
-`features=stored features.path=FOLDER head=…`; the other overrides stand in conf/data.yaml. Under `accelerate launch` or
+`features=stored features.path=FOLDER head=…`; the other overrides are in conf/data.yaml. Under `accelerate launch` or
 torchrun the processes share the work.
 """
 
@@ -24,7 +24,7 @@ from data.answers.chats import Answerer, AnswerSettings
 from data.answers.client import Client, EndpointConfig, check_url
 from data.answers.endpoint import Endpoint
 from data.answers.engine import Engine, check_drafter, drafter_of
-from data.answers.write import Share, Work, source_of, write_answers
+from data.answers.write import Work, Worker, source_of, write_answers
 from data.config import DataConfig
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
@@ -46,7 +46,7 @@ from inference.target.target import Target
 
 register_resolvers()
 
-PATIENCE = timedelta(days=30)  # of a process that has answered its share, with the others
+PATIENCE = timedelta(days=30)  # for which a process that has answered its chats waits for the others
 URLS = ("http://", "https://")
 
 
@@ -58,17 +58,17 @@ class JobConfig:
         model: the target; its path, dtype, quantize, adapter, device and trust_remote_code are read here.
         data: the prompts or documents.
         features: the store; with features=stored the features are extracted.
-        head: whose feature layers are extracted.
+        head: the head whose feature layers are extracted.
         objective, trainer: not read.
-        layers: the feature layers, in place of the head's; null: the head's.
+        layers: the feature layers, instead of the head's; null: the head's.
         vllm_prompts: the file to write the packed documents' tokens to, for vLLM; null: none.
         workload: of the training that will read the features; no sample may hold its prompts.
         answers: the file that the target's answers are written to; null: none.
-        by: who answers: engine, our own, or the URL of an OpenAI-compatible endpoint.
+        by: the answerer: engine, our own, or the URL of an OpenAI-compatible endpoint.
         run: a head that drafts our engine's answers, its run's folder or Hub id.
         drafter: a source that drafts them, its name and options; `plain` is none.
-        tree: of the head; a null is what it was saved with.
-        endpoint: how the URL is asked.
+        tree: of the head; a null is the value that it was saved with.
+        endpoint: the settings of requests to the URL.
         inspect: samples to show with their loss masks.
         inspect_html: a page to write them to as well; null: none.
         limit: prompts to answer at most, or samples that the figures below the shown ones cover.
@@ -103,14 +103,14 @@ class JobConfig:
     template_args: dict[str, Any]
 
     def __post_init__(self) -> None:
-        """Refuse a `by` that is nobody."""
+        """Refuse a `by` that is neither the engine nor a URL."""
         if self.by != "engine" and not self.by.startswith(URLS):
             raise ValueError(f"by={self.by}: give engine, or the URL of an endpoint, such as http://localhost:8000/v1")
         if self.by != "engine":
             check_url("by", self.by)
 
     def settings(self) -> AnswerSettings:
-        """Return how the target answers."""
+        """Return the sampling of the target's answers."""
         length = self.max_new_tokens, self.keep_unfinished
         return AnswerSettings(self.temperature, self.top_p, *length, self.seed, self.thinking, self.template_args)
 
@@ -132,19 +132,19 @@ def answer(job: JobConfig, out: Path) -> None:
             "batch_size": job.batch_size,
         },
     )
-    share = Share(state.process_index, state.num_processes, state.wait_for_everyone)
-    meta = write_answers(work, answerer_of(job, settings), out, share)
+    worker = Worker(state.process_index, state.num_processes, state.wait_for_everyone)
+    meta = write_answers(work, answerer_of(job, settings), out, worker)
     if meta is not None:
         counts = meta["counts"]
-        said = f"{counts['answers']} answers in {counts['chats']} of {counts['prompts']} chats"
+        summary = f"{counts['answers']} answers in {counts['chats']} of {counts['prompts']} chats"
         again = "; run the same command again for those that failed" if counts["failed"] else ""
-        print(f"{out}: {said}; train on them with data.path={out}{again}")
+        print(f"{out}: {summary}; train on them with data.path={out}{again}")
     if torch.distributed.is_initialized():
         state.destroy_process_group()
 
 
 def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
-    """Return who answers, ready to."""
+    """Return our engine with its target loaded, or the endpoint."""
     model = job.model
     if job.by != "engine":
         client = Client(job.by, job.endpoint, os.environ.get(job.endpoint.api_key_env))
@@ -156,7 +156,7 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
 
 
 def check_early(job: JobConfig) -> None:
-    """Check what can be known before anything is loaded: the data, the folders that are written, who drafts.
+    """Check before anything is loaded: the data, the folders that are written, the draft source.
 
     Raises:
         ValueError: naming the key and the remedy.
@@ -175,7 +175,7 @@ def check_early(job: JobConfig) -> None:
 
 @command("data")
 def main(cfg: DictConfig) -> None:
-    """Do what `answers` and `inspect` ask for."""
+    """Run the command on its configuration."""
     with user_errors():
         run(typed(JobConfig, cfg, ready={"head": head_config(cfg.head)}))
 

@@ -1,14 +1,14 @@
 """Draft heads: tensors in, tensors out. One head a file; `HEADS` names them all.
 
-common/    what every layer uses: typed configurations, one-line errors, redaction of secrets, parsing of
+common/    utilities of every layer: typed configurations, one-line errors, redaction of secrets, parsing of
            untrusted files
 formats/   heads on disk and on the Hub: our own format, those that other projects publish, those that engines
            read
-modules/   what heads share: attention, decoder layers, positions, the draft vocabulary, the KV cache
-base.py    what a head is: the protocol, its records, the legend of rows and depths
+modules/   shared modules: attention, decoder layers, positions, the draft vocabulary, the KV cache
+base.py    the protocol of a draft head, its records, the legend of rows and depths
 rows.py    the only index arithmetic on rows and depths
 eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features
-hass.py    HASS: EAGLE's head, trained on what it will meet when it drafts
+hass.py    HASS: EAGLE's head, trained on the features that it will meet when it drafts
 eagle3.py  EAGLE-3 and 3.1: features of several layers, tokens alone
 medusa.py  Medusa: one residual head a depth
 hydra.py   Hydra: Medusa's heads, each reading the tokens before it

@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from data.text.records import Message
-from data.text.template import encode, turn_ends
+from data.text.template import encode, turn_end_tokens
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -43,4 +43,4 @@ def is_text(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
         (token,) = encode([text], tokenizer)
     except UnicodeEncodeError:
         return False
-    return not turn_ends(tokenizer) & set(token)
+    return not turn_end_tokens(tokenizer) & set(token)

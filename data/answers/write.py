@@ -26,7 +26,7 @@ from heads.common.redact import redacted_values
 log = logging.getLogger(__name__)
 
 
-class Share(NamedTuple):
+class Worker(NamedTuple):
     """A process's share of the work: its rank, the number of processes, and their barrier."""
 
     rank: int
@@ -34,7 +34,7 @@ class Share(NamedTuple):
     wait: Callable[[], object]
 
 
-ALONE = Share(0, 1, lambda: None)
+ALONE = Worker(0, 1, lambda: None)
 
 
 class Work(NamedTuple):
@@ -55,7 +55,7 @@ class Work(NamedTuple):
     notes: dict[str, Any]
 
 
-def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALONE) -> dict[str, Any] | None:
+def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = ALONE) -> dict[str, Any] | None:
     """Write the target's answers to `out`, except for chats that it or its parts already hold.
 
     Returns:
@@ -73,18 +73,18 @@ def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALON
         )
     answers = Answers(out)
     settings = redacted_values({**answerer.describe(), "data": work.source, **asdict(work.settings)})
-    if share.rank:
-        share.wait()
-        _answer(work, answerer, answers, share)
-        share.wait()
+    if worker.rank:
+        worker.wait()
+        _answer(work, answerer, answers, worker)
+        worker.wait()
         return None
     with answers.locked():
         answers.begin(settings)
-        share.wait()
+        worker.wait()
         before = len(answers.finished())
-        _answer(work, answerer, answers, share)
-        share.wait()
-        notes = {**redacted_values(work.notes), "world_size": share.world, "settled_before": before}
+        _answer(work, answerer, answers, worker)
+        worker.wait()
+        notes = {**redacted_values(work.notes), "world_size": worker.world, "settled_before": before}
         meta = answers.merge([record.id for record in work.records], settings, notes)
     for kind in ("shortened", "left_out", "failed"):
         if meta["counts"][kind]:
@@ -92,15 +92,15 @@ def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALON
     return meta
 
 
-def _answer(work: Work, answerer: Answerer, answers: Answers, share: Share) -> None:
+def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) -> None:
     """Answer this process's chats that are not finished yet."""
     finished = answers.finished()
-    records = [record for record in work.records[share.rank :: share.world] if record.id not in finished]
+    records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
     talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
     console = Console(stderr=True)
-    quiet = share.rank > 0 or not console.is_terminal
+    quiet = worker.rank > 0 or not console.is_terminal
     outcomes = answerer.answer(talks) if records else iter(())
-    with answers.part(share.rank, share.world) as part:
+    with answers.part(worker.rank, worker.world) as part:
         tracked: Iterator[Outcome] = iter(
             track(outcomes, "answers", total=len(records), console=console, transient=True, disable=quiet)
         )

@@ -15,7 +15,7 @@ import pytest
 
 from data.answers.chats import Outcome
 from data.answers.files import Answers, Part, complete_bytes, replace
-from data.answers.write import Share, write_answers
+from data.answers.write import Worker, write_answers
 from tests.data.answering import Quick, quick_bytes, records, settings, work
 
 COUNT = 24
@@ -70,7 +70,7 @@ def attempt(out: Path, world: int, event: int) -> bool:
             if rank == 0:
                 around(dies_at(event), patch)
             how = work(records(COUNT), settings(keep_unfinished=False))
-            write_answers(how, Quick(), out, Share(rank, world, barrier.wait))
+            write_answers(how, Quick(), out, Worker(rank, world, barrier.wait))
 
     processes = [context.Process(target=run, args=(rank,)) for rank in range(world)]
     for process in processes:

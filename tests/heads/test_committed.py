@@ -73,13 +73,13 @@ def test_rows_out_of_sight_are_dropped_and_positions_go_on(name: str) -> None:
     state = level = None
     for start, end in ((0, 5), (5, 6), (6, 13), (13, 14)):
         state, level = made.extend(state, part(packed, start, end), following[start:end])
-        true = getattr(state, "true", state)
-        assert {key.shape[2] for pair in true.layers for key in pair} == {min(end, 4)}
-        assert true.length == end
-        assert true.position().tolist() == list(range(max(0, end - 4), end))
+        context = getattr(state, "context", state)
+        assert {key.shape[2] for pair in context.layers for key in pair} == {min(end, 4)}
+        assert context.length == end
+        assert context.position().tolist() == list(range(max(0, end - 4), end))
     assert level is not None
     torch.testing.assert_close(level.logits, expected.logits, rtol=1e-9, atol=1e-9)
-    assert getattr(whole, "true", whole).length == 14
+    assert getattr(whole, "context", whole).length == 14
 
 
 def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
