@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from heads import HEADS
 from tests import toys
 from tests.heads import exporting
 from tests.heads.shipped import published, shipped
@@ -18,7 +19,7 @@ import importlib.abc, json, sys
 
 class Refusing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.split(".")[0] in {"heads", "inference", "data", "eval", "train", "jaxtyping"}:
+        if name.split(".")[0] in {"heads", "inference", "data", "eval", "train", "jaxtyping", "omegaconf", "hydra"}:
             raise ImportError(name + " is not here")
 
 sys.meta_path.insert(0, Refusing())
@@ -41,7 +42,7 @@ for target, folders in json.load(open("asked.json")).items():
 ours = sorted(name for name in sys.modules if name.split(".")[0] in ("heads", "inference"))
 print(json.dumps({"found": found, "ours": ours}))
 """
-KINDS = ("eagle3", "hydra", "mlp")
+KINDS = ("eagle3", *(kind for kind in HEADS if kind != "eagle3"))
 FORMS = {("eagle3", "vllm"): {"feature_layers": [1, 3, 4]}, ("medusa", "medusa"): {}, ("eagle", "eagle"): {}}
 
 
@@ -55,7 +56,7 @@ def test_it_runs_alone(tmp_path: Path) -> None:
     own = [published(tmp_path / kind / "head", toys.head(kind, toy), toy) for kind in KINDS]
     other = published(tmp_path / "other" / "head", exporting.made("medusa"), deep)  # of the same name and code
     forms = [
-        shipped(exporting.exported(exporting.made(kind, **options), form, tmp_path / form))
+        shipped(exporting.exported(exporting.made(kind, **options), form, tmp_path / "forms" / form))
         for (kind, form), options in FORMS.items()
     ]
     near = "./mlp/head/"  # as one writes it
