@@ -6,21 +6,28 @@ from torch import Tensor, nn
 
 from heads.modules.layers import RMSNorm
 
+EAGLE3, DFLASH = 3, 5  # how many layers each fuses
 
-def chosen_layers(wanted: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
-    """Return the feature layers of a head: those asked for, or `count` spread over the target's depth.
+
+def default_layers(count: int, num_layers: int) -> list[int]:
+    """Return the layers that a head reads of a target if it is not told which, `count` spread over the depth.
 
     Three are EAGLE-3's: the outputs of layers 1, half of all minus 1, and all minus 4. More are spread evenly between
     layer 1 and the one of all minus 3 (DFlash, arXiv 2602.06036).
+    """
+    if count == EAGLE3:
+        return [1, num_layers // 2 - 1, num_layers - 4]
+    return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+
+
+def chosen_layers(wanted: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
+    """Return the feature layers of a head: those asked for, or the default ones.
 
     Raises:
         ValueError: a layer does not exist, stands twice, or the target is too shallow for the default ones.
     """
     if wanted is None:
-        if count == FUSED:
-            found = [1, num_layers // 2 - 1, num_layers - 4]
-        else:
-            found = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+        found = default_layers(count, num_layers)
         if found[0] < 0 or sorted(set(found)) != found or found[-1] >= num_layers:
             raise ValueError(
                 f"head.feature_layers: the default choice, {found}, falls together on a target of {num_layers} layers; "
@@ -33,9 +40,6 @@ def chosen_layers(wanted: list[int] | None, count: int, num_layers: int) -> tupl
             f"{num_layers}"
         )
     return tuple(wanted)
-
-
-FUSED = 3  # how many EAGLE-3 fuses
 
 
 def suggestion(num_layers: int) -> str:

@@ -16,7 +16,7 @@ from heads import HEADS
 from heads.base import DraftHead, Features
 from heads.formats.custom_generate import bundle
 from heads.formats.custom_generate.reading import load
-from heads.formats.published.eagle3 import IDS
+from heads.formats.layer_ids import STATES as IDS
 from tests import toys
 from tests.heads import exporting
 from tests.heads.shipped import CHAIN, published

@@ -99,7 +99,7 @@ def _ours(name: str, other: str) -> bool:
     top = other.partition(".")[0]
     if top in LIBRARIES:
         return False
-    if top not in ("heads", name.partition(".")[0]):
+    if top not in {"heads", *(head.__module__.partition(".")[0] for head in HEADS.values())}:
         raise ValueError(f"{name} needs {top}, which is not wherever transformers is; a published head cannot use it")
     return True
 
