@@ -6,6 +6,7 @@ export/           heads in the formats that engines and other projects read: one
                   is written
 published/        draft heads that other projects have published, one format a file, each recognised by the names
                   of its tensors
+layer_ids.py      how other projects count the layers that a head reads
 store.py          a head on disk: save, load, refuse another target's
 weights.py        safetensors checked before memory is taken for them
 hub.py            where a head is found, a run, a folder or the Hub, and loaded

@@ -6,21 +6,28 @@ from torch import Tensor, nn
 
 from heads.modules.layers import RMSNorm
 
+EAGLE3, DFLASH = 3, 5  # how many layers each fuses
 
-def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
-    """Return the feature layers of a head: those named, or `count` distributed over the target's depth.
+
+def default_layers(count: int, num_layers: int) -> list[int]:
+    """Return the layers that a head reads by default, `count` distributed over the target's depth.
 
     Three are EAGLE-3's: the outputs of layers 1, half of all minus 1, and all minus 4. More are spaced evenly between
     layer 1 and the one of all minus 3 (DFlash, arXiv 2602.06036).
+    """
+    if count == EAGLE3:
+        return [1, num_layers // 2 - 1, num_layers - 4]
+    return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+
+
+def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
+    """Return the feature layers of a head: those named, or `count` default ones.
 
     Raises:
         ValueError: a layer does not exist, is named twice, or the target is too shallow for the default ones.
     """
     if named is None:
-        if count == FUSED:
-            layers = [1, num_layers // 2 - 1, num_layers - 4]
-        else:
-            layers = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+        layers = default_layers(count, num_layers)
         if layers[0] < 0 or sorted(set(layers)) != layers or layers[-1] >= num_layers:
             raise ValueError(
                 f"head.feature_layers: the default choice, {layers}, falls together on a target of {num_layers} "
@@ -33,9 +40,6 @@ def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple
             f"{num_layers}"
         )
     return tuple(named)
-
-
-FUSED = 3  # how many EAGLE-3 fuses
 
 
 def suggestion(num_layers: int) -> str:

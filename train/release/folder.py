@@ -15,8 +15,7 @@ from eval.report.reading import read_report
 from heads.common.errors import one_line
 from heads.common.resolvers import ROOT
 from heads.common.untrusted import parse_json, parse_yaml
-from heads.formats.custom_generate import FOLDER
-from heads.formats.custom_generate import files as plain_files
+from heads.formats.custom_generate import bundle
 from heads.formats.hub import on_hub, target_path
 from heads.formats.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors, replacing
 from train.release.card import Facts, card
@@ -28,7 +27,7 @@ from train.release.hub import files_of, one_of
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
 READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
-FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{FOLDER}/*")  # patterns
+FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{bundle.FOLDER}/*")  # patterns
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
@@ -52,7 +51,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
     with exported(head, config.format, config.target, config.dtype, config.draft_tokens) as source:
         files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
-        files |= plain_files()
+        files |= bundle.files(content["head"]["name"])
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
         facts = _facts(run, config, content, json.loads(files[CONFIG]), reference["tokenizer_sha256"], provenance)
         try:

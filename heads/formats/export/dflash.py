@@ -10,6 +10,7 @@ from torch import Tensor
 
 from heads.formats.export.files import KNOWN, OFFSETS, Foreign, Shapes
 from heads.formats.export.source import Source, layer_shapes
+from heads.formats.layer_ids import BLOCK_OUTPUTS
 from heads.formats.published.dflash import NAMES
 
 OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors that have another form there
@@ -49,7 +50,7 @@ def engines(source: Source) -> Foreign:
         "block_size": source.head.size,
         "dflash_config": {
             "mask_token_id": _mask_token(source),
-            "target_layer_ids": outputs,
+            BLOCK_OUTPUTS: outputs,
             "causal": options.causal,
             "sample_from_anchor": options.from_anchor,
         },
@@ -70,7 +71,7 @@ def shapes(config: dict[str, Any]) -> Shapes:
     """Return the shapes but for the confidence's, of which config.json does not speak."""
     width, full = config["hidden_size"], config["vocab_size"]
     drafted, rank = config.get("draft_vocab_size", full), config.get("markov_rank")
-    count = len(config["dflash_config"]["target_layer_ids"])
+    count = len(config["dflash_config"][BLOCK_OUTPUTS])
     found: Shapes = {"fc.weight": (width, count * width), "hidden_norm.weight": (width,), "norm.weight": (width,)}
     for i in range(config["num_hidden_layers"]):
         inner = f"layers.{i}.self_attn."

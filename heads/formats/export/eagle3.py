@@ -1,7 +1,7 @@
 """EAGLE-3 and 3.1: one folder for vLLM, SGLang, TensorRT-LLM and speculators, and one for the authors' own code.
 
-vLLM and speculators read the layers at the top level, as hidden states counted from the embedding, so that our layer i
-is i + 1; SGLang reads them within `eagle_config` and counts outputs, as we do. Layers after the first have their norm
+vLLM and speculators read the layers at the top level and SGLang within `eagle_config`, each counting in its own way
+(heads/formats/layer_ids.py). Layers after the first have their norm
 before attention under two names, because vLLM reads the one and SGLang and TensorRT-LLM the other. The lm_head is
 always there, the target's where the head shares it: without one SGLang may make a random one.
 """
@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.formats.export.files import KNOWN, LAYERS, OFFSETS, Foreign, Shapes
+from heads.formats.export.files import KNOWN, OFFSETS, Foreign, Shapes
 from heads.formats.export.source import Source, layer_shapes
+from heads.formats.layer_ids import STATES, as_states
+from heads.modules.fusion import EAGLE3, default_layers
 
 NORMED_RESIDUAL = ("vllm", "speculators")  # the formats of engines that know it
 # Targets for which SGLang takes ids for outputs, as otherwise, only if the first is 1, and else for inputs.
@@ -51,8 +53,8 @@ def engines(source: Source) -> Foreign:
         **({"fc_norm": True} if options.feature_norm else {}),
         **({"norm_output": True} if options.norm_output else {}),
         "num_aux_hidden_states": len(outputs),
-        LAYERS: [i + 1 for i in outputs],
-        "eagle_config": {"use_aux_hidden_state": True, LAYERS: outputs},
+        STATES: as_states(outputs),
+        "eagle_config": {"use_aux_hidden_state": True, STATES: outputs},
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
         "transformer_layer_config": {"model_type": "llama", **decoder},
@@ -71,8 +73,7 @@ def authors(source: Source) -> Foreign:
         layers=1, kv_injection=False, qk_norm=False, norm_before_residual=False, feature_norm=False, norm_output=False
     )
     outputs, order = source.outputs()
-    count = source.embeddings.num_layers
-    if outputs != (fixed := [1, count // 2 - 1, count - 4]):
+    if outputs != (fixed := default_layers(EAGLE3, source.embeddings.num_layers)):
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -90,7 +91,7 @@ def authors(source: Source) -> Foreign:
 def shapes(config: dict[str, Any], first: str) -> Shapes:
     """Return the shapes; where config.json does not count the features there are three."""
     width, full, drafted = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
-    count = config.get("num_aux_hidden_states", 3)
+    count = config.get("num_aux_hidden_states", EAGLE3)
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     found: Shapes = {"fc.weight": (width, count * width), "norm.weight": (width,), "lm_head.weight": (drafted, width)}
     for i in range(config["num_hidden_layers"]):

@@ -30,19 +30,20 @@ __all__ = ["FORMATS", "format_of", "is_published", "load_published"]
 
 
 class Format(NamedTuple):
-    """How a format is recognised by its names, and how it is read."""
+    """Which of HEADS a format is of, how it is recognised by its names, and how it is read."""
 
+    head: str
     matches: Callable[[Set[str]], bool]
     read: Callable[[Source, Embeddings], Plan]
 
 
 FORMATS = {
-    "dflash": Format(dflash.matches, dflash.read),
-    "eagle3": Format(eagle3.matches, eagle3.read),
-    "eagle": Format(eagle.matches, eagle.read),
-    "medusa": Format(medusa.matches, medusa.read),
-    "hydra": Format(hydra.matches, hydra.read),
-    "mlp": Format(mlp.matches, mlp.read),
+    "dflash": Format("block", dflash.matches, dflash.read),
+    "eagle3": Format("eagle3", eagle3.matches, eagle3.read),
+    "eagle": Format("eagle", eagle.matches, eagle.read),
+    "medusa": Format("medusa", medusa.matches, medusa.read),
+    "hydra": Format("hydra", hydra.matches, hydra.read),
+    "mlp": Format("mlp", mlp.matches, mlp.read),
 }
 
 
@@ -60,13 +61,21 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
         ValueError: the format is unknown, a file damaged, a tensor missing, unknown or of another shape, or the head
             does what ours cannot: one line that names it.
     """
-    form = FORMATS[format_of(folder)]
-    source = Source(folder, config_of(folder), tensors_of(folder))
+    format_of(folder)  # by the names alone, before tensors are read
+    return read_published(Source(folder, config_of(folder), tensors_of(folder)), embeddings)
+
+
+def read_published(source: Source, embeddings: Embeddings) -> nn.Module:
+    """Load a published head from what its files hold.
+
+    Raises:
+        ValueError: as `load_published`.
+    """
     try:
-        plan = form.read(source, embeddings)
+        plan = FORMATS[_matching(source.folder, source.tensors.keys())].read(source, embeddings)
     except (TypeError, AttributeError, KeyError, IndexError) as error:  # a value or a tensor of quite another kind
         raise ValueError(
-            f"{folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
+            f"{source.folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
         ) from error
     return assemble(source, plan, embeddings)
 
@@ -77,7 +86,10 @@ def format_of(folder: Path) -> str:
     Raises:
         ValueError: it is none of FORMATS, or a file is damaged.
     """
-    names = names_of(folder)
+    return _matching(folder, names_of(folder))
+
+
+def _matching(folder: Path, names: Set[str]) -> str:
     for name, form in FORMATS.items():
         if form.matches(names):
             return name

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings
+from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, as_outputs
 from heads.formats.published.decoder import decoder
 from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
+from heads.modules.fusion import DFLASH
 
-FUSED = 5  # how many layers DFlash reads
 NAMES = {
     "fusion.fc.weight": "fc.weight",
     "before.weight": "markov_head.markov_w1.weight",
@@ -64,12 +65,12 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
 
 
 def _layers(source: Source, told: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
-    """Return the layers whose outputs are read. `target_layer_ids` counts as we do, the speculators format inputs."""
-    ids = told.get("target_layer_ids")
-    if ids is None and told.get("aux_hidden_state_layer_ids") is not None:
-        ids = [i - 1 for i in told["aux_hidden_state_layer_ids"]]
-    if ids is None and source.tensors["fc.weight"].shape[1] != FUSED * embeddings.hidden_size:
-        raise source.error("config.json does not say target_layer_ids, and fc.weight does not join the default five")
+    """Return the layers whose outputs are read."""
+    ids = told.get(BLOCK_OUTPUTS)
+    if ids is None and told.get(BLOCK_STATES) is not None:
+        ids = as_outputs(told[BLOCK_STATES])
+    if ids is None and source.tensors["fc.weight"].shape[1] != DFLASH * embeddings.hidden_size:
+        raise source.error(f"config.json does not say {BLOCK_OUTPUTS}, and fc.weight does not join the default five")
     return ids
 
 

@@ -1,8 +1,7 @@
 """EAGLE-3 and 3.1: the authors' `midlayer` or `layers.0`, `fc`, `norm`, a lm_head of its own, `d2t` and `t2d`.
 
-Which layers it reads stands in config.json in two conventions. EAGLE and vLLM count a layer's input, so 2 is our layer
-1; SpecForge and SGLang its output, as we do. vLLM reads its ids at the top level and SGLang within `eagle_config`, but
-either convention is found in either place. The defaults of both are the same three layers.
+Which layers it reads stands in config.json in two conventions (heads/formats/layer_ids.py), and either of them is found
+in either place. The defaults of both are the same three layers.
 """
 
 import logging
@@ -13,13 +12,14 @@ from typing import Any
 import torch
 
 from heads.base import Embeddings
+from heads.formats.layer_ids import STATES, as_outputs
 from heads.formats.published.decoder import decoder
 from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
+from heads.modules.fusion import EAGLE3, default_layers
 
 log = logging.getLogger(__name__)
 
 FIRST = ("midlayer.", "layers.0.")
-IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def matches(names: Set[str]) -> bool:
@@ -77,32 +77,28 @@ def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[
         ValueError: config.json contradicts itself, or is silent where the fc does not join three.
     """
     nested: dict[str, Any] = source.config.get("eagle_config") or {}
-    inputs, outputs = source.config.get(IDS), nested.get(IDS)
+    inputs, outputs = source.config.get(STATES), nested.get(STATES)
     if inputs is None and outputs is None:
         inputs = nested.get("layer_ids")
     said = inputs if inputs is not None else outputs
     if said is None:
-        if joined != len(_default(embeddings)):
-            raise source.error(f"fc.weight joins {joined} layers and config.json does not name them in {IDS}")
+        if joined != EAGLE3:
+            raise source.error(f"fc.weight joins {joined} layers and config.json does not name them in {STATES}")
         return None
-    meant = [i - 1 for i in inputs] if inputs is not None else list(said)
+    meant = as_outputs(inputs) if inputs is not None else list(said)
     if inputs is not None and outputs is not None and outputs not in (meant, inputs):
-        raise source.error(f"{IDS} is {inputs} and within eagle_config {outputs}: not the same layers; correct it")
-    default = _default(embeddings)
-    usual = said == default or [i - 1 for i in said] == default
+        raise source.error(f"{STATES} is {inputs} and within eagle_config {outputs}: not the same layers; correct it")
+    default = default_layers(EAGLE3, embeddings.num_layers)
+    usual = said == default or as_outputs(said) == default
     if inputs is not None and inputs == outputs and not usual:
-        raise source.error(f"{IDS} is {inputs} at both places, which count differently; leave one")
+        raise source.error(f"{STATES} is {inputs} at both places, which count differently; leave one")
     if usual and meant != default:
         log.warning("%s: %s is %s, the default layers as the other convention counts them; these are taken",
-                    source.folder, IDS, said)  # fmt: skip
+                    source.folder, STATES, said)  # fmt: skip
     found = default if usual else meant
     if min(found) < 0:
-        raise source.refusal(f"the target's embedding among its layers, {IDS}={said}")
+        raise source.refusal(f"the target's embedding among its layers, {STATES}={said}")
     return found
-
-
-def _default(embeddings: Embeddings) -> list[int]:
-    return [1, embeddings.num_layers // 2 - 1, embeddings.num_layers - 4]
 
 
 def _norm_before_residual(source: Source) -> bool:
