@@ -41,5 +41,6 @@ def summary(generation: Generation) -> str:
     rate = (len(generation.tokens) - 1) / generation.decode_s if generation.decode_s else 0.0
     return (
         f"τ {generation.tau:.2f}, {rate:.1f} tokens/s, {len(generation.tokens)} tokens in {len(generation.steps)} "
-        f"target passes after the prefill ({generation.finish}); {STYLES['draft']}: drafted, {STYLES['bonus']}: the target's own"
+        f"target passes after the prefill ({generation.finish}); {STYLES['draft']}: drafted, {STYLES['bonus']}: the "
+        "target's own"
     )
