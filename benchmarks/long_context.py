@@ -106,10 +106,10 @@ def step(target: Target, cache: TargetCache, draft: DraftTree) -> tuple[float, f
     length = cache.length
     session = Session(target, Planted(draft), [0] * (length + 1), Settings(ROOM, GREEDY), cache)
     session.state = session.drafter.start(session.context)
-    session.made.tokens.append(0)
+    session.generation.tokens.append(0)
     session.step()
     cache.keep(length, [])
-    done = session.made.steps[-1]
+    done = session.generation.steps[-1]
     return done.verify_s + done.other_s, done.other_s
 
 

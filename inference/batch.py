@@ -9,8 +9,8 @@ from inference.session import Generation, Session, Settings
 from inference.target.target import Target
 
 
-class Row(NamedTuple):
-    """A sequence in the batch: its request's number, and when it came."""
+class Running(NamedTuple):
+    """A sequence in the batch: its request's number, its session, and when it came."""
 
     number: int
     session: Session
@@ -28,41 +28,43 @@ class Batch:
             )
         self.target, self.free = target, list(drafters)
         self.cache = target.batch_cache(len(drafters))
-        self.rows: list[Row] = []
+        self.running: list[Running] = []
 
     def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
         """Prefill a request's prompt beside the others; return what will hold its answer."""
         began = time.perf_counter()
         session = Session(self.target, self.free.pop(), prompt, settings, self.cache.enter())
         session.prefill()
-        self.rows.append(Row(number, session, began))
-        return session.made
+        self.running.append(Running(number, session, began))
+        return session.generation
 
     def release(self) -> None:
         """Let finished sequences go; the last one takes a free slot, here and in the cache."""
-        for row in [row for row in self.rows if row.session.made.finish]:
-            row.session.made.latency_s = row.session.clock() - row.began
-            self.free.append(row.session.drafter)
-            self.cache.leave(row.session.cache)
-            last = self.rows.pop()
-            if last is not row:
-                self.rows[self.rows.index(row)] = last
+        for sequence in [sequence for sequence in self.running if sequence.session.generation.finish]:
+            sequence.session.generation.latency_s = sequence.session.clock() - sequence.began
+            self.free.append(sequence.session.drafter)
+            self.cache.leave(sequence.session.cache)
+            last = self.running.pop()
+            if last is not sequence:
+                self.running[self.running.index(sequence)] = last
 
     def step(self) -> None:
         """Let every drafter propose, run one target pass over all, and commit each."""
-        sessions = [row.session for row in self.rows]
+        sessions = [sequence.session for sequence in self.running]
         proposals = [session.draft() for session in sessions]
         # A draft whose nodes have entered already, or whose look-ahead tokens run through other layers, shares no pass.
-        unshared = any(each.entered is not None or (each.look_ahead and each.look_ahead.stack) for each in proposals)
+        unshared = any(
+            draft.entered is not None or (draft.look_ahead and draft.look_ahead.stack) for draft in proposals
+        )
         switch = self.target.switch
-        apart = switch is not None and not switch.shared([session.prefix for session in sessions])
-        if unshared or apart or len(sessions) == 1:
+        divided = switch is not None and not switch.shared([session.prefix for session in sessions])
+        if unshared or divided or len(sessions) == 1:
             for session, proposal in zip(sessions, proposals, strict=True):
                 session.verify(proposal)
             return
         begin = sessions[0].clock()
         outs = self.target.score_all(
-            [(each.tree, each.look_ahead) for each in proposals], self.cache, sessions[0].layers
+            [(proposal.tree, proposal.look_ahead) for proposal in proposals], self.cache, sessions[0].layers
         )
         share = (sessions[0].clock() - begin) / len(sessions)
         for session, proposal, out in zip(sessions, proposals, outs, strict=True):
@@ -70,5 +72,5 @@ class Batch:
 
 
 def batch_of(target: Target, drafter: Drafter, size: int) -> Batch:
-    """Return a batch for so many sequences, each drafted for with a memory of its own."""
+    """Return a batch of `size` slots, each with a clone of the drafter, which stays in the first one."""
     return Batch(target, [drafter, *(drafter.clone() for _ in range(size - 1))])

@@ -64,29 +64,29 @@ def speculate(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give 1 or more")
-    one = isinstance(settings, Settings)
-    if not len(prompts) and not (one and batch_size == 1):
+    shared = isinstance(settings, Settings)
+    if not len(prompts) and not (shared and batch_size == 1):
         raise ValueError("there are no prompts: give at least one")
     if len(prompts) and isinstance(prompts[0], list):
-        each = [settings] * len(prompts) if one else list(settings)
-        if len(each) != len(prompts):
+        several = [settings] * len(prompts) if shared else list(settings)
+        if len(several) != len(prompts):
             raise ValueError(
-                f"there are {len(each)} settings for {len(prompts)} prompts: give one for all, or one each"
+                f"there are {len(several)} settings for {len(prompts)} prompts: give one for all, or one each"
             )
-        return _several(target, drafter, list(zip(prompts, each, strict=True)), on_tokens, batch_size)
-    if not one:
+        return _several(target, drafter, list(zip(prompts, several, strict=True)), on_tokens, batch_size)
+    if not shared:
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
     session = Session(target, drafter, prompts, settings)
     session.prefill()
     reported = 0
     while True:
-        made = session.made
+        generation = session.generation
         if on_tokens is not None:
-            on_tokens(made.tokens[reported:], made.sources[reported:])
-            reported = len(made.tokens)
-        if made.finish:
-            made.latency_s = made.prefill_s + made.decode_s
-            return made
+            on_tokens(generation.tokens[reported:], generation.sources[reported:])
+            reported = len(generation.tokens)
+        if generation.finish:
+            generation.latency_s = generation.prefill_s + generation.decode_s
+            return generation
         session.step()
 
 
@@ -102,22 +102,22 @@ def _several(
         check_prompt(target, prompt)
     batch = batch_of(target, drafter, min(batch_size, len(requests)))
     waiting = deque(enumerate(requests))
-    made: dict[int, Generation] = {}
+    generations: dict[int, Generation] = {}
     reported = [0] * len(requests)
-    while waiting or batch.rows:
+    while waiting or batch.running:
         if waiting and batch.free:
             number, (prompt, settings) = waiting.popleft()
-            made[number] = batch.admit(number, prompt, settings)
+            generations[number] = batch.admit(number, prompt, settings)
         else:
             batch.step()
         if on_tokens is not None:
-            for row in batch.rows:
-                begin, now = reported[row.number], row.session.made
-                if len(now.tokens) > begin:  # those beside a newcomer have nothing new
-                    on_tokens(row.number, now.tokens[begin:], now.sources[begin:])
-                    reported[row.number] = len(now.tokens)
+            for sequence in batch.running:
+                begin, generation = reported[sequence.number], sequence.session.generation
+                if len(generation.tokens) > begin:  # those beside a newcomer have nothing new
+                    on_tokens(sequence.number, generation.tokens[begin:], generation.sources[begin:])
+                    reported[sequence.number] = len(generation.tokens)
         batch.release()
-    return [made[number] for number in range(len(requests))]
+    return [generations[number] for number in range(len(requests))]
 
 
 def autoregress(target: Target, prompt: list[int], settings: Settings, on_tokens: OnTokens | None = None) -> Generation:

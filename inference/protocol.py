@@ -60,12 +60,12 @@ class Verified(NamedTuple):
 class Commit(NamedTuple):
     """What a target pass committed.
 
-    `token` holds for each committed row the token that follows it (the last one is the next root), `rows` their true
-    features, `verified` what was proposed and what became of it, None after a prefill.
+    `token` holds for each committed position the token that follows it (the last one is the next root), `features` the
+    target's outputs there, `verified` what was proposed and what became of it, None after a prefill.
     """
 
     token: Int[Tensor, "T"]
-    rows: TargetOutput
+    features: TargetOutput
     verified: Verified | None
 
 

@@ -94,7 +94,7 @@ class Generation:
 
 
 class Session:
-    """One sequence being decoded: `prefill`, then `draft` and `commit` around each target pass until `made.finish`."""
+    """One sequence being decoded: `prefill`, then `draft` and `commit` around each target pass until it finishes."""
 
     def __init__(
         self, target: Target, drafter: Drafter, prompt: list[int], settings: Settings, cache: TargetCache | None = None
@@ -113,7 +113,7 @@ class Session:
             self.seen = torch.zeros(target.embeddings.vocab_size, dtype=torch.bool, device=target.device)
             self.seen[prompt] = True
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
-        self.made = Generation()
+        self.generation = Generation()
         self.draft_s = 0.0
         self.prefix = 0  # committed cache entries before the pass at hand
 
@@ -135,12 +135,12 @@ class Session:
         self.emit([first], ["prefill"], scores)
         following = torch.cat([token[1:], token.new_tensor([first])])
         self.state.update(Commit(following, out, None))
-        self.made.prefill_s = self.clock() - start
+        self.generation.prefill_s = self.clock() - start
 
     def draft(self) -> Proposal:
         """Let the drafter propose what the next target pass scores."""
         begin = self.clock()
-        room = self.limit - len(self.made.tokens) - 1
+        room = self.limit - len(self.generation.tokens) - 1
         self.prefix = self.cache.length
         if self.target.switch is not None:
             room = self.target.switch.room(self.prefix, room)
@@ -189,7 +189,7 @@ class Session:
         following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])
         committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], scores[index])
         committed_at = self.clock()
-        if not self.made.finish:
+        if not self.generation.finish:
             rows = TargetOutput(out.hidden[:, index], out.last[:, index], None)
             seen = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
             self.state.update(Commit(following, rows, seen))
@@ -198,14 +198,14 @@ class Session:
         # For reports: no part of the step's time.
         ranks = trees.ranks(drafted, path[: accepted + 1]) if accepted else ()
         nodes = len(drafted.token) - 1
-        self.made.steps.append(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
-        self.made.decode_s += draft_s + verify_s + other_s
+        self.generation.steps.append(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
+        self.generation.decode_s += draft_s + verify_s + other_s
 
     def processed(self, logits: Tensor, drafted: DraftTree) -> Tensor:
         """Return the logits "N V" after each node as its own prefix has them: penalised, and no end before its time."""
         if self.seen is not None:
             logits = penalize(logits, trees.seen_tokens(drafted, self.seen), self.settings.sampling)
-        lacking = self.settings.min_new_tokens - len(self.made.tokens)
+        lacking = self.settings.min_new_tokens - len(self.generation.tokens)
         if lacking > 0 and self.target.eos:
             logits = logits.clone()
             early = trees.depth(drafted) < lacking
@@ -214,22 +214,22 @@ class Session:
 
     def emit(self, tokens: list[int], sources: list[str], logits: Tensor) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""
-        made, before = self.made, len(self.made.tokens)
+        generation, before = self.generation, len(self.generation.tokens)
         for i, token in enumerate(tokens):
-            made.tokens.append(token)
-            made.sources.append(sources[i])
+            generation.tokens.append(token)
+            generation.sources.append(sources[i])
             if self.settings.gaps:
                 top = logits[i].float().topk(2).values
-                made.gaps.append(float(top[0] - top[1]))
+                generation.gaps.append(float(top[0] - top[1]))
             if token in self.target.eos:
-                made.finish = "eos"
+                generation.finish = "eos"
             elif self.stopped():
-                made.finish = "stop"
-            elif len(made.tokens) >= self.limit:
-                made.finish = "length"
-            if made.finish:
+                generation.finish = "stop"
+            elif len(generation.tokens) >= self.limit:
+                generation.finish = "length"
+            if generation.finish:
                 break
-        taken = len(made.tokens) - before
+        taken = len(generation.tokens) - before
         self.context.extend(tokens[:taken])
         if self.seen is not None:
             self.seen[tokens[:taken]] = True
@@ -240,7 +240,7 @@ class Session:
         if not self.settings.stop:
             return False
         tail = max(map(len, self.settings.stop)) + 8
-        text = self.target.tokenizer.decode(self.made.tokens[-tail:])
+        text = self.target.tokenizer.decode(self.generation.tokens[-tail:])
         return any(stop in text for stop in self.settings.stop)
 
 

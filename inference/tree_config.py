@@ -44,9 +44,9 @@ class TreeConfig:
         trees.check_shapes(self.paths, self.widths)
         trees.check_numbers({"depth": [self.depth], "top_k": [self.top_k], "nodes": [self.nodes]}, 0)
         trees.check_numbers({"widths": self.widths}, 1)
-        known = {tuple(path) for path in self.paths}
-        for path in known:
-            if path[:-1] and path[:-1] not in known:
+        paths = {tuple(path) for path in self.paths}
+        for path in paths:
+            if path[:-1] and path[:-1] not in paths:
                 held, parent = shown(list(path)), shown(list(path[:-1]))
                 raise ValueError(f"tree.paths holds {held} without its parent {parent}: add it")
 

@@ -23,7 +23,7 @@ from eval.measures.machine import synchronize
 from eval.tuning.costs import planted
 from heads import HEADS
 from heads.base import DraftHead
-from inference.batch import Batch, Row
+from inference.batch import Batch, Running
 from inference.drafters.head import HeadDrafter, HeadState
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
@@ -91,8 +91,8 @@ class Sequences:
         for i, cache in enumerate(self.caches):
             session = Session(target, drafters[i], [0] * (self.context + 1), settings, cache)
             session.state = copy.copy(states[i])
-            session.made.tokens.append(0)
-            batch.rows.append(Row(i, session, 0.0))
+            session.generation.tokens.append(0)
+            batch.running.append(Running(i, session, 0.0))
 
         def step() -> Parts:
             wait(target.device)
@@ -101,11 +101,11 @@ class Sequences:
                 batch.step()
             wait(target.device)
             spent = time.perf_counter() - begin
-            done = [row.session.made.steps.pop() for row in batch.rows]
+            done = [row.session.generation.steps.pop() for row in batch.running]
             draft, verify = sum(each.draft_s for each in done), sum(each.verify_s for each in done)
-            for row, state in zip(batch.rows, states, strict=True):
+            for row, state in zip(batch.running, states, strict=True):
                 row.session.cache.keep(self.context, [])
-                del row.session.context[self.context + 1 :], row.session.made.tokens[1:]
+                del row.session.context[self.context + 1 :], row.session.generation.tokens[1:]
                 row.session.state = copy.copy(state)
             return Parts(draft, verify, spent - draft - verify)
 

@@ -169,7 +169,7 @@ def _session(target: Target, drafter: Drafter, prompt: list[int], answer: list[i
     """Return a session that has the text of a prompt and of its answer so far, and no rows yet."""
     session = Session(target, drafter, prompt, how)
     session.context.extend(answer)
-    session.made.tokens.extend(answer)
+    session.generation.tokens.extend(answer)
     if session.seen is not None:
         session.seen[answer] = True
     return session
@@ -185,7 +185,7 @@ def _place(
 
 def _placed(target: Target, drafter: Drafter, of: Session, settings: Settings) -> Place:
     """Run a session's text, let the drafter read and draft, and let the target score the draft in one tree pass."""
-    made = len(of.made.tokens)
+    made = len(of.generation.tokens)
     text = of.context
     session = _session(target, drafter, text[: len(text) - made], text[len(text) - made :], settings)
     session.state = drafter.start(text[:-1])
@@ -217,7 +217,7 @@ def _draws(place: Place, settings: Settings, count: int) -> list[int]:
     """Return first tokens as the rule in use emits them."""
     session, sampling = place.session, settings.sampling
     device, start = session.target.device, len(session.context)
-    room = session.limit - len(session.made.tokens) - 1
+    room = session.limit - len(session.generation.tokens) - 1
     known: dict[tuple[int, ...], Tensor] = {(): place.logits[0]}
     drawn: list[int] = []
     rng: Rng = Generator(hashed(f"{settings.seed} law"), device)

@@ -211,10 +211,10 @@ def decode(
             number, text = next(waiting)
             batch.admit(number, text.token[: text.start], settings)
         begin()
-        sessions = [row.session for row in batch.rows]
+        sessions = [sequence.session for sequence in batch.running]
         batch.step()
         batch.release()
-        yield [session.made.steps[-1] for session in sessions]
+        yield [session.generation.steps[-1] for session in sessions]
 
 
 @torch.inference_mode()

@@ -43,9 +43,8 @@ class HeadState(DrafterState):
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
         """Commit rows: the features are those of the verification pass, never the drafted ones."""
-        rows = commit.rows
         document = torch.zeros_like(commit.token)[None]
-        features = Features(commit.token[None], rows.hidden, rows.last, document)
+        features = Features(commit.token[None], commit.features.hidden, commit.features.last, document)
         self.state, self.level = self.head.extend(self.state, features, commit.token)
 
     def propose(self, context: Context) -> Proposal:

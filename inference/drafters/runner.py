@@ -81,7 +81,7 @@ class DraftModelRunner:
             seen = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
             seen[..., :text] = True
             for row, node in enumerate(self.level):
-                seen[0, row, [text + one for one in self.path[node]]] = True
+                seen[0, row, [text + ancestor for ancestor in self.path[node]]] = True
         last = model.run(token[None].to(device), position, seen, self.cache, column=column).last
         return model.embeddings.logits(last)[0]
 

@@ -76,9 +76,9 @@ class GrowingText:
         encoded, spans = encode(self.other, self.text[begin:])
         starts = [begin + start for start, _ in spans]
         old = {(self.starts[i], self.token[i]): i for i in range(keep, len(self.token))}
-        for i, found in enumerate(zip(starts, encoded, strict=True)):
-            if found in old and found[0] > begin:
-                self.token[old[found] :], self.starts[old[found] :] = encoded[i:], starts[i:]
+        for i, start_and_token in enumerate(zip(starts, encoded, strict=True)):
+            if start_and_token in old and start_and_token[0] > begin:
+                self.token[old[start_and_token] :], self.starts[old[start_and_token] :] = encoded[i:], starts[i:]
                 return None
         return self._encode_all()
 

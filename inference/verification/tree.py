@@ -38,13 +38,13 @@ class LookAhead(NamedTuple):
     stack: Callable[..., Any] | None = None
 
 
-def check_numbers(held: Mapping[str, Sequence[int]], least: int) -> None:
+def check_numbers(numbers_of: Mapping[str, Sequence[int]], least: int) -> None:
     """Check the numbers of a tree that is asked for, maybe by a file of somebody else's.
 
     Raises:
         ValueError: one is below `least`, or larger than any tree.
     """
-    for name, numbers in held.items():
+    for name, numbers in numbers_of.items():
         most = DEEPEST if name == "depth" else LARGEST
         if any(not least <= number <= most for number in numbers):
             raise ValueError(f"tree.{name} is {shown(list(numbers))}: give numbers from {least} to {most}")

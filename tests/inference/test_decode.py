@@ -124,7 +124,7 @@ def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> 
     with torch.inference_mode():
         for number in range(batch_size):
             batch.admit(number, toys.prompt(0), Settings(24, GREEDY))
-        while not batch.rows[0].session.made.finish:
+        while not batch.running[0].session.generation.finish:
             batch.step()
     for source in sources:
         token = torch.cat([torch.tensor(toys.prompt(0)[:1]), *(commit.token for commit in source.commits)])
@@ -132,7 +132,7 @@ def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> 
         assert len(token) > len(toys.prompt(0)) + 12
         alone = target.features(token[None, :-1], torch.zeros_like(token)[None, :-1], Recorder.feature_layers)
         for part in ("hidden", "last"):
-            rows = torch.cat([getattr(commit.rows, part) for commit in source.commits], 1)
+            rows = torch.cat([getattr(commit.features, part) for commit in source.commits], 1)
             torch.testing.assert_close(rows, getattr(alone, part), rtol=1e-4, atol=1e-4)
 
 

@@ -168,8 +168,8 @@ class StaleFeatures(HeadState):
 
     def update(self, commit: Commit) -> None:
         if commit.verified is not None:
-            rows = commit.rows
-            commit = commit._replace(rows=rows._replace(last=rows.last[:, :1].expand_as(rows.last)))
+            features = commit.features
+            commit = commit._replace(features=features._replace(last=features.last[:, :1].expand_as(features.last)))
         super().update(commit)
 
 

@@ -78,8 +78,8 @@ class Mirror(Drafter):
             """Check the ranges."""
             if self.outcomes < 0:
                 raise ValueError(f"drafter.mirror.outcomes is {self.outcomes}: give 0 or more")
-            own = self.assistant
-            if (own.tree.kind, own.schedule, own.confidence) != ("chain", "constant", 0):
+            model = self.assistant
+            if (model.tree.kind, model.schedule, model.confidence) != ("chain", "constant", 0):
                 raise ValueError(
                     "drafter.mirror.assistant: it drafts chains of one length; set tree.kind=chain, schedule=constant "
                     "and confidence=0"
@@ -187,16 +187,17 @@ class MirrorState(DrafterState):
             chain.seen[:, [*context.token, *outcome]] = True
         return chain
 
-    def _draft(self, chains: dict[Outcome, Chain], wanted: Callable[[Outcome], bool]) -> None:
-        """Draft the wanted chains to their ends, level by level."""
-        running = chains
+    def _draft(self, chains: dict[Outcome, Chain], possible: Callable[[Outcome], bool]) -> None:
+        """Draft the chains of possible outcomes to their ends, level by level."""
+        running, eos = chains, self.assistant.eos
         while True:
-            running = {key: one for key, one in running.items() if wanted(key) and one.sample(self.assistant.eos)}
+            running = {outcome: chain for outcome, chain in running.items() if possible(outcome) and chain.sample(eos)}
             if not running:
                 return
-            nodes, answers = self._run([one.token[-1] for one in running.values()], [o.above for o in running.values()])
-            for one, node, answer in zip(running.values(), nodes, answers.split(1), strict=True):
-                one.reached(node, answer)
+            tokens = [chain.token[-1] for chain in running.values()]
+            nodes, answers = self._run(tokens, [chain.above for chain in running.values()])
+            for chain, node, answer in zip(running.values(), nodes, answers.split(1), strict=True):
+                chain.reached(node, answer)
 
     def _run(self, token: list[int], above: list[int]) -> tuple[list[int], Float[Tensor, "N V"]]:
         """Run tokens under nodes; return their own nodes and the assistant's answers, on its device."""
@@ -210,7 +211,7 @@ class MirrorState(DrafterState):
         if len(chain.nodes) < len(chain.token):
             nodes, answer = self._run(chain.token[-1:], [chain.above])
             chain.reached(nodes[0], answer)
-        keys = [key for key in self._outcomes(chain) if self._wanted(key) and self._depth(context, len(key)) > 0]
+        keys = [key for key in self._outcomes(chain) if self._possible(key) and self._depth(context, len(key)) > 0]
         if not keys:
             return
         above = [[runner.ROOT, *chain.nodes][len(key) - 1] for key in keys]
@@ -220,9 +221,9 @@ class MirrorState(DrafterState):
             key: self._chain(answer, node, self._depth(context, len(key)), context, key)
             for key, node, answer in zip(keys, nodes, answers.split(1), strict=True)
         }
-        self._draft(self.chains, self._wanted)
+        self._draft(self.chains, self._possible)
 
-    def _wanted(self, outcome: Outcome) -> bool:
+    def _possible(self, outcome: Outcome) -> bool:
         """Whether an outcome is still possible."""
         return self.outcome is None or self.outcome == outcome
 

@@ -201,17 +201,18 @@ def load_skips(path: Path, target: Target) -> SkipFile:
     remedy = "search again with eval/search_skips.py"
     try:
         content: Any = parse_json(regular(path).read_bytes())
-        found = typed(SkipFile, content) if isinstance(content, dict) else None
+        skip_file = typed(SkipFile, content) if isinstance(content, dict) else None
     except OSError:
         raise ValueError(f"{path}: no such file; {remedy}") from None
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); {remedy}") from None
-    if found is None or found.format != FORMAT:
+    if skip_file is None or skip_file.format != FORMAT:
         raise ValueError(f"{path}: not a file of skipped sub-layers that this version reads; {remedy}")
-    if found.target.fingerprint != target.spec.fingerprint:
+    if skip_file.target.fingerprint != target.spec.fingerprint:
         raise ValueError(
-            f"{path}: its sub-layers are those of another target, {found.target.name}, not of {target.name}; {remedy}"
+            f"{path}: its sub-layers are those of another target, {skip_file.target.name}, not of {target.name}; "
+            f"{remedy}"
         )
-    if beyond := [i for i in (*found.attention, *found.mlp) if not 0 <= i < target.spec.num_layers]:
+    if beyond := [i for i in (*skip_file.attention, *skip_file.mlp) if not 0 <= i < target.spec.num_layers]:
         raise ValueError(f"{path}: it skips layer {beyond[0]} of {target.spec.num_layers}, counted from 0; {remedy}")
-    return found
+    return skip_file

@@ -164,8 +164,8 @@ def beside(
     count = anchor.shape[1]
     source = anchor.repeat_interleave(streams, 1)
     stream = torch.arange(1, streams + 1, device=document.device).repeat(count)
-    own, visible = rows.positions(document), rows.visible(document)
-    position = torch.cat([own, own.gather(1, source) + stream], 1)
+    own_position, visible = rows.positions(document), rows.visible(document)
+    position = torch.cat([own_position, own_position.gather(1, source) + stream], 1)
     prefix = visible.gather(1, source[:, :, None].expand(-1, -1, width))
     above = torch.cat([visible, visible.new_zeros(batch, width, count * streams)], 2)
     below = torch.cat([prefix, earlier_streams(count, streams, document.device).expand(batch, -1, -1)], 2)
@@ -239,18 +239,20 @@ def _name_of(target: Target, layer: int) -> str:
     return next(name for name, module in target.base.named_modules() if module is target.decoder_layers[layer])
 
 
-def _linears(target: Target, first: int, wanted: list[str] | None) -> list[str]:
+def _linears(target: Target, first: int, kinds: list[str] | None) -> list[str]:
     """Return the names of the wanted linear layers in the decoder layers from `first` on."""
-    found: dict[str, list[str]] = {}  # by the last part of their names
+    by_kind: dict[str, list[str]] = {}  # by the last part of their names
     for layer in range(first, len(target.decoder_layers)):
         for name, module in target.decoder_layers[layer].named_modules():
             if isinstance(module, nn.Linear | Conv1D):
-                found.setdefault(name.rsplit(".", 1)[-1], []).append(f"{_name_of(target, layer)}.{name}")
-    unknown = [name for name in wanted or [] if name not in found]
-    if unknown or not found or wanted == []:
+                by_kind.setdefault(name.rsplit(".", 1)[-1], []).append(f"{_name_of(target, layer)}.{name}")
+    unknown = [name for name in kinds or [] if name not in by_kind]
+    if unknown or not by_kind or kinds == []:
         missing = ", ".join(unknown) or "linear layer to adapt"
-        raise ValueError(f"streams.modules is {wanted}: {target.name} has no {missing}; choose from {', '.join(found)}")
-    return [name for kind, names in found.items() if wanted is None or kind in wanted for name in names]
+        raise ValueError(
+            f"streams.modules is {kinds}: {target.name} has no {missing}; choose from {', '.join(by_kind)}"
+        )
+    return [name for kind, names in by_kind.items() if kinds is None or kind in kinds for name in names]
 
 
 def _adapt(stack: nn.Module, names: list[str], config: Streams.Config, act: LookAheadRows) -> dict[str, Any]:
