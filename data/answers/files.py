@@ -282,7 +282,7 @@ def _lines(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[int, int, dict[s
             except ValueError as error:
                 raise _no_answer(path, start) from error
             if not isinstance(record, dict) or not all(
-                key in record and fits(kinds[key], record[key]) for key in kinds
+                k in record and fits(kind, record[k]) for k, kind in kinds.items()
             ):
                 raise _no_answer(path, start)
             yield start, start + len(line), record
