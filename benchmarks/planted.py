@@ -84,8 +84,8 @@ BUGS = [
     ),
     Bug(
         "data/batches.py",
-        "np.add.at(found, token[mask > 0], 1)",
-        "np.add.at(found, token, 1)",
+        "np.add.at(counts, token[mask > 0], 1)",
+        "np.add.at(counts, token, 1)",
         ["tests/data/test_batches.py", "tests/heads/test_vocab.py"],
     ),
     Bug(

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import track
 
 from data.text.prompts import Prompt
-from eval.inputs.states import state_of
 from eval.live.hf import hf_generate
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
@@ -213,7 +212,7 @@ def _row(
         memory_bytes=session.memory_bytes,
         lossless=gate.counts(),
         prompts=len(runs),
-        state=state_of(drafter),
+        state=drafter.memory,
         definitions=metrics.definitions(runs),
         tau_within_depth=[metrics.tau_within(found, depth + 1) for depth in range(len(found.accepted_by_depth))],
         by_request=metrics.by_request(runs, None),

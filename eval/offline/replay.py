@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from eval.inputs.states import state_of
 from eval.inputs.texts import Text
 from eval.measures.cost_model import Step
 from eval.measures.results import Row
@@ -28,7 +27,7 @@ def replayed(drafters: Sequence[Drafter], texts: Sequence[Text], heading: Headin
     for drafter in drafters:
         drafter.forget()
         tallies = [play(drafter, text) for text in texts]
-        made += rows(drafter.name, drafter.tree, RULE, tallies, heading, state_of(drafter))
+        made += rows(drafter.name, drafter.tree, RULE, tallies, heading, drafter.memory)
     return made
 
 
@@ -37,13 +36,13 @@ def play(drafter: Drafter, text: Text) -> Tally:
     made, steps, spent = 1, [], 0.0
     rng = Generator(0, torch.device("cpu"))  # none of them draws
     begin = time.perf_counter()
-    drafter.reset(text.token[: text.start])
+    state = drafter.start(text.token[: text.start])
     spent += time.perf_counter() - begin
     while made < text.made:
         end = text.start + made
         context = Context(text.token[:end], GREEDY, rng, text.limit - made - 1)
         begin = time.perf_counter()
-        tree = drafter.propose(context).tree
+        tree = state.propose(context).tree
         spent += time.perf_counter() - begin
         accepted = agreed(tree, text.token[end:])
         steps.append(Step(end - 1, len(tree.token) - 1, accepted))

@@ -1,4 +1,4 @@
-"""The folder that is published: a run's head with its card, report and plots, put in place whole or not at all."""
+"""The folder that is published: a run's head with its card, report and plots, replaced atomically."""
 
 import json
 import re
@@ -32,7 +32,7 @@ TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
 def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
-    """Write what is published. The head lies at the top, so that the folder, and so the repository, loads as a head.
+    """Write the folder. The head's files lie at its top, so that the folder, and so the repository, loads as a head.
 
     Raises:
         ValueError: the head or a file beside it is a link or damaged, cannot take the format, or holds a token of the
@@ -98,7 +98,7 @@ def _facts(
 
 
 def _refuse_links(paths: Iterable[Path]) -> None:
-    """Refuse to publish what a link leads to, which a run that comes from elsewhere would choose."""
+    """Refuse links: a run from an untrusted source could publish any file of this machine by one."""
     for path in paths:
         if path.is_symlink():
             raise ValueError(f"{path}: a link, to {path.resolve()}, which is not published; put the file itself there")
@@ -130,8 +130,8 @@ def tokenizer_sha256(model: str) -> str | None:
 def portable(text: str) -> str:
     """Return the text without this machine's paths: the checkout's are relative, the home is ~."""
     home = Path.home()
-    told = text.replace(f"{ROOT}/", "")
-    return told if home == Path(home.anchor) else told.replace(f"{home}/", "~/")
+    relative = text.replace(f"{ROOT}/", "")
+    return relative if home == Path(home.anchor) else relative.replace(f"{home}/", "~/")
 
 
 def _safe(run: Path, name: str, text: str) -> str:
