@@ -161,9 +161,9 @@ BUGS = [
         ["tests/data/test_masks.py", "tests/data/test_masks_options.py", "tests/data/test_prompts.py"],
     ),
     Bug(
-        "heads/formats/export/eagle3.py",
-        "LAYERS: [i + 1 for i in outputs],",
-        "LAYERS: list(outputs),",
+        "heads/formats/published/eagle3.py",
+        "STATES: as_states(outputs),",
+        "STATES: list(outputs),",
         ["tests/heads/test_export.py", "tests/heads/test_export_trtllm.py"],
     ),
     Bug(

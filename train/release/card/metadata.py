@@ -4,8 +4,8 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from heads.formats.export import FORMATS
 from heads.formats.hub import REPO
+from heads.formats.published.export import FORMATS
 from train.release.card.facts import Facts
 from train.release.card.measured import clocked
 
