@@ -28,8 +28,8 @@ from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
 from eval.report.side_by_side import folder_of, side_by_side
 from eval.report.write import READ, Report, table
-from eval.sessions import along_texts, check_sources, timed_rows
-from eval.tiers import Material, recorded, replayed
+from eval.sessions import Timed, along_texts, check_sources, timed_rows
+from eval.tiers import recorded, replayed
 from eval.tune import TunePlan, tune
 from eval.tuning.results import TUNED
 from heads.common.command import command
@@ -115,19 +115,18 @@ def measured(config: EvalConfig, model: ModelConfig) -> Report:
             del target
             gc.collect()  # two copies of a large target may not fit
             target = load_target(model, dtype, config.engine)
-    extras: dict[str, Any] = {}
-    drafters, made = sources(config, target), list[Material]()
-    rows = timed_rows(config, target, workloads, drafters, gates, sampled, extras, made) if live else []
+    drafters = sources(config, target)
+    timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
     untrusted = {name for name in drafters if failed(name, config.batch_sizes(), gates, sampled)}
-    rows += along_texts(config, target, workloads, drafters, logs or made, untrusted, extras)
+    rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, untrusted)
     return Report(
         target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype),
         settings=settings_of(config, workloads),
         gates=gates,
-        rows=rows,
+        rows=timed.rows + rows,
         sampled=sampled,
-        extras=extras,
+        extras=timed.extras | extras,
     )
 
 

@@ -4,20 +4,18 @@ Counts of passes and tokens are those of all repeats; times are those of each re
 flight together each counts with its share of the time that passed, so that the shares add up to it.
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from eval.endpoint.client import Answer, Asked
 from eval.endpoint.counters import Verified, together
 from eval.live.interleaved import PLAIN
-from eval.measures import metrics
+from eval.measures import results
+from eval.measures.builder import UNTIMED, Request, Source, result, with_speedups
 from eval.measures.losslessness import UNCHECKED, Divergence, Gate, verdict_of
-from eval.measures.metrics import ratio
-from eval.measures.results import Row
+from eval.measures.metrics import Passes
+from eval.measures.results import Part, Row
 
 SHOWN = 24  # characters of a text, from where it differs
 NOTHING = Verified(0, 0, None, ())
@@ -56,6 +54,21 @@ class Runs(NamedTuple):
         """Return each request's repeat with the median latency, the lower one of two middles."""
         found = [sorted(self.answers[place], key=lambda each: each.seconds) for place in places]
         return [each[(len(each) - 1) // 2] for each in found]
+
+    def requests(self, places: Sequence[int]) -> list[Request]:
+        """Return each request as it was measured: the times of its median repeat, the counts of all its repeats."""
+        own: list[Verified | None] = [*self.own(places)] or [None] * len(places)
+        return [
+            Request(
+                passes=None if verified is None else _passes(verified),
+                decoding=None if each.decode_s is None else (each.answer.decoded, each.decode_s),
+                end_to_end=(each.answer.tokens, each.seconds),
+                prefill_s=None if each.decode_s is None else each.seconds - each.decode_s,
+                seconds=UNTIMED | {"other": sum(repeat.decode_s or 0.0 for repeat in self.answers[place])},
+                waits={"latency_s": each.answer.latency_s, "ttft_s": each.answer.ttft_s},
+            )
+            for place, each, verified in zip(places, self.middle(places), own, strict=True)
+        ]
 
     def own(self, places: Sequence[int]) -> list[Verified]:
         """Return what became of each request's drafts, its repeats together; nothing where that is not known of all."""
@@ -132,126 +145,27 @@ def row_of(name: str, runs: Runs, base: Runs | None, gate: Gate, session: Sessio
         kind: a category, empty for the whole workload, and the places of its requests.
     """
     category, places = kind
-    middle, own = runs.middle(places), runs.own(places)
+    part = Part(category, places, [session.asked[place].conversation for place in places])
+    own = runs.own(places)
     whole = together(runs.verified) if not category else together(own) if own else NOTHING
-    groups = [session.asked[place].conversation for place in places]
-    streamed = all(each.decode_s is not None for each in middle)
-    every = [each for place in places for each in runs.answers[place]]
-    shares = [count / whole.passes for count in whole.by_depth if count]
-    shown = gate.among([session.start + place for place in places]) if session.temperature == 0 else UNCHECKED
-    row = Row(
-        drafter=name,
-        rule="none" if name == PLAIN else "greedy" if session.temperature == 0 else "the server's",
-        tree="none" if name == PLAIN else f"served, depth {len(whole.by_depth)}" if whole.by_depth else "served",
-        workload=f"{session.workload}/{category}" if category else session.workload,
-        temperature=session.temperature,
-        batch_size=session.batch_size,
-        steps=whole.passes,
-        tokens=sum(each.answer.decoded for each in every),
-        tau=whole.tau,
-        tau_ci=_tau_interval(own, session.seed, groups),
-        tau_request_mean=_mean([each.tau for each in own]),
-        accepted_by_depth=shares,
-        conditional_by_depth=[share / above for above, share in zip([1.0, *shares], shares, strict=False)],
-        draft_tokens=whole.drafted or 0,
-        accepted_per_draft_token=ratio(whole.accepted, whole.drafted or 0),
-        tokens_per_second=_speed(middle),
-        speedup=None,
-        speedup_ci=None,
-        speedup_hf=None,
-        overlap_headroom=None,
-        seconds={"draft": 0.0, "verify": 0.0, "other": sum(each.decode_s or 0.0 for each in every)},
-        latency_s=statistics.median(each.answer.latency_s for each in middle),
-        memory_bytes=0,
-        lossless=shown.counts(),
-        category=category,
-        prompts=len(places),
-        definitions=_definitions(whole, own),
-        tau_within_depth=[1 + sum(shares[: depth + 1]) for depth in range(len(shares))],
-        by_request=_by_request(middle, own, None),
-        prefill_s=sum(each.seconds - (each.decode_s or 0.0) for each in middle) if streamed else 0.0,
-        whole_tokens_per_second=_whole_speed(middle),
+    depths = f"served, depth {len(whole.by_depth)}" if whole.by_depth else "served"
+    source = Source(
+        name,
+        "none" if name == PLAIN else "greedy" if session.temperature == 0 else "the server's",
+        "none" if name == PLAIN else depths,
     )
-    return row if base is None else replace(row, **_speedups(middle, base.middle(places), own, groups, session.seed))
+    shown = gate.among([session.start + place for place in places]) if session.temperature == 0 else UNCHECKED
+    here = results.Session(session.workload, session.temperature, session.batch_size, 0, session.seed)
+    requests = runs.requests(places)
+    row = replace(
+        result(source, here, part, requests, _passes(whole)),
+        tokens=sum(each.answer.decoded for place in places for each in runs.answers[place]),
+        lossless=shown.counts(),
+    )
+    return row if base is None else with_speedups(row, requests, base.requests(places), part, session.seed)
 
 
-def _speedups(
-    middle: list[Timed], plain: list[Timed], own: list[Verified], groups: Sequence[int], seed: int
-) -> dict[str, Any]:
-    """Return the columns of a row that only a server with the baseline's texts has."""
-    whole = [[float(each.answer.tokens), each.seconds] for each in middle]
-    beside = [[float(each.answer.tokens), each.seconds] for each in plain]
-    told = {
-        "by_request": _by_request(middle, own, plain),
-        "whole_speedup": _over(_whole_speed(middle), _whole_speed(plain)),
-        "whole_speedup_ci": metrics.paired_interval(whole, beside, seed, groups),
-    }
-    decode, base = _decoding(middle), _decoding(plain)
-    if not decode or not base:  # one of them was not streamed: its prefill cannot be told from the rest
-        return told
-    return told | {
-        "speedup": _over(_speed(middle), _speed(plain)),
-        "speedup_ci": metrics.paired_interval(decode, base, seed, groups),
-    }
-
-
-def _decoding(runs: Sequence[Timed]) -> list[list[float]]:
-    """Return each request's tokens after the first, and the seconds for them; nothing where one was not streamed."""
-    known = [[float(each.answer.decoded), each.decode_s] for each in runs if each.decode_s is not None]
-    return known if len(known) == len(runs) else []
-
-
-def _speed(runs: Sequence[Timed]) -> float | None:
-    """Return the tokens per second of decoding alone."""
-    columns = _decoding(runs)
-    return ratio(sum(tokens for tokens, _ in columns), sum(seconds for _, seconds in columns))
-
-
-def _whole_speed(runs: Sequence[Timed]) -> float | None:
-    """Return the tokens per second, end to end."""
-    return ratio(sum(each.answer.tokens for each in runs), sum(each.seconds for each in runs))
-
-
-def _over(fast: float | None, slow: float | None) -> float | None:
-    return None if fast is None or slow is None else ratio(fast, slow)
-
-
-def _by_request(
-    runs: Sequence[Timed], own: Sequence[Verified], plain: Sequence[Timed] | None
-) -> dict[str, dict[str, float]]:
-    """Return the quantiles over the requests of what is known of each."""
-    values: dict[str, list[float | None]] = {
-        "tau": [each.tau for each in own],
-        "tokens_per_second": [_speed([each]) for each in runs],
-        "latency_s": [each.answer.latency_s for each in runs],
-        "ttft_s": [each.answer.ttft_s for each in runs],
-    }
-    if plain is not None:
-        values["speedup"] = [_over(_speed([each]), _speed([base])) for each, base in zip(runs, plain, strict=True)]
-    return {name: found for name, each in values.items() if (found := metrics.quantiles(each))}
-
-
-def _tau_interval(own: Sequence[Verified], seed: int, groups: Sequence[int]) -> metrics.Interval | None:
-    """Return tau's interval under resampling of the requests, those of a conversation together."""
-    if not own:
-        return None
-    counts = torch.tensor([[each.accepted + each.passes, each.passes] for each in own], dtype=torch.float64)
-    return metrics.bootstrap(metrics.within(counts, groups), lambda total: total[:, 0] / total[:, 1], seed)
-
-
-def _definitions(whole: Verified, own: Sequence[Verified]) -> dict[str, float | None]:
-    """Return the published definitions of acceptance, by the names of `metrics.DEFINITIONS`."""
-    verified = None if whole.drafted is None else whole.drafted + whole.passes
-    return {
-        "mean_acceptance_length": whole.tau,
-        "mean_acceptance_length_by_request": _mean([each.tau for each in own]),
-        "accepted_per_pass": ratio(whole.accepted, whole.passes),
-        "accepted_per_pass_by_request": _mean([ratio(each.accepted, each.passes) for each in own]),
-        "draft_acceptance_rate": ratio(whole.accepted, whole.drafted or 0),
-        "committed_per_verified": ratio(whole.accepted + whole.passes, verified or 0),
-    }
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return ratio(sum(known), len(known))
+def _passes(verified: Verified) -> Passes:
+    """Return a server's counts; a pass commits what it accepted and one token of the target's own."""
+    committed = verified.accepted + verified.passes
+    return Passes(committed, verified.passes, verified.drafted, verified.accepted, verified.by_depth)

@@ -12,9 +12,10 @@ import pytest
 from data.text.prompts import Prompt
 from eval.live import extras
 from eval.live.answers import answers
-from eval.live.interleaved import Runs, Session, rows
+from eval.live.interleaved import Runs, rows
 from eval.measures.chi_square import LawTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate
+from eval.measures.results import Session
 from eval.report.breakdown import RUNGS
 from eval.report.page import build, names, plots, tree_plot
 from eval.report.page.tables import flattened
