@@ -88,7 +88,6 @@ def _tau(conditional: Sequence[float]) -> float:
     return 1.0 + sum(accumulate(conditional, mul))
 
 
-HEADER = ("drafter", "T", "τ", *(f"after {cost}" for cost in COSTS[:-1]), "speedup", "oracle", "would help most")
 NOTE = (
     "The ladder leads from τ to the speedup: what would be left if only the dearer pass counted, then the draft too, "
     "then all. The oracle has the same acceptance, its drafts and its wider passes for nothing. What would help most "
@@ -98,13 +97,18 @@ NOTE = (
 )
 
 
-def cells(name: str, row: Told) -> list[str]:
-    """Return a row's cells under `HEADER`, for Markdown; the row must have a ladder."""
-    found = row["ladder"]
-    rungs = [f"{found['rungs'][rung]:.2f}" for rung in RUNGS]
-    return [name, f"{row['temperature']:g}", *rungs, f"{found['oracle']:.2f}", advice(found)]
-
-
 def advice(found: Told) -> str:
     """Return what would help most, in words."""
     return f"{REMEDIES[found['most']]} ({found['less'][found['most']]:.3f} with a tenth less loss)"
+
+
+def sentence(name: str, found: Told) -> str:
+    """Return the way from τ to the speedup in words, of a result that has a ladder."""
+    rungs, gain = found["rungs"], found["less"][found["most"]]
+    return (
+        f"{name} commits {rungs['ideal']:.2f} tokens a pass. Passes at their own price leave "
+        f"{rungs['verification']:.2f} of that; drafting leaves {rungs['draft']:.2f}; the rest of the step leaves the "
+        f"measured {rungs['overhead']:.2f}. What would help most is {REMEDIES[found['most']]}: a tenth of that loss "
+        f"gone would give {gain:.2f}. An oracle that drafts exactly what is accepted, for nothing, would reach "
+        f"{found['oracle']:.2f}."
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.measures.losslessness import Gate, labelled
-from eval.report.page.tables import flattened
+from eval.report.columns import flattened
 from eval.report.reading import read_report, report_of
 from eval.report.write import Report
 

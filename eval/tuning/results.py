@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.measures.cost_model import Costs, Prediction, stops_paying
+from eval.measures.losslessness import WITHHELD, differs
 from eval.measures.metrics import Interval
 from eval.tuning.grid import CHAIN, TREE
 from inference.drafters.policy import TreeConfig
@@ -101,7 +102,7 @@ class Tuning:
     def passed(self) -> bool:
         """Whether every tree that was timed is lossless."""
         timed = [one.measured for at in self.batches for one in at.candidates if one.measured is not None]
-        return not any(one.lossless["failed"] for one in timed)
+        return not any(differs(one.lossless) for one in timed)
 
     def stops(self) -> dict[str, dict[str, int | None]]:
         """Return from which batch size on a chain and a tree no longer pay, predicted and measured; None: they do."""
@@ -199,7 +200,7 @@ def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
             told += ["", "", ""]
         else:
             told += [f"{found.tau or 0:.2f}", f"{found.tokens_per_second or 0:.1f}"]
-            told += [f"{found.speedup:.2f}" if found.speedup else "withheld"]
+            told += [f"{found.speedup:.2f}" if found.speedup else WITHHELD]
         told += ["" if one.error is None else f"{100 * one.error:+.1f} %", elsewhere]
         table.add_row(one.family, one.tree.label, *told)
     return table
