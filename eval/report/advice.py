@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-Told = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 LITTLE = 0.02  # of the speedup: costs are not known closer
 NOTE = (
@@ -13,40 +13,42 @@ NOTE = (
 )
 
 
-def lines(name: str, found: Told) -> list[str]:
+def lines(name: str, record: Record) -> list[str]:
     """Return which tree to take and at which load to stop, for a head, a sentence each; nothing without prices."""
-    if "loads" not in found:
+    if "loads" not in record:
         return []
-    own, best, loads = found["own"], found["best"], found["loads"]
-    said = []
+    own, best, loads = record["own"], record["best"], record["loads"]
+    sentences = []
     if own is None or best["tree"] == own["tree"]:
-        said.append(f"{name}: no tree that was tried promises more than its own, {_tree(best)}.")
+        sentences.append(f"{name}: no tree tried promises more than its own, {_tree(best)}.")
     elif best["speedup"] <= own["speedup"] * (1 + LITTLE):
-        said.append(f"{name}: its own tree, {_tree(own)}, is as good as any that was tried; next is {_tree(best)}.")
-    else:
-        said.append(f"{name}: of the trees that were tried, {_tree(best)} promises most; its own is {_tree(own)}.")
-    if len(loads) > 1:
-        said.append(
-            f"{name}: {_stops(found, 'own', 'its own tree')}; {_stops(found, 'best', 'the best for each size')}."
+        sentences.append(
+            f"{name}: its own tree, {_tree(own)}, is as good as any that was tried; next is {_tree(best)}."
         )
-    return said
+    else:
+        sentences.append(f"{name}: of the trees tried, {_tree(best)} promises most; its own is {_tree(own)}.")
+    if len(loads) > 1:
+        sentences.append(
+            f"{name}: {_stops(record, 'own', 'its own tree')}; {_stops(record, 'best', 'the best for each size')}."
+        )
+    return sentences
 
 
-def _tree(told: Told) -> str:
-    return f"{told['tree']} (τ {told['tau']:.2f}, {told['nodes']:.1f} nodes a step, speedup {told['speedup']:.2f})"
+def _tree(tree: Record) -> str:
+    return f"{tree['tree']} (τ {tree['tau']:.2f}, {tree['nodes']:.1f} nodes a step, speedup {tree['speedup']:.2f})"
 
 
-def _stops(found: Told, who: str, called: str) -> str:
+def _stops(record: Record, who: str, name: str) -> str:
     """Return at which batch size a tree stops paying, in words."""
-    largest = found["loads"][-1]["batch_size"]
-    if who not in found["stops_paying"]:
-        return f"{called} has no prediction"
-    size = found["stops_paying"][who]
-    gain = found["loads"][-1][who]
+    largest = record["loads"][-1]["batch_size"]
+    if who not in record["stops_paying"]:
+        return f"{name} has no prediction"
+    size = record["stops_paying"][who]
+    gain = record["loads"][-1][who]
     return (
-        f"{called} still pays at batch size {largest} ({gain:.2f})"
+        f"{name} still pays at batch size {largest} ({gain:.2f})"
         if size is None
-        else f"{called} no longer pays from batch size {size} on"
+        else f"{name} no longer pays from batch size {size} on"
     )
 
 

@@ -36,13 +36,13 @@ PARTS = ("draft", "verify", "other")  # of a step's time
 MOST = 8  # trees of each head, where there is little room
 
 
-def drafter_of(each: Result) -> str:
+def drafter_of(result: Result) -> str:
     """Return a result's drafter, with its report where there are several."""
-    return labelled(each.row["drafter"], 1, each.row.get("report", ""))
+    return labelled(result.row["drafter"], 1, result.row.get("report", ""))
 
 
-NAME = computed("drafter", "name", lambda each: each.name)
-LABEL = computed("drafter", "drafter", lambda each: each.label)
+NAME = computed("drafter", "name", lambda result: result.name)
+LABEL = computed("drafter", "drafter", lambda result: result.label)
 DRAFTER = computed("drafter", "drafter", drafter_of)
 WORKLOAD = column("workload", "workload")
 T = column("T", "temperature", None)
@@ -52,8 +52,8 @@ PREDICTED = ("own", "best")  # trees, by who has them
 
 
 def _by_depth(most: int | None) -> Column:
-    def text(each: Result) -> str:
-        shares = each.row.get("accepted_by_depth") or []
+    def text(result: Result) -> str:
+        shares = result.row.get("accepted_by_depth") or []
         more = " …" if most is not None and len(shares) > most else ""
         return (" ".join(f"{share:.2f}" for share in shares[:most]) or "-") + more
 
@@ -61,23 +61,23 @@ def _by_depth(most: int | None) -> Column:
 
 
 def _lossless() -> Column:
-    def cell(each: Result) -> Cell:
-        counts = each.row.get("lossless") or {}
+    def cell(result: Result) -> Cell:
+        counts = result.row.get("lossless") or {}
         return Cell(in_words(counts), tuple(counts.get(key) for key in ("identical", "near_tie", "failed", "checked")))
 
     return Column(Head("lossless", ("identical", "near tie", "failed", "checked")), cell)
 
 
-def _batch(each: Result) -> str:
-    rate = each.row.get("request_rate")
-    return str(each.row["batch_size"]) + (f" at {rate:g} req/s" if rate is not None else "")
+def _batch(result: Result) -> str:
+    rate = result.row.get("request_rate")
+    return str(result.row["batch_size"]) + (f" at {rate:g} req/s" if rate is not None else "")
 
 
 RESULTS = {
     "name": NAME,
     "label": LABEL,
     "drafter": column("drafter", "drafter"),
-    "workload": computed("workload", "workload", lambda each: Path(str(each.row["workload"])).stem),
+    "workload": computed("workload", "workload", lambda result: Path(str(result.row["workload"])).stem),
     "T": T,
     "batch": column("batch", "batch_size"),
     "batch and rate": computed("batch", "batch", _batch),
@@ -101,17 +101,19 @@ SHOWN = {  # of these, by renderer
 
 def on_workload(results: Sequence[Result]) -> Column:
     """Return the column of names where workloads have no column of their own."""
-    several = len({each.row["workload"] for each in results if each.overall}) > 1
-    return computed("drafter", "drafter", lambda each: each.label + (f" on {each.row['workload']}" if several else ""))
+    several = len({result.row["workload"] for result in results if result.overall}) > 1
+    return computed(
+        "drafter", "drafter", lambda result: result.label + (f" on {result.row['workload']}" if several else "")
+    )
 
 
-def results(found: Sequence[Result], medium: str) -> Table:
+def results(measured: Sequence[Result], medium: str) -> Table:
     """Return what each result is worth."""
-    columns = RESULTS | {"label": on_workload(found)}
-    return table("results", [columns[key] for key in SHOWN[medium]], found)
+    columns = RESULTS | {"label": on_workload(measured)}
+    return table("results", [columns[key] for key in SHOWN[medium]], measured)
 
 
-def why(found: Sequence[Result], name: Column) -> Table:
+def why(measured: Sequence[Result], name: Column) -> Table:
     """Return the way from τ to the speedup, and what a tenth less of each cost would give."""
     titles = {"ideal": "τ (ideal)", "overhead": "speedup"}
     columns = [name, T, *(column(titles.get(rung, f"after {rung}"), f"ladder.rungs.{rung}") for rung in RUNGS)]
@@ -119,15 +121,15 @@ def why(found: Sequence[Result], name: Column) -> Table:
     columns += [column(f"-10% {key}", f"ladder.less.{key}", 3) for key in COSTS]
     columns.append(column("-10% rejections", "ladder.less.acceptance", 3))
 
-    def most(each: Result) -> Cell:
-        found = each.row["ladder"]
-        return Cell(advice(found), (REMEDIES[found["most"]],))
+    def most(result: Result) -> Cell:
+        ladder = result.row["ladder"]
+        return Cell(advice(ladder), (REMEDIES[ladder["most"]],))
 
     columns.append(Column(Head("would help most", ("most",)), most))
-    return table("why", columns, (each for each in found if each.row.get("ladder") is not None))
+    return table("why", columns, (result for result in measured if result.row.get("ladder") is not None))
 
 
-def times(found: Sequence[Result], name: Column) -> Table:
+def times(measured: Sequence[Result], name: Column) -> Table:
     """Return where a step's time goes, in milliseconds."""
     columns = [
         *(name, T, column("tree", "tree"), column("steps", "steps")),
@@ -137,80 +139,90 @@ def times(found: Sequence[Result], name: Column) -> Table:
         column("overlap headroom", "overlap_headroom"),
         column("latency s", "latency_s"),
     ]
-    return table("times", columns, (each for each in found if each.row["tier"] == LIVE))
+    return table("times", columns, (result for result in measured if result.row["tier"] == LIVE))
 
 
-def depths(found: Sequence[Result]) -> Table:
+def depths(measured: Sequence[Result]) -> Table:
     """Return the share of passes that accepted each depth."""
-    deepest = max((len(each.row["accepted_by_depth"]) for each in found), default=0)
+    deepest = max((len(result.row["accepted_by_depth"]) for result in measured), default=0)
     columns = [NAME, *(_nth(f"P(a≥{d + 1})", "accepted_by_depth", d) for d in range(deepest))]
-    return table("depths", columns, (each for each in found if each.row["accepted_by_depth"] and each.clocked))
+    return table(
+        "depths", columns, (result for result in measured if result.row["accepted_by_depth"] and result.clocked)
+    )
 
 
-def within(found: Sequence[Result]) -> Table:
+def within(measured: Sequence[Result]) -> Table:
     """Return what τ would be at equal depths of draft."""
-    deepest = max((len(each.row["tau_within_depth"]) for each in found), default=0)
+    deepest = max((len(result.row["tau_within_depth"]) for result in measured), default=0)
     columns = [LABEL, WORKLOAD, T, *(_nth(f"depth {d + 1}", "tau_within_depth", d) for d in range(deepest))]
-    return table("within", columns, (each for each in found if each.row["tau_within_depth"]))
+    return table("within", columns, (result for result in measured if result.row["tau_within_depth"]))
 
 
 def _nth(title: str, key: str, index: int) -> Column:
-    return computed(title, f"{key} {index + 1}", lambda each: dict(enumerate(each.row[key])).get(index))
+    return computed(title, f"{key} {index + 1}", lambda result: dict(enumerate(result.row[key])).get(index))
 
 
-def load(found: Sequence[Result], name: Column) -> Table:
+def load(measured: Sequence[Result], name: Column) -> Table:
     """Return what the requests of each result waited, where they came at a rate."""
     columns = [name, WORKLOAD, T, column("req/s", "request_rate", None), column("capacity", "batch_size")]
     columns += [
         column(f"{title} {mark}", f"by_request.{key}.{mark}", 3) for title, key in WAITS.items() for mark in MARKS
     ]
     columns += [SPEED, speedup(f"latency ratio {INTERVAL}")]
-    return table("load", columns, (each for each in found if each.row.get("request_rate") is not None))
+    return table("load", columns, (result for result in measured if result.row.get("request_rate") is not None))
 
 
-def categories(found: Sequence[Result]) -> Table:
+def categories(measured: Sequence[Result]) -> Table:
     """Return the results of single categories."""
     columns = [LABEL, column("workload/category", "workload"), T, column("prompts", "prompts"), TAU]
     columns.append(speedup(f"speedup {INTERVAL}"))
-    return table("categories", columns, (each for each in found if each.clocked and each.row["category"]))
+    return table("categories", columns, (result for result in measured if result.clocked and result.row["category"]))
 
 
-def definitions(found: Sequence[Result]) -> Table:
+def definitions(measured: Sequence[Result]) -> Table:
     """Return the published definitions of acceptance side by side."""
     columns = [LABEL, WORKLOAD, T, *(column(name, f"definitions.{name}", 3) for name in DEFINITIONS)]
-    return table("definitions", columns, (each for each in found if each.row["definitions"]))
+    return table("definitions", columns, (result for result in measured if result.row["definitions"]))
 
 
-def end_to_end(found: Sequence[Result]) -> Table:
+def end_to_end(measured: Sequence[Result]) -> Table:
     """Return the speeds with the prefill."""
     columns = [LABEL, WORKLOAD, T, column("memory", "state"), column("prefill s", "prefill_s")]
     columns.append(column("tok/s, end to end", "whole_tokens_per_second", 1))
     columns.append(speedup(f"speedup, end to end {INTERVAL}", "whole_speedup"))
-    return table("end_to_end", columns, (each for each in found if each.row["whole_tokens_per_second"] is not None))
+    return table(
+        "end_to_end", columns, (result for result in measured if result.row["whole_tokens_per_second"] is not None)
+    )
 
 
-def requests(found: Sequence[Result]) -> Table:
+def requests(measured: Sequence[Result]) -> Table:
     """Return the quantiles over the requests; report.json has more of them."""
     marks = [f"p{share * 100:g}" for share in QUANTILES]
     body = [
-        [each.label, each.row["workload"], f"{each.row['temperature']:g}", what, *(quantiles[mark] for mark in marks)]
-        for each in found
-        for what, quantiles in each.row["by_request"].items()
+        [
+            result.label,
+            result.row["workload"],
+            shown(result.row["temperature"], None),
+            what,
+            *(of[mark] for mark in marks),
+        ]
+        for result in measured
+        for what, of in result.row["by_request"].items()
         if what in ("tau", "speedup")
     ]
     return plain_table("requests", ("drafter", "workload", "T", "of each request", *marks), body)
 
 
-def tiers(found: Sequence[Result]) -> list[Table]:
+def tiers(measured: Sequence[Result]) -> list[Table]:
     """Return τ as each tier measured it and whether the intervals meet, and what each tier took; where several ran."""
-    alone = [each for each in found if each.row["drafter"] != PLAIN and each.row["batch_size"] == 1]
-    if len({each.row["tier"] for each in alone}) < 2:
+    alone = [result for result in measured if result.row["drafter"] != PLAIN and result.row["batch_size"] == 1]
+    if len({result.row["tier"] for result in alone}) < 2:
         return []
     grouped: dict[tuple[str, str, float], dict[str, Record]] = {}
-    for each in alone:
-        if not each.row["category"]:
-            key = (drafter_of(each), each.row["workload"], each.row["temperature"])
-            grouped.setdefault(key, {}).setdefault(each.row["tier"], each.row)
+    for result in alone:
+        if not result.row["category"]:
+            key = (drafter_of(result), result.row["workload"], result.row["temperature"])
+            grouped.setdefault(key, {}).setdefault(result.row["tier"], result.row)
     body = [
         [name, workload, f"{temperature:g}", *(_tau(of.get(tier)) for tier in TIERS), _meet(list(of.values()))]
         for (name, workload, temperature), of in grouped.items()
@@ -220,7 +232,7 @@ def tiers(found: Sequence[Result]) -> list[Table]:
     none = Cell("-", (None,))
     columns = [NAME, column("tier", "tier"), WORKLOAD, T, column("passes", "steps"), TAU]
     columns.append(column("drafted a pass", "draft_tokens", 1, per="steps"))
-    columns.append(Column(ms.head, lambda each: none if each.row["tier"] == TEACHER_FORCED else ms.cell(each)))
+    columns.append(Column(ms.head, lambda result: none if result.row["tier"] == TEACHER_FORCED else ms.cell(result)))
     return [plain_table("tiers_beside", titles, body), table("tiers", columns, alone)]
 
 
@@ -239,10 +251,10 @@ def _meet(rows: Sequence[Record]) -> str:
     return "NO, but the texts differ" if other else "NO"
 
 
-def nodes(report: Record, found: Sequence[Result]) -> Table:
+def nodes(report: Record, measured: Sequence[Result]) -> Table:
     """Return the trees' nodes with the shares of the target passes that accepted them."""
     columns = [Head(name, (name,)) for name in ("drafter", "ranks from the root", "depth", "accepted", "passes")]
-    failed = {drafter_of(each) for each in found if each.failed}
+    failed = {drafter_of(result) for result in measured if result.failed}
     lines, faded = [], []
     for name, tree in report.get("trees", {}).items():
         for path, share in zip(tree["paths"], tree["accepted"], strict=True):
@@ -254,18 +266,18 @@ def nodes(report: Record, found: Sequence[Result]) -> Table:
 
 def checks(report: Record) -> Table:
     """Return the greedy verdicts, with all that the report says of them."""
-    found = {name: dict(flattened(gate)) for name, gate in report["settings"].get("gate", {}).items()}
-    keys = list(dict.fromkeys(key for gate in found.values() for key in gate))
-    body = [[name, *(gate.get(key) for key in keys)] for name, gate in found.items()]
+    records = {name: dict(flattened(gate)) for name, gate in report["settings"].get("gate", {}).items()}
+    keys = list(dict.fromkeys(key for gate in records.values() for key in gate))
+    body = [[name, *(gate.get(key) for key in keys)] for name, gate in records.items()]
     listed = plain_table("gates", ("drafter", *keys), body, 4)
-    return Table(listed.id, listed.heads, listed.lines, [not gate.get("passed", True) for gate in found.values()])
+    return Table(listed.id, listed.heads, listed.lines, [not gate.get("passed", True) for gate in records.values()])
 
 
 def reports(report: Record) -> Table:
     """Return, of reports side by side, what each was measured on and under."""
-    found = {each["name"]: brief(each) | {"file": each["file"]} for each in report.get("reports", [])}
-    keys = list(dict.fromkeys(key for each in found.values() for key in each))
-    body = [[name, *(str(each[key]) for key in keys)] for name, each in found.items()]
+    records = {record["name"]: brief(record) | {"file": record["file"]} for record in report.get("reports", [])}
+    keys = list(dict.fromkeys(key for record in records.values() for key in record))
+    body = [[name, *(str(record[key]) for key in keys)] for name, record in records.items()]
     return plain_table("reports", ("name", *keys), body)
 
 
@@ -273,28 +285,28 @@ def brief(report: Record) -> dict[str, Any]:
     """Return what to know first of a report that stands beside others: its target, device, settings and code."""
     target, device, settings, work = (report[part] for part in ("target", "device", "settings", "work"))
     code = settings.get("provenance", {})
-    found = {"target": target.get("name"), "device": device.get("name"), "dtype": device.get("dtype")}
-    found |= {key: settings.get(key) for key in ("max_new_tokens", "prompts", "engine")} | dict(work)
-    found |= {"revision": (code.get("revision") or "-")[:12], "date": code.get("date")}
-    return {key: "-" if value is None else value for key, value in found.items()}
+    facts = {"target": target.get("name"), "device": device.get("name"), "dtype": device.get("dtype")}
+    facts |= {key: settings.get(key) for key in ("max_new_tokens", "prompts", "engine")} | dict(work)
+    facts |= {"revision": (code.get("revision") or "-")[:12], "date": code.get("date")}
+    return {key: "-" if value is None else value for key, value in facts.items()}
 
 
 def other_trees(report: Record, most: int | None) -> Table:
     """Return the trees that promise most, or accept most where nothing was priced; `most` of each head, or all."""
     body = []
-    for name, found in report.get("other_trees", {}).items():
-        ranked = sorted(found["trees"], key=lambda each: each["speedup"] or each["tau"], reverse=True)
+    for name, record in report.get("other_trees", {}).items():
+        ranked = sorted(record["trees"], key=lambda tree: tree["speedup"] or tree["tau"], reverse=True)
         keys = ("family", "tree", "nodes", "tau", "speedup")
-        body += [[name, *(each[key] for key in keys)] for each in ranked[:most]]
+        body += [[name, *(tree[key] for key in keys)] for tree in ranked[:most]]
     return plain_table("other_trees", ("drafter", "family", "tree", "nodes a step", "τ", "predicted speedup"), body)
 
 
 def other_loads(report: Record) -> Table:
     """Return the predicted speedups by batch size."""
     body = [
-        [name, each["batch_size"], each["own"], each["best"], each["tree"]]
-        for name, found in report.get("other_trees", {}).items()
-        for each in found.get("loads", [])
+        [name, prediction["batch_size"], prediction["own"], prediction["best"], prediction["tree"]]
+        for name, record in report.get("other_trees", {}).items()
+        for prediction in record.get("loads", [])
     ]
     titles = ("drafter", "batch size", "predicted speedup of the own tree", "of the best", "which is")
     return plain_table("other_loads", titles, body)
@@ -302,11 +314,11 @@ def other_loads(report: Record) -> Table:
 
 def ranks(report: Record) -> Table:
     """Return acceptance along the text by depth and rank of the guess."""
-    found = report.get("teacher_forced", {})
-    widest = max((len(each["rank"][0]) for each in found.values()), default=0)
+    records = report.get("teacher_forced", {})
+    widest = max((len(record["rank"][0]) for record in records.values()), default=0)
     body = []
-    for name, each in found.items():
-        parts = zip(each["n_alpha"], each["at_every_token"], each["rank"], strict=True)
+    for name, record in records.items():
+        parts = zip(record["n_alpha"], record["at_every_token"], record["rank"], strict=True)
         for depth, (alpha, reached, row) in enumerate(parts, 1):
             body.append([name, depth, alpha, reached, *row, *[None] * (widest - len(row))])
     return plain_table("ranks", ("drafter", "depth", "n-alpha", "P(a≥k)", *_ranked(widest)), body, 3)
@@ -316,16 +328,16 @@ def _ranked(widest: int) -> list[str]:
     return [f"rank {rank + 1}" for rank in range(widest)]
 
 
-def everything(found: Sequence[Result]) -> Table:
+def everything(measured: Sequence[Result]) -> Table:
     """Return every number of every row under its key, those too that no other table knows."""
-    flat = [dict(flattened(each.row)) for each in found]
+    flat = [dict(flattened(result.row)) for result in measured]
     keys = list(dict.fromkeys(key for row in flat for key in row))
     lines = [
-        [Cell(each.name, (each.name,)), *(_full(row.get(key)) for key in keys)]
-        for each, row in zip(found, flat, strict=True)
+        [Cell(result.name, (result.name,)), *(_full(row.get(key)) for key in keys)]
+        for result, row in zip(measured, flat, strict=True)
     ]
     heads = [NAME.head, *(Head(key, (key,)) for key in keys)]
-    return Table("everything", heads, lines, [each.failed for each in found])
+    return Table("everything", heads, lines, [result.failed for result in measured])
 
 
 def _full(value: Any) -> Cell:
@@ -337,11 +349,11 @@ def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
     Lists of records, such as one a request, are left to report.json.
     """
-    if isinstance(value, list) and any(isinstance(each, Mapping | list) for each in value):
+    if isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
         return
     if isinstance(value, Mapping | list):
         items = value.items() if isinstance(value, Mapping) else enumerate(value, 1)
-        for key, each in items:
-            yield from flattened(each, f"{name}.{key}" if name else str(key))
+        for key, inner in items:
+            yield from flattened(inner, f"{name}.{key}" if name else str(key))
     else:
         yield name, value

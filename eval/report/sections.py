@@ -1,7 +1,7 @@
 """The sections of a report in their order, each with its text, tables and plots; renderers only set them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from eval.measures.metrics import DEFINITIONS
@@ -64,27 +64,28 @@ class Section:
     tables: Sequence[Table] = ()
     plots: Sequence[Plot] = ()
     folded: bool = False
-    bullets: Sequence[str] = field(default=())
+    bullets: Sequence[str] = ()
 
 
 def sections(report: Record, medium: str) -> list[Section]:
     """Return the sections that have a table, a plot or a list, for one of the renderers."""
-    found = results_of(report)
-    parts = on_page(report, found) if medium == PAGE else in_text(report, [each for each in found if each.overall])
+    measured = results_of(report)
+    overall = [result for result in measured if result.overall]
+    parts = on_page(report, measured) if medium == PAGE else in_text(report, overall)
     return [part for part in parts if part.plots or part.bullets or any(table.lines for table in part.tables)]
 
 
 def in_text(report: Record, overall: Sequence[Result]) -> Iterator[Section]:
     """Yield the sections of Markdown: those of whole workloads, with tables in place of plots."""
-    found, name = results_of(report), columns.on_workload(overall)
+    measured, name = results_of(report), columns.on_workload(overall)
     yield Section("reports", "The reports", tables=[columns.reports(report)])
     yield Section("results", "Results", tables=[columns.results(overall, TEXT)])
     yield Section("times", "Where the time goes", tables=[columns.times(overall, name)])
     yield why(report, columns.why(overall, columns.LABEL))
     yield other(report, columns.MOST)
     yield along(report)
-    yield Section("tiers", "With and without a clock", [TIERS], columns.tiers(found)[:1])
-    yield Section("categories", "By category", tables=[columns.categories(found)])
+    yield Section("tiers", "With and without a clock", [TIERS], columns.tiers(measured)[:1])
+    yield Section("categories", "By category", tables=[columns.categories(measured)])
     meanings = [f"`{name}`: {meaning}" for name, meaning in DEFINITIONS.items()]
     listed = columns.definitions(overall)
     yield Section("definitions", "What others call acceptance", [], [listed], bullets=meanings if listed.lines else [])
@@ -95,52 +96,53 @@ def in_text(report: Record, overall: Sequence[Result]) -> Iterator[Section]:
     yield checks(report, overall, [])
 
 
-def on_page(report: Record, found: Sequence[Result]) -> Iterator[Section]:
+def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     """Yield the sections of the page: those of all results, with plots, and every number under its key."""
-    drawn = [tree.tree(name, each) for name, each in report.get("trees", {}).items() if each["paths"]]
+    drawn = [tree.tree(name, record) for name, record in report.get("trees", {}).items() if record["paths"]]
     both = [plots.with_intervals(report, "speedup", "speedup"), plots.with_intervals(report, "tau", "τ")]
     loads = [*(plots.against(report, key, name) for key, name in AGAINST.items()), plots.latencies(report)]
     trees = other(report, None, simulated.loads(report) + simulated.trees(report))
     yield Section("reports", "The reports", tables=[columns.reports(report)])
-    yield Section("results", "Results", [], [columns.results(found, PAGE)], there(both))
-    yield why(report, columns.why(found, columns.NAME), there([plots.ladder(report)]))
-    yield checks(report, found, [columns.checks(report)])
-    yield Section("depths", "Acceptance by depth", [], [columns.depths(found)], there([plots.acceptance(report)]))
-    yield Section("load", "Under load and temperature", [], [columns.load(found, columns.NAME)], there(loads))
+    yield Section("results", "Results", [], [columns.results(measured, PAGE)], there(both))
+    yield why(report, columns.why(measured, columns.NAME), there([plots.ladder(report)]))
+    yield checks(report, measured, [columns.checks(report)])
+    yield Section("depths", "Acceptance by depth", [], [columns.depths(measured)], there([plots.acceptance(report)]))
+    yield Section("load", "Under load and temperature", [], [columns.load(measured, columns.NAME)], there(loads))
     yield trees
     yield Section(
-        "times", "Where the time goes", [], [columns.times(found, columns.NAME)], there([plots.time_split(report)])
+        "times", "Where the time goes", [], [columns.times(measured, columns.NAME)], there([plots.time_split(report)])
     )
-    yield Section("tree", "The tree", [NODES] if drawn else [], [columns.nodes(report, found)], drawn, folded=True)
+    yield Section("tree", "The tree", [NODES] if drawn else [], [columns.nodes(report, measured)], drawn, folded=True)
     yield along(report, simulated.along(report))
-    yield Section("tiers", "With and without a clock", [TIERS], columns.tiers(found))
+    yield Section("tiers", "With and without a clock", [TIERS], columns.tiers(measured))
     yield Section("training", "Training of the head", plots=plots.training(report))
-    everything = columns.everything(found)
+    everything = columns.everything(measured)
     yield Section("everything", "Every number", ["As report.json has them."], [everything], folded=True)
 
 
 def there(made: Sequence[Plot | None]) -> list[Plot]:
     """Return the plots that there are."""
-    return [each for each in made if each is not None]
+    return [plot for plot in made if plot is not None]
 
 
 def why(report: Record, table: Table, drawn: Sequence[Plot] = ()) -> Section:
     """Return the way from τ to the speedup: in words for each drafter's first result, and in numbers for all."""
-    told = [breakdown.sentence(each.name, each.row["ladder"]) for each in firsts(report) if each.row.get("ladder")]
-    return Section("why", "Why not more?", [*told, *recommended(report), breakdown.NOTE], [table], drawn)
+    laddered = [result for result in firsts(report) if result.row.get("ladder")]
+    sentences = [breakdown.sentence(result.name, result.row["ladder"]) for result in laddered]
+    return Section("why", "Why not more?", [*sentences, *recommended(report), breakdown.NOTE], [table], drawn)
 
 
 def firsts(report: Record) -> list[Result]:
     """Return each drafter's first result: of the first session asked for, not of the most flattering one."""
     first: dict[str, Result] = {}
-    for each in results_of(report):
-        first.setdefault(columns.drafter_of(each), each)
-    return [each for each in first.values() if each.row["drafter"] != PLAIN] or list(first.values())
+    for result in results_of(report):
+        first.setdefault(columns.drafter_of(result), result)
+    return [result for result in first.values() if result.row["drafter"] != PLAIN] or list(first.values())
 
 
 def recommended(report: Record) -> list[str]:
     """Return which tree to take and at which load to stop, in words."""
-    return [line for name, found in report.get("other_trees", {}).items() for line in advice.lines(name, found)]
+    return [line for name, record in report.get("other_trees", {}).items() for line in advice.lines(name, record)]
 
 
 def other(report: Record, most: int | None, drawn: Sequence[Plot] = ()) -> Section:
@@ -155,17 +157,17 @@ def along(report: Record, drawn: Sequence[Plot] = ()) -> Section:
     return Section("forced", "The head along the text", [advice.FORCED], [columns.ranks(report)], drawn)
 
 
-def checks(report: Record, found: Sequence[Result], tables: Sequence[Table]) -> Section:
+def checks(report: Record, measured: Sequence[Result], tables: Sequence[Table]) -> Section:
     """Return the losslessness checks: above temperature 0 in words, with the near ties."""
     settings = report["settings"]
-    sampled = [sampled_check(each) for each in settings.get("sampled_gate", [])]
-    lines = [f"{'' if each.passed else 'FAILED: '}{each}." for each in sampled]
+    sampled = [sampled_check(check) for check in settings.get("sampled_gate", [])]
+    lines = [f"{'' if check.passed else 'FAILED: '}{check}." for check in sampled]
     near = [
         f"near tie of {name}: {tie}"
         for name, gate in settings.get("gate", {}).items()
         for tie in greedy_check(gate).ties[:MOST]
     ]
-    near += [_timed(each) for each in found if _parted(each.row)]
+    near += [_timed(result) for result in measured if _parted(result.row)]
     text = [CHECKED, *[SAMPLED] * bool(sampled), *[TIES] * bool(near)]
     return Section("gate", "Is it lossless?", text, tables, bullets=[*lines, *near])
 
@@ -175,12 +177,12 @@ def _parted(row: Mapping[str, Any]) -> bool:
     return bool(row["agreement"].get("identical", row["prompts"]) < row["prompts"])
 
 
-def _timed(each: Result) -> str:
+def _timed(result: Result) -> str:
     """Return how far timed tokens are plain decoding's, with the logit gaps where they first differ."""
-    counts = each.row["agreement"]
+    counts = result.row["agreement"]
     gaps = ", ".join("inf" if gap is None else f"{gap:.3g}" for gap in counts["gaps"][:MOST])
     return (
-        f"timed in {counts['dtype']}, {each.label} on {each.row['workload']}: {counts['identical']} of "
+        f"timed in {counts['dtype']}, {result.label} on {result.row['workload']}: {counts['identical']} of "
         f"{counts['checked']} prompts identical, {counts['near_tie']} near ties, {counts['beyond']} beyond; top-2 "
         f"logit gaps {gaps}"
     )

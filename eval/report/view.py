@@ -42,24 +42,24 @@ def results_of(report: Record) -> list[Result]:
     """Return the results of a report.json, in its order."""
     rows, failed = report.get("rows", []), Failed.recorded(report.get("settings", {}))
     live = any(row.get("tier", LIVE) == LIVE for row in rows)
-    found = []
+    results = []
     for row, name in zip(rows, names(rows), strict=True):
         label = labelled(row["drafter"], row["batch_size"], row.get("report", ""), row.get("request_rate"))
         clocked = row.get("tier", LIVE) == LIVE or not live
-        found.append(Result(row, name, label, clocked and not row.get("category"), clocked, failed.result(row)))
-    return found
+        results.append(Result(row, name, label, clocked and not row.get("category"), clocked, failed.result(row)))
+    return results
 
 
 def names(rows: Sequence[Record]) -> list[str]:
     """Return a name for each row: the drafter, its batch size and rate, and what else tells it from others."""
     keys = [key for key in DISTINGUISHING if len({str(row.get(key)) for row in rows}) > 1]
     several = len({row["temperature"] for row in rows}) > 1
-    found = []
+    named = []
     for row in rows:
         parts = [labelled(row["drafter"], row["batch_size"], request_rate=row.get("request_rate"))]
         parts += [f"T={row['temperature']:g}"] if several else []
-        found.append(", ".join([*parts, *(str(row[key]) for key in keys if row.get(key) not in (None, "", LIVE))]))
-    return found
+        named.append(", ".join([*parts, *(str(row[key]) for key in keys if row.get(key) not in (None, "", LIVE))]))
+    return named
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Column:
 def table(id_: str, columns: Sequence[Column], results: Iterable[Result]) -> Table:
     """Return a table with a line for each result."""
     listed = list(results)
-    lines = [[column.cell(each) for column in columns] for each in listed]
-    return Table(id_, [column.head for column in columns], lines, [each.failed for each in listed])
+    lines = [[column.cell(result) for column in columns] for result in listed]
+    return Table(id_, [column.head for column in columns], lines, [result.failed for result in listed])
 
 
 def plain_table(id_: str, titles: Sequence[str], body: Sequence[Sequence[Any]], digits: int = 2) -> Table:
@@ -144,8 +144,8 @@ def computed(title: str, name: str, value: Callable[[Result], Any], digits: int 
     """Return a column of what a function makes of each result."""
 
     def cell(result: Result) -> Cell:
-        found = value(result)
-        return Cell(shown(found, digits), (found,))
+        content = value(result)
+        return Cell(shown(content, digits), (content,))
 
     return Column(Head(title, (name,)), cell)
 
@@ -165,8 +165,12 @@ def speedup(title: str, key: str = "speedup") -> Column:
     interval = with_interval(title, key)
 
     def cell(result: Result) -> Cell:
-        found = interval.cell(result)
-        return Cell(f"{found.text} slower", found.values) if (found.values[0] or 1) < 1 else found
+        interval_cell = interval.cell(result)
+        return (
+            Cell(f"{interval_cell.text} slower", interval_cell.values)
+            if (interval_cell.values[0] or 1) < 1
+            else interval_cell
+        )
 
     return withheld(Column(interval.head, cell))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from data.features.store_files import write_whole
 from eval.measures.losslessness import WITHHELD, Failed, Gate, SampledGate
-from eval.measures.results import LIVE, Row
+from eval.measures.results import Row
 from eval.measures.written import finite
 from eval.report.breakdown import laddered
 from eval.report.page.build import RenderError, page
@@ -41,12 +41,6 @@ class Report:
     def failed(self, row: Row) -> bool:
         """Whether a row failed a losslessness check."""
         return Failed.of(self.gates, self.sampled).result(vars(row))
-
-    @property
-    def overall(self) -> list[Row]:
-        """The rows of whole workloads by decoding, without those of single categories; all tiers where none decoded."""
-        whole = [row for row in self.rows if not row.category]
-        return [row for row in whole if row.tier == LIVE] or whole
 
     @property
     def passed(self) -> bool:

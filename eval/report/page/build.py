@@ -65,7 +65,7 @@ def page(report: Record, failures: Sequence[str]) -> str:
         lstrip_blocks=True,
     )
     filled = sections(report, PAGE)
-    specs = {f"{section.id}-{i}": each.spec for section in filled for i, each in enumerate(section.plots)}
+    specs = {f"{section.id}-{i}": plot.spec for section in filled for i, plot in enumerate(section.plots)}
     settings = {key: value for key, value in report["settings"].items() if key != "gate"}  # it has a table of its own
     facts = {"target": report["target"], "device": report["device"], "settings": settings}
     return environment.get_template("page.html.j2").render(
@@ -77,7 +77,7 @@ def page(report: Record, failures: Sequence[str]) -> str:
         sections=filled,
         answers=report.get("answers", []),
         sources=SOURCES,
-        facts={name: dict(flattened(each)) for name, each in facts.items()},
+        facts={name: dict(flattened(values)) for name, values in facts.items()},
         style=part("page.css"),
         script=part("page.js"),
         library=library(),
@@ -88,14 +88,14 @@ def page(report: Record, failures: Sequence[str]) -> str:
 
 def headlines(report: Record) -> list[Headline]:
     """Return the first numbers of every drafter; failed if it failed in any session."""
-    failed = {drafter_of(each) for each in results_of(report) if each.failed}
-    return [_headline(each, drafter_of(each) in failed) for each in firsts(report)]
+    failed = {drafter_of(result) for result in results_of(report) if result.failed}
+    return [_headline(result, drafter_of(result) in failed) for result in firsts(report)]
 
 
-def _headline(each: Result, failed: bool) -> Headline:
-    row = each.row
+def _headline(result: Result, failed: bool) -> Headline:
+    row = result.row
     return Headline(
-        name=each.name,
+        name=result.name,
         speedup=WITHHELD if failed else spread(row["speedup"], row["speedup_ci"]),
         unit="" if failed or row["speedup"] is None else unit(row),
         tau=spread(row["tau"], row["tau_ci"]),
@@ -142,12 +142,12 @@ def library() -> Markup:
     Raises:
         RenderError: it has ended so.
     """
-    made = subprocess.run([sys.executable, "-c", BUNDLE], cwd=HERE.anchor, capture_output=True, check=False)
-    if made.returncode:
+    process = subprocess.run([sys.executable, "-c", BUNDLE], cwd=HERE.anchor, capture_output=True, check=False)
+    if process.returncode:
         raise RenderError(
-            f"the plotting library cannot be bundled, V8 ended with status {made.returncode}; where ulimit -v bounds "
-            "the address space, raise it"
+            f"the plotting library cannot be bundled, V8 ended with status {process.returncode}; where ulimit -v "
+            "bounds the address space, raise it"
         )
-    script = made.stdout.decode()
+    script = process.stdout.decode()
     assert "</script" not in script.lower(), "the plotting library would end the element that it stands in"
     return Markup(script)
