@@ -137,7 +137,7 @@ def times(measured: Sequence[Result], name: Column) -> Table:
         column("drafted", "draft_tokens", 1, per="steps"),
         column("accepted / drafted", "accepted_per_draft_token"),
         column("overlap headroom", "overlap_headroom"),
-        column("latency s", "latency_s"),
+        column("latency s", "latency_s", 3),
     ]
     return table("times", columns, (result for result in measured if result.row["tier"] == LIVE))
 

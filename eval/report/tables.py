@@ -14,11 +14,6 @@ def shown(value: Any, digits: int | None = 2) -> str:
     return "-" if value is None else str(value)
 
 
-def number(value: float | None, digits: int) -> str:
-    """Return a number for reading, a whole one too with its digits."""
-    return shown(None if value is None else float(value), digits)
-
-
 def spread(value: float | None, interval: Sequence[float | None] | None) -> str:
     """Return a number with its interval, if that has a width."""
     if value is None or interval is None or None in interval or interval[0] == interval[1]:

@@ -12,7 +12,8 @@ from eval.report.tables import grid
 from eval.report.view import TEXT, Record, results_of
 from heads.common.untrusted import visible
 
-WORDS = ("drafter", "head", "rule", "lossless")  # columns of the terminal that begin at the left
+# Columns of the terminal that begin at the left.
+WORDS = ("drafter", "head", "rule", "lossless", "family", "tree", "sequences and context")
 
 
 def title(report: Record) -> str:
@@ -40,20 +41,24 @@ def markdown(report: Record, failures: Sequence[str]) -> str:
     warned = {"Not lossless.": failures, "Compare with care:": report.get("warnings", [])}
     text = [
         f"# {title(report)}",
-        *(" ".join(f"**{what}** {line}.".split()) for what, lines in warned.items() for line in lines),
+        *(_line(f"**{what}** {line}.") for what, lines in warned.items() for line in lines),
         *(part for section in sections(report, TEXT) for part in _set(section)),
         "## How it was measured",
-        " ".join(" ".join(f"{name}: {values}." for name, values in made.items()).split()),
+        _line(" ".join(f"{name}: {values}." for name, values in made.items())),
         "\n".join(f"- {note}" for note in notes_of(report)),
     ]
     return _inert("\n\n".join(text)) + "\n"
 
 
 def _set(section: Section) -> list[str]:
-    """Return a section's heading, text and tables."""
+    """Return a section's heading, text and tables; a name in a line of it begins no other line."""
     tables = [grid(titles(table), texts(table)) for table in section.tables if table.lines]
-    bullets = ["\n".join(f"- {line}" for line in section.bullets)] if section.bullets else []
-    return [f"## {section.title}", *section.text, *tables, *bullets]
+    bullets = ["\n".join(f"- {_line(bullet)}" for bullet in section.bullets)] if section.bullets else []
+    return [f"## {section.title}", *map(_line, section.text), *tables, *bullets]
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def titles(table: view.Table) -> list[str]:

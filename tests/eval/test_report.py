@@ -213,3 +213,14 @@ def test_names_from_outside_are_no_markup_and_move_no_cursor(tmp_path: Path) -> 
     assert "](" not in markdown(made)
     assert "\n| a |" not in markdown(made)
     assert {each.name for each in tmp_path.iterdir()} == {*FILES}
+
+
+def test_a_name_from_outside_begins_no_line_of_its_own() -> None:
+    evil = "x\n# heading\n| a |"
+    plain = replace(ROW, drafter="plain", workload=evil, speedup=1.0, speedup_ci=(1.0, 1.0), tau=1.0)
+    timed = {"dtype": "bfloat16", "checked": 8, "identical": 7, "near_tie": 1, "beyond": 0, "gaps": [0.1]}
+    made = replace(report(), rows=[plain, replace(ROW, workload=evil, drafter=evil, prompts=8, agreement=timed)])
+    text = markdown(made)
+    assert "commits 2.03 tokens a pass" in text
+    assert "7 of 8 prompts identical" in text
+    assert not any(line.startswith(("# heading", "| a |")) for line in text.splitlines())
