@@ -38,7 +38,7 @@ from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Commit, Context, Drafter, Proposal
+from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.config import DTYPES
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -58,23 +58,22 @@ TREES = {"chain": TreeConfig("chain", 4, 0, 0, [], []), "tree": TreeConfig("dyna
 TRUE = 3  # tokens of a draft that are right
 
 
-class Reader:
+class Reader(Drafter):
     """Drafts what the target is known to answer: `TRUE` tokens as a chain, or beside others in a tree of `nodes`."""
-
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], nodes: int, name: str) -> None:
         self.answers, self.nodes, self.name, self.tree = answers, nodes, name, f"{nodes} nodes"
 
-    def reset(self, prompt: list[int]) -> None:
+    def start(self, prompt: list[int]) -> "Answer":
         """Look the answer up."""
-        self.begin, self.text = len(prompt), self.answers[tuple(prompt)]
+        return Answer(self.answers[tuple(prompt)], len(prompt), self.nodes)
 
-    def forget(self) -> None:
-        """Nothing is learned."""
 
-    def observe(self, commit: Commit) -> None:
-        """Nothing is learned."""
+class Answer(DrafterState):
+    """One answer being read."""
+
+    def __init__(self, text: list[int], begin: int, nodes: int) -> None:
+        self.text, self.begin, self.nodes = text, begin, nodes
 
     def propose(self, context: Context) -> Proposal:
         """Return the true tokens, and under the root as many wrong ones as the tree has room for."""

@@ -146,13 +146,13 @@ def main() -> None:
     parser.add_argument("--head", default="eagle3")
     asked = parser.parse_args()
     named = [f"model.path={asked.model}"] * bool(asked.model) + [f"data.path={asked.data}"] * bool(asked.data)
-    run, resolved = composed(f"head={asked.head}", *named)
+    run, _ = composed(f"head={asked.head}", *named)
     target = Target.load(run.model.path, run.model.dtype, run.model.device)
     print(device_facts(target.device, target.dtype))
     limit = asked.rows * 8
     samples = load_samples(run.data, target.tokenizer, limit)
     packed = Packed(*(part[: asked.rows] for part in pack(samples, run.data.length)))
-    case = Case(target, packed, Layers(resolved["head"], None).of(target))
+    case = Case(target, packed, Layers(run.head, None).of(target))
     with tempfile.TemporaryDirectory() as folder:
         live(case)
         stored(case, Path(folder))

@@ -30,7 +30,7 @@ from heads import HEADS
 from heads.eagle import Committed
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.session import Session, Settings
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
@@ -45,23 +45,17 @@ DRAFTS = {"plain": 0, "chain of 4": 4, "tree of 8": 8, "tree of 32": 32}
 TREE = TreeConfig("dynamic", 4, 3, 8, [], [])
 
 
-class Planted:
+class Planted(Drafter, DrafterState):
     """Drafts the same tree again and again, for nothing."""
 
     name, tree = "planted", "planted"
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, draft: DraftTree) -> None:
         self.draft = draft
 
-    def reset(self, prompt: list[int]) -> None:
-        """Nothing to begin."""
-
-    def forget(self) -> None:
-        """Nothing is known."""
-
-    def observe(self, commit: Commit) -> None:
-        """Nothing to learn."""
+    def start(self, prompt: list[int]) -> "Planted":
+        """Return the state of any sequence: none."""
+        return self
 
     def propose(self, context: Context) -> Proposal:
         """Return the tree."""
@@ -111,10 +105,11 @@ def step(target: Target, cache: TargetCache, draft: DraftTree) -> tuple[float, f
     """Return the seconds of one step of the engine behind the cache, and those outside the target's pass."""
     length = cache.length
     session = Session(target, Planted(draft), [0] * (length + 1), Settings(ROOM, GREEDY), cache)
-    session.made.tokens.append(0)
+    session.state = session.drafter.start(session.context)
+    session.generation.tokens.append(0)
     session.step()
     cache.keep(length, [])
-    done = session.made.steps[-1]
+    done = session.generation.steps[-1]
     return done.verify_s + done.other_s, done.other_s
 
 
@@ -140,11 +135,13 @@ def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], 
     commit = Commit(torch.tensor([1, 2]), TargetOutput(rows.new_zeros(1, 2, 0, width), rows, None), None)
     context = Context([0] * (length + 2), GREEDY, Generator(0, target.device), ROOM)
 
+    state = drafter.start([])
+
     def once() -> float:
-        drafter.state = before
+        state.state = before
         begin = time.perf_counter()
-        drafter.observe(commit)
-        drafter.propose(context)
+        state.update(commit)
+        state.propose(context)
         return time.perf_counter() - begin
 
     return once

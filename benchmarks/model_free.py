@@ -85,23 +85,23 @@ def commit(tree: DraftTree, look_ahead: int, following: list[int], vocabulary: i
 def replay(source: Drafter, text: list[int], start: int, vocabulary: int) -> Cost:
     """Take in `start` tokens, then run steps over what follows."""
     began = time.perf_counter()
-    source.reset(text[:start])
+    state = source.start(text[:start])
     index = time.perf_counter() - began
     every = torch.arange(vocabulary)  # one pass over all tokens, so that a source that learns from logits is warm
     known = DraftTree(every, every - 1)
     rows = TargetOutput(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None)
-    source.observe(Commit(every[:1], rows, Verified(known, [0], torch.randn(vocabulary, vocabulary), None)))
+    state.update(Commit(every[:1], rows, Verified(known, [0], torch.randn(vocabulary, vocabulary), None)))
     at, seconds, drafted, rng = start + 1, [], 0, Generator(0, torch.device("cpu"))
     for step in range(STEPS + 1):
         context = Context(text[:at], GREEDY, rng, ROOM)
         began = time.perf_counter()
-        proposal = source.propose(context)
+        proposal = state.propose(context)
         proposed = time.perf_counter()
         tree, look_ahead = proposal.tree, proposal.look_ahead
         riding = 0 if look_ahead is None else len(look_ahead.token)
         settled = commit(tree, riding, text[at : at + ROOM], vocabulary)
         resumed = time.perf_counter()
-        source.observe(settled)
+        state.update(settled)
         spent = proposed - began + time.perf_counter() - resumed
         if step == 0:  # takes in the context's last token, and first-time costs
             start = at + len(settled.token)

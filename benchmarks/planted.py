@@ -84,8 +84,8 @@ BUGS = [
     ),
     Bug(
         "data/batches.py",
-        "np.add.at(found, token[mask > 0], 1)",
-        "np.add.at(found, token, 1)",
+        "np.add.at(counts, token[mask > 0], 1)",
+        "np.add.at(counts, token, 1)",
         ["tests/data/test_batches.py", "tests/heads/test_vocab.py"],
     ),
     Bug(
@@ -161,9 +161,9 @@ BUGS = [
         ["tests/data/test_masks.py", "tests/data/test_masks_options.py", "tests/data/test_prompts.py"],
     ),
     Bug(
-        "heads/formats/export/eagle3.py",
-        "LAYERS: [i + 1 for i in outputs],",
-        "LAYERS: list(outputs),",
+        "heads/formats/published/eagle3.py",
+        "STATES: as_states(outputs),",
+        "STATES: list(outputs),",
         ["tests/heads/test_export.py", "tests/heads/test_export_trtllm.py"],
     ),
     Bug(

@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from data.text.cache import CachedSamples
 from data.text.masks import Sample
 
-Tokens = np.ndarray[Any, Any]  # of one sample, (T,)
+Tokens = np.ndarray[Any, Any]  # one sample's tokens or mask, (T,)
 
 
 class Packed(NamedTuple):
-    """All rows: tokens, the number of the document within its row (-1 on padding), and the loss mask."""
+    """All packed rows: tokens, the number of the document within its row (-1 on padding), and the loss mask."""
 
     token: Int[Tensor, "R T"]
     document: Int[Tensor, "R T"]
@@ -31,7 +31,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch; `index` is each row's number in `Packed`, -1 for a row that only fills up and has no mask."""
+    """A micro-batch; `index` is each row's number in `Packed`, -1 for a filler row, which has no mask."""
 
     token: Int[Tensor, "B T"]
     document: Int[Tensor, "B T"]
@@ -66,10 +66,10 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
 
 
 def check_known(packed: Packed, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-    """Check that a target knows all tokens of its data: a tokenizer may have some that its embedding has no row for.
+    """Check that a target knows all tokens of its data: a tokenizer may have some that its embedding lacks.
 
     Raises:
-        ValueError: it does not.
+        ValueError: a token is outside its vocabulary.
     """
     last = int(packed.token.max())
     if last >= vocabulary:
@@ -80,7 +80,7 @@ def check_known(packed: Packed, tokenizer: PreTrainedTokenizerBase, vocabulary: 
 
 
 def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[Tokens, Tokens]]:
-    """Yield the samples' tokens and masks as arrays, of cached samples without a copy."""
+    """Yield the samples' tokens and masks as arrays; cached samples are not copied."""
     if isinstance(samples, CachedSamples):
         yield from samples.arrays()
     else:
@@ -118,7 +118,7 @@ class Batches:
     """
 
     def __init__(self, packed: Packed, rows_per_step: int, micro_rows: int, seed: int, rank: int, world: int) -> None:
-        """Check the sizes; nothing is drawn yet."""
+        """Check the sizes; no permutation is sampled yet."""
         if min(rows_per_step, micro_rows) < 1:
             raise ValueError(f"{rows_per_step} rows a step in micro-batches of {micro_rows}: both must be at least 1")
         assert 0 <= rank < world
@@ -147,7 +147,7 @@ class Batches:
         return batches + [filler] * (-(-count // self.micro_rows) - len(batches))
 
     def _batch(self, index: Int[Tensor, " B"]) -> Batch:
-        token, document, mask = (part[index].long() for part in self.packed)
+        token, document, mask = (tensor[index].long() for tensor in self.packed)
         return Batch(token, document, mask, index)
 
     def _filler(self) -> Batch:
@@ -164,11 +164,11 @@ class Batches:
 
 
 def token_counts(samples: Sequence[Sample], vocab_size: int) -> Int[Tensor, "V"]:
-    """Return how often the target would write each token."""
-    found = np.zeros(vocab_size, dtype=np.int64)
+    """Count how often the target would write each token."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
     for token, mask in sample_arrays(samples):
-        np.add.at(found, token[mask > 0], 1)
-    return torch.from_numpy(found)
+        np.add.at(counts, token[mask > 0], 1)
+    return torch.from_numpy(counts)
 
 
 def fingerprint(samples: Sequence[Sample]) -> str:

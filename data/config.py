@@ -1,4 +1,4 @@
-"""Which documents to train on, as conf/data/ has it."""
+"""The configuration of the training data, whose values are in conf/data/."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ CHOICES = {"turns": ("all", "last"), "reasoning": ("keep", "cut"), "on_bad": ("f
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which documents to train on.
+    """The documents to train on.
 
     Attributes:
         path: one source or a list of them; each a local file (.json, .jsonl, .txt, .parquet; also .gz, .xz), a folder
@@ -30,10 +30,10 @@ class DataConfig:
         min_tokens: tokens of a sample at least; shorter ones are dropped.
         dedup: drop records that equal an earlier or a held-out one but for case and white space.
         contamination: drop records that share so many words in a row with an evaluation prompt; None: none.
-        cache: the folder that keeps tokenised samples; None: they are made anew by every process.
+        cache: the folder of tokenised samples; None: every process tokenises them again.
         turns: which of a chat's answers are trained: `all`, or those to the `last` user message.
-        reasoning: `keep` what the template renders of it, or `cut` it from the answers.
-        on_bad: `fail` at a chat that no answer can be trained of, or `drop` and count it.
+        reasoning: `keep` it as the template renders it, or `cut` it from the answers.
+        on_bad: `fail` at a chat without a trainable answer, or `drop` and count it.
     """
 
     path: Any
@@ -55,7 +55,7 @@ class DataConfig:
     on_bad: str
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave nothing to train on, and a mixture that is none."""
+        """Refuse sizes that leave nothing to train on, and invalid mixtures."""
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
             raise ValueError(f"data.path={self.path}: give a file, a folder, a glob, a Hub data set, or a list of them")
         if self.weights is not None:
@@ -75,7 +75,7 @@ class DataConfig:
 
     @property
     def named(self) -> str:
-        """What messages call the sources."""
+        """The sources' names in messages."""
         return ", ".join(self.paths)
 
     def _check_weights(self, weights: list[float]) -> None:

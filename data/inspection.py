@@ -1,6 +1,6 @@
-"""Loss masks to look at: tokens coloured by mask, in the terminal and as one page of HTML.
+"""Inspection of loss masks: tokens coloured by mask, in the terminal and as one page of HTML.
 
-Not inspect.py: `python data/run.py` would then import this file where it means Python's own module.
+Not inspect.py: `python data/run.py` would then import this file instead of Python's own module.
 """
 
 import html
@@ -53,9 +53,9 @@ output{position:fixed;left:0;right:0;bottom:0;padding:.5rem 1rem;background:var(
 border-top:1px solid var(--line)}
 """
 SCRIPT = """
-const told = document.querySelector('output');
+const output = document.querySelector('output');
 for (const event of ['pointerover', 'click'])
-  document.addEventListener(event, e => { if (e.target.title) told.textContent = e.target.title; });
+  document.addEventListener(event, e => { if (e.target.title) output.textContent = e.target.title; });
 """
 
 
@@ -77,22 +77,22 @@ class SpecialStream(TextStream):
 
 def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
     """Return the sample's text, token by token."""
-    made: list[Piece] = []
+    done: list[Piece] = []
     stream, waiting = SpecialStream(tokenizer), list[int]()
     for token, on in zip(sample.token, sample.mask, strict=True):
         text = stream.push(token)
         waiting.append(token)
         if text:
-            made.append(Piece(text, waiting, bool(on)))
+            done.append(Piece(text, waiting, bool(on)))
             waiting = []
-    return [*made, Piece(stream.rest(), waiting, bool(sample.mask[-1]))] if waiting else made
+    return [*done, Piece(stream.rest(), waiting, bool(sample.mask[-1]))] if waiting else done
 
 
 def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, out: Console) -> None:
-    """Print the first `count` samples, what is trained on standing out, and how much that is of each and of all."""
+    """Print the first `count` samples with their trained tokens highlighted, and the coverage of each and of all."""
     for sample in samples[:count]:
         out.rule(Text(visible(f"{sample.id}: {coverage([sample])}")))
-        out.print(_coloured(sample, tokenizer, marks=not out.is_terminal))
+        out.print(_coloured(sample, tokenizer, brackets=not out.is_terminal))
     filled = sum(len(sample.token) for sample in samples) / pack(samples, length).token.numel()
     out.rule(f"{len(samples)} samples: {coverage(samples)}")
     out.print(f"rows of {length} tokens are {filled:.1%} full; fingerprint {fingerprint(samples)}")
@@ -113,54 +113,54 @@ def write_page(samples: Sequence[Sample], count: int, tokenizer: PreTrainedToken
 
 
 def coverage(samples: Sequence[Sample]) -> str:
-    """Return how many tokens are trained on, as words."""
+    """Describe how many tokens are trained on."""
     trained, tokens = _counts(samples)
     return f"{trained} of {tokens} tokens trained on ({trained / tokens:.1%})"
 
 
 def roles(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, str]]:
-    """Return where the sample's turns begin, as characters of its text, and whose each is.
+    """Return the start of each of the sample's turns, as a character of its text, and its role.
 
-    Read off headers of known forms in what is not trained; a form that is not known shows as text alone.
+    Read off headers of known forms in the untrained text; an unknown form is shown as text alone.
     """
-    found: list[tuple[int, str]] = []
+    turns: list[tuple[int, str]] = []
     start = 0
     for trained, run in groupby(pieces(sample, tokenizer), key=lambda piece: piece.trained):
         text = "".join(piece.text for piece in run)
         if trained:
-            found.append((start, "assistant"))
+            turns.append((start, "assistant"))
         else:
             words = [(header.start(), next(filter(None, header.groups())).lower()) for header in ROLE.finditer(text)]
-            found += [(start + place, NAMES.get(word, word)) for place, word in words]
+            turns += [(start + offset, NAMES.get(word, word)) for offset, word in words]
         start += len(text)
-    return [turn for before, turn in pairwise([(0, ""), *found]) if turn[1] != before[1]]
+    return [turn for before, turn in pairwise([(0, ""), *turns]) if turn[1] != before[1]]
 
 
 def _counts(samples: Sequence[Sample]) -> tuple[int, int]:
     return sum(sum(sample.mask) for sample in samples), sum(len(sample.mask) for sample in samples)
 
 
-def _coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, marks: bool) -> Text:
-    """Return the sample's text; `marks` puts brackets around what is trained on, where colours cannot be seen."""
+def _coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, brackets: bool) -> Text:
+    """Return the sample's text; `brackets` encloses the trained text in brackets, for output without colours."""
     text = Text()
     for on, run in groupby(pieces(sample, tokenizer), key=lambda piece: piece.trained):
-        part = visible("".join(piece.text for piece in run))
-        text.append(f"⟦{part}⟧" if on and marks else part, style="bold green" if on else "dim")
+        string = visible("".join(piece.text for piece in run))
+        text.append(f"⟦{string}⟧" if on and brackets else string, style="bold green" if on else "dim")
     return text
 
 
 def _section(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     trained, tokens = _counts([sample])
-    labels, start, parts = roles(sample, tokenizer), 0, []
+    labels, start, spans = roles(sample, tokenizer), 0, []
     for text, token, on in pieces(sample, tokenizer):
         start += len(text)
         while labels and labels[0][0] < start:
-            parts.append(f"<b>{html.escape(labels.pop(0)[1])}</b>")
-        told = (
+            spans.append(f"<b>{html.escape(labels.pop(0)[1])}</b>")
+        title = (
             f"{'token' if len(token) == 1 else 'tokens'} {' '.join(map(str, token))}, {'' if on else 'not '}trained on"
         )
-        parts.append(f'<span{" class=on" if on else ""} title="{told}">{html.escape(visible(text))}</span>')
+        spans.append(f'<span{" class=on" if on else ""} title="{title}">{html.escape(visible(text))}</span>')
     return (
         f"<h2>{html.escape(visible(sample.id))}</h2><p>{coverage([sample])}</p>"
-        f'<meter value="{trained}" max="{tokens}"></meter>\n<pre>{"".join(parts)}</pre>'
+        f'<meter value="{trained}" max="{tokens}"></meter>\n<pre>{"".join(spans)}</pre>'
     )

@@ -1,7 +1,7 @@
-"""Let the target answer the training prompts, look at the loss mask, or extract features.
+"""The data command: let the target answer the training prompts, show loss masks, or extract features.
 
 `python data/run.py model.path=… data.path=… answers=answers.jsonl`, or the same with `inspect=5`, or with
-`features=stored features.path=FOLDER head=…`; the other overrides stand in conf/data.yaml. Under `accelerate launch` or
+`features=stored features.path=FOLDER head=…`; the other overrides are in conf/data.yaml. Under `accelerate launch` or
 torchrun the processes share the work.
 """
 
@@ -24,13 +24,15 @@ from data.answers.chats import Answerer, AnswerSettings
 from data.answers.client import Client, EndpointConfig, check_url
 from data.answers.endpoint import Endpoint
 from data.answers.engine import Engine, check_drafter, drafter_of
-from data.answers.write import Share, Work, source_of, write_answers
+from data.answers.write import Work, Worker, source_of, write_answers
 from data.config import DataConfig
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
 from data.inspection import show, write_page
 from data.text.prompts import load_samples, records_to_answer
 from data.text.sources import check_sources
+from heads import head_config
+from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.errors import user_errors
 from heads.common.files import check_writable
@@ -44,7 +46,7 @@ from inference.target.target import Target
 
 register_resolvers()
 
-PATIENCE = timedelta(days=30)  # of a process that has answered its share, with the others
+PATIENCE = timedelta(days=30)  # for which a process that has answered its chats waits for the others
 URLS = ("http://", "https://")
 
 
@@ -54,18 +56,19 @@ class JobConfig:
 
     Attributes:
         model: the target; its path, dtype, quantize, adapter, device and trust_remote_code are read here.
-        data: a DataConfig.
-        features: a FeaturesConfig; with features=stored the features are extracted.
-        head, objective, trainer: whose feature layers are extracted; the other two are not read.
-        layers: the feature layers, in place of the head's; null: the head's.
+        data: the prompts or documents.
+        features: the store; with features=stored the features are extracted.
+        head: the head whose feature layers are extracted.
+        objective, trainer: not read.
+        layers: the feature layers, instead of the head's; null: the head's.
         vllm_prompts: the file to write the packed documents' tokens to, for vLLM; null: none.
         workload: of the training that will read the features; no sample may hold its prompts.
         answers: the file that the target's answers are written to; null: none.
-        by: who answers: engine, our own, or the URL of an OpenAI-compatible endpoint.
+        by: the answerer: engine, our own, or the URL of an OpenAI-compatible endpoint.
         run: a head that drafts our engine's answers, its run's folder or Hub id.
         drafter: a source that drafts them, its name and options; `plain` is none.
-        tree: of the head; a null is what it was saved with.
-        endpoint: how the URL is asked.
+        tree: of the head; a null is the value that it was saved with.
+        endpoint: the settings of requests to the URL.
         inspect: samples to show with their loss masks.
         inspect_html: a page to write them to as well; null: none.
         limit: prompts to answer at most, or samples that the figures below the shown ones cover.
@@ -73,11 +76,11 @@ class JobConfig:
     """
 
     model: ModelConfig
-    data: Any
-    features: Any
-    head: Any
-    objective: Any
-    trainer: Any
+    data: DataConfig
+    features: FeaturesConfig
+    head: HeadConfig
+    objective: dict[str, Any]
+    trainer: dict[str, Any]
     layers: list[int] | None
     vllm_prompts: str | None
     workload: str | None
@@ -100,25 +103,25 @@ class JobConfig:
     template_args: dict[str, Any]
 
     def __post_init__(self) -> None:
-        """Refuse a `by` that is nobody."""
+        """Refuse a `by` that is neither the engine nor a URL."""
         if self.by != "engine" and not self.by.startswith(URLS):
             raise ValueError(f"by={self.by}: give engine, or the URL of an endpoint, such as http://localhost:8000/v1")
         if self.by != "engine":
             check_url("by", self.by)
 
     def settings(self) -> AnswerSettings:
-        """Return how the target answers."""
+        """Return the sampling of the target's answers."""
         length = self.max_new_tokens, self.keep_unfinished
         return AnswerSettings(self.temperature, self.top_p, *length, self.seed, self.thinking, self.template_args)
 
 
-def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
+def answer(job: JobConfig, out: Path) -> None:
     """Write the target's answers to the training prompts and say how many there are."""
     settings = job.settings()
     state = PartialState(cpu=job.model.device == "cpu", timeout=PATIENCE)
     work = Work(
-        records_to_answer(config, job.limit),
-        source_of(config),
+        records_to_answer(job.data, job.limit),
+        source_of(job.data),
         settings,
         job.batch_size if job.by == "engine" else job.endpoint.concurrency,
         {
@@ -129,19 +132,19 @@ def answer(job: JobConfig, config: DataConfig, out: Path) -> None:
             "batch_size": job.batch_size,
         },
     )
-    share = Share(state.process_index, state.num_processes, state.wait_for_everyone)
-    meta = write_answers(work, answerer_of(job, settings), out, share)
+    worker = Worker(state.process_index, state.num_processes, state.wait_for_everyone)
+    meta = write_answers(work, answerer_of(job, settings), out, worker)
     if meta is not None:
         counts = meta["counts"]
-        said = f"{counts['answers']} answers in {counts['chats']} of {counts['prompts']} chats"
+        summary = f"{counts['answers']} answers in {counts['chats']} of {counts['prompts']} chats"
         again = "; run the same command again for those that failed" if counts["failed"] else ""
-        print(f"{out}: {said}; train on them with data.path={out}{again}")
+        print(f"{out}: {summary}; train on them with data.path={out}{again}")
     if torch.distributed.is_initialized():
         state.destroy_process_group()
 
 
 def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
-    """Return who answers, ready to."""
+    """Return our engine with its target loaded, or the endpoint."""
     model = job.model
     if job.by != "engine":
         client = Client(job.by, job.endpoint, os.environ.get(job.endpoint.api_key_env))
@@ -152,19 +155,19 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
     return Engine(target, drafter, settings, job.batch_size)
 
 
-def check_early(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
-    """Check what can be known before anything is loaded: the data, the folders that are written, who drafts.
+def check_early(job: JobConfig) -> None:
+    """Check before anything is loaded: the data, the folders that are written, the draft source.
 
     Raises:
         ValueError: naming the key and the remedy.
     """
-    check_sources(config)
+    check_sources(job.data)
     written = {"answers": job.answers, "vllm_prompts": job.vllm_prompts, "inspect_html": job.inspect_html}
     for key, file in written.items():
         if file is not None:
             check_writable(Path(file).parent, key)
-    if features.path is not None:
-        check_writable(Path(features.path), "features.path")
+    if job.features.path is not None:
+        check_writable(Path(job.features.path), "features.path")
     if job.answers is not None and job.by == "engine":
         device_named(job.model.device)
         check_drafter(job.drafter, job.run, job.tree)
@@ -172,35 +175,34 @@ def check_early(job: JobConfig, config: DataConfig, features: FeaturesConfig) ->
 
 @command("data")
 def main(cfg: DictConfig) -> None:
-    """Do what `answers` and `inspect` ask for."""
+    """Run the command on its configuration."""
     with user_errors():
-        run(typed(JobConfig, cfg), typed(DataConfig, cfg.data), typed(FeaturesConfig, cfg.features))
+        run(typed(JobConfig, cfg, ready={"head": head_config(cfg.head)}))
 
 
-def run(job: JobConfig, config: DataConfig, features: FeaturesConfig) -> None:
+def run(job: JobConfig) -> None:
     """Show samples, write answers, extract features, or several of these."""
     if job.inspect_html is not None and job.inspect < 1:
         raise ValueError(f"inspect_html={job.inspect_html}: shows the samples of inspect=N; give inspect=5 as well")
-    extracting = features.mode != "live" or job.vllm_prompts is not None
+    extracting = job.features.mode != "live" or job.vllm_prompts is not None
     if job.answers is None and job.inspect < 1 and not extracting:
         raise ValueError(
             "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "
             "features=stored features.path=FOLDER to extract features"
         )
-    check_early(job, config, features)
+    check_early(job)
     if job.inspect > 0:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
-        samples = list(load_samples(config, tokenizer, max(job.inspect, job.limit or 0)))
-        show(samples, job.inspect, config.length, tokenizer, Console())
+        samples = list(load_samples(job.data, tokenizer, max(job.inspect, job.limit or 0)))
+        show(samples, job.inspect, job.data.length, tokenizer, Console())
         if job.inspect_html is not None:
             write_page(samples, job.inspect, tokenizer, Path(job.inspect_html))
             print(f"{job.inspect_html}: the same samples as a page")
     if job.answers is not None:
-        answer(job, config, Path(job.answers))
+        answer(job, Path(job.answers))
     if extracting:
-        extract_features(
-            job.model, config, features, Layers(job.head, job.layers), job.vllm_prompts, job.workload, print
-        )
+        layers = Layers(job.head, job.layers)
+        extract_features(job.model, job.data, job.features, layers, job.vllm_prompts, job.workload, print)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def price(
     settings = Settings(min(TIMED, decoding.max_new_tokens), decoding.sampling(0.0), seed=decoding.seed)
     short = [replace(text, token=text.token[: text.start + TIMED], limit=settings.max_new_tokens) for text in texts]
     sizes = sizes_for(trees, sorted({*SIZES, *tuner.nodes}))
-    source = HeadDrafter(drafter.head, drafter.config, "head")
+    source = HeadDrafter(drafter.head, drafter.policy, "head")
     found = {1: costing.measure(target, source, short, distinct(trees), sizes, samples, settings)}
     for batch in sorted({*tuner.batch_sizes} - {1}) if target.takes_trees else ():
         several = costing.measure(target, None, short, [], sizes, samples, settings, batch)

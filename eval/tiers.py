@@ -12,7 +12,7 @@ import torch
 
 from eval.config import DecodingConfig, PromptsConfig, SourcesConfig, TunerConfig
 from eval.explain import explained, price
-from eval.inputs.states import Within, in_states
+from eval.inputs.states import in_states
 from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Selection, Workload, check_known, read_log
 from eval.measures.builder import Request, Source, text_results
@@ -140,7 +140,7 @@ def forced(
     made: list[Row] = []
     found: dict[str, Any] = {}
     for name, drafter in heads_of(drafters).items():
-        tree = drafter.config if budget is None else within(drafter.config, budget)
+        tree = drafter.policy if budget is None else within(drafter.policy, budget)
         for each in materials:
             drawn = each.temperature > 0 and tree.kind in DRAWN
             if drawn and tree.kind != "chain":
@@ -178,9 +178,12 @@ def other_trees(
 
 
 def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
-    """Return the heads among the sources, those within a budget too."""
-    inner = {name: each.inner if isinstance(each, Within) else each for name, each in drafters.items()}
-    return {name: each for name, each in inner.items() if isinstance(each, HeadDrafter)}
+    """Return the heads among the sources, without the budget that they may be within."""
+    return {
+        name: HeadDrafter(drafter.head, drafter.policy, name)
+        for name, drafter in drafters.items()
+        if drafter.head is not None and drafter.policy is not None
+    }
 
 
 def within(tree: TreeConfig, depth: int) -> TreeConfig:

@@ -1,14 +1,14 @@
 """Draft heads: tensors in, tensors out. One head a file; `HEADS` names them all.
 
-common/    what every layer uses: typed configurations, one-line errors, redaction of secrets, parsing of
+common/    utilities of every layer: typed configurations, one-line errors, redaction of secrets, parsing of
            untrusted files
 formats/   heads on disk and on the Hub: our own format, those that other projects publish, those that engines
            read
-modules/   what heads share: attention, decoder layers, positions, the draft vocabulary, the KV cache
-base.py    what a head is: the protocol, its records, the legend of rows and depths
+modules/   shared modules: attention, decoder layers, positions, the draft vocabulary, the KV cache
+base.py    the protocol of a draft head, its records, the legend of rows and depths
 rows.py    the only index arithmetic on rows and depths
 eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features
-hass.py    HASS: EAGLE's head, trained on what it will meet when it drafts
+hass.py    HASS: EAGLE's head, trained on the features that it will meet when it drafts
 eagle3.py  EAGLE-3 and 3.1: features of several layers, tokens alone
 medusa.py  Medusa: one residual head a depth
 hydra.py   Hydra: Medusa's heads, each reading the tokens before it
@@ -17,7 +17,13 @@ mtp.py     multi-token prediction: one decoder layer, used again for every depth
 block.py   block-parallel heads: DFlash, JetSpec, DSpark
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from heads.base import HeadConfig
 from heads.block import Block
+from heads.common.typed import typed
+from heads.common.untrusted import shown
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
 from heads.hass import Hass
@@ -30,3 +36,17 @@ HEADS = {
     "eagle": Eagle, "eagle3": Eagle3, "hass": Hass, "medusa": Medusa, "hydra": Hydra, "mlp": Mlp, "mtp": Mtp,
     "block": Block,
 }  # fmt: skip
+
+
+def head_config(values: Any) -> HeadConfig:
+    """Return the Config of the head that `name` in these values chooses, from YAML or from a file.
+
+    Raises:
+        ValueError: there is no such head, or a value is not one of its.
+    """
+    name = values.get("name") if isinstance(values, Mapping) else None
+    if name not in HEADS:
+        raise ValueError(f"head.name is {shown(name)}: choose one of {', '.join(HEADS)}")
+    kind: Any = HEADS[name]
+    config: HeadConfig = typed(kind.Config, values, "head")
+    return config

@@ -1,13 +1,13 @@
-"""What a draft head is: the protocol, its records, and the legend of rows and depths that the whole project shares.
+"""The protocol of a draft head, its records, and the legend of rows and depths that the whole project shares.
 
 Legend
     row t     holds the target's features at position t and the token t+1 that is already chosen.
     depth d   (from 1) predicts token t+1+d from row t and the tokens t+1 … t+d.
-    teacher   of (t, d) is the target's law at row t+d; its label is token t+1+d.
+    teacher   of (t, d) is the target's distribution at row t+d; its label is token t+1+d.
     node      a drafted token at depth d of a tree whose root is token t+1; it reads position t+d.
     layer i   is the output of the target's decoder layer i, counted from 0, before the final norm; `last` is the
               final layer's output after the final norm, so lm_head(last) is the teacher.
-    p, q      are the target's and the draft's laws (Leviathan et al., 2023).
+    p, q      are the target's and the draft's distributions (Leviathan et al., 2023).
 
 Shape letters: B rows of a batch, T positions, L feature layers, D the target's width, V its vocabulary, N tree nodes.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class HeadConfig(Protocol):
-    """A head's own configuration: a dataclass that names its kind, a key of `heads.HEADS`."""
+    """A head's configuration: a dataclass that names its kind, a key of `heads.HEADS`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -32,7 +32,7 @@ class HeadConfig(Protocol):
 
 
 class Features(NamedTuple):
-    """What a head may know of the target: one batch of packed token rows with the target's hidden states.
+    """One batch of packed token rows with the target's hidden states: all that a head reads of the target.
 
     Documents are packed one after another; tokens of different documents never see each other. Padding is document -1.
     """
@@ -54,7 +54,7 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("ids", torch.arange(size))
 
     def choose(self, counts: Int[Tensor, "V"]) -> None:
-        """Take the most frequent tokens; of equally frequent ones those with the lower ids."""
+        """Select the most frequent tokens; of equally frequent ones those with the lower ids."""
         order = counts.argsort(descending=True, stable=True)
         self.ids.copy_(order[: len(self.ids)].sort().values)
 
@@ -71,19 +71,19 @@ class DraftVocabulary(nn.Module):
             )
 
     def place(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-        """Return the tokens' places among the drafted ones, -1 for those that are not."""
+        """Return the tokens' indices among the drafted ones, -1 for those that are not drafted."""
         at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
         return torch.where(self.ids[at] == token, at, -1)
 
-    def spread(self, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
-        """Return logits of the whole vocabulary: minus infinity for what is never drafted."""
+    def scatter(self, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
+        """Return logits of the whole vocabulary: minus infinity for tokens that are never drafted."""
         full = logits.new_full((*logits.shape[:-1], self.full_size), float("-inf"))
         full[..., self.ids] = logits
         return full
 
 
 class Level(NamedTuple):
-    """The head's answer for one level of a draft tree: the law of each node's children and what their expansion reads.
+    """A head's output for one level of a draft tree: logits of each node's children and the input of their expansion.
 
     `hidden` is the state of each node (D is the head's own width) and `drafted` the keys and values of the tree's
     drafted rows so far, which live here and not in the head's state: committing rows never has to undo them.
@@ -95,7 +95,7 @@ class Level(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """One depth of `unroll`, for every row: what `score` makes logits of, a few rows at a time, never all at once.
+    """One depth of `unroll`, for every row: the inputs of `score`, which takes a few rows at a time, never all at once.
 
     `feature` is the target's feature as the head predicts it, `confidence` the logit of a draft's acceptance; None from
     heads that predict none.
@@ -107,7 +107,7 @@ class Draft(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """The shape of the target's own decoder layer, from which a head takes what its configuration leaves null."""
+    """The shape of the target's decoder layer, the default for what a head's configuration leaves null."""
 
     num_heads: int
     num_kv_heads: int
@@ -161,7 +161,7 @@ class DraftHead(Protocol):
         Args:
             features: the batch.
             depths: how many.
-            anchors: the rows that are to be drafted from; what a head gives for the others means nothing. None for all.
+            anchors: the rows that are to be drafted from; a head's output for the others is undefined. None for all.
         """
         ...
 
@@ -173,12 +173,12 @@ class DraftHead(Protocol):
         """Decoding: commit verified rows and score under the root.
 
         Args:
-            state: what an earlier call returned, None for a new sequence.
+            state: the state from an earlier call, None for a new sequence.
             features: the new rows, B = 1, of one document, following the committed ones without a gap.
             token: row t's chosen next token, t+1; the last one is the root of the next tree.
 
         Returns:
-            The new state, and the level of the root: N = 1, the law of depth 1.
+            The new state, and the level of the root: N = 1, the logits of depth 1.
         """
         ...
 
@@ -199,7 +199,7 @@ class DraftHead(Protocol):
 
 
 def layer_shape(config: Any, embeddings: Embeddings) -> LayerShape:
-    """Return the shape that a head's configuration asks for, the target's own where it asks for nothing.
+    """Return the shape in a head's configuration, the target's where a value is null.
 
     Raises:
         ValueError: the query heads are no multiple of the key-value heads, or the head width is odd.
@@ -216,10 +216,10 @@ def layer_shape(config: Any, embeddings: Embeddings) -> LayerShape:
 
 
 def check_depths(depths: int, heads: int) -> None:
-    """Check that a head with one part a depth is unrolled to all of them: a part without a gradient stops a run.
+    """Check that a head with one module a depth is unrolled to all of them: a module without a gradient stops a run.
 
     Raises:
-        ValueError: the depths are others.
+        ValueError: the two differ.
     """
     if depths != heads:
         raise ValueError(f"objective.depths is {depths} but the head drafts {heads} depths: make them equal")

@@ -5,10 +5,10 @@ t+1+d, which it predicts. In every layer keys and values are those of the fused 
 the block, by the same projections; features enter nowhere else. The embedding and lm_head are the target's.
 
 `mask_token`: the slots hold the target's embedding of a token, as in DFlash, and not a vector of their own. `causal`: a
-slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the depths' laws are coherent along a path;
-else all slots see each other, as in DFlash. `from_anchor`: the chosen token's slot drafts too, and each slot
+slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the depths' distributions are coherent along a
+path; else all slots see each other, as in DFlash. `from_anchor`: the chosen token's slot drafts too, and each slot
 the token behind its own (DSpark, arXiv 2607.05147), so that a block has one slot less. `markov_rank` adds to a depth's
-logits a term of low rank that depends on the token drafted before it, and `confidence` a guess of each draft's
+logits a term of low rank that depends on the token drafted before it, and `confidence` a prediction of each draft's
 acceptance (DSpark again).
 """
 
@@ -23,33 +23,31 @@ from heads import rows
 from heads.base import Draft, Embeddings, Features, Level, check_depths, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules.attention import KeyValue, Pattern, attend_rows
-from heads.modules.fusion import Fusion, chosen_layers
+from heads.modules.fusion import DFLASH, Fusion, chosen_layers
 from heads.modules.kv_cache import Committed, joined, near
 from heads.modules.layers import Block as Layer
 from heads.modules.layers import RMSNorm, masked_attention
 from heads.modules.rope import Rope
 from heads.modules.vocab import Readout, draft_vocabulary, spread
 
-FUSED = 5  # how many layers DFlash reads
-
 
 class Drafted(NamedTuple):
-    """What is kept of a sequence: the true rows' keys and values, and the slots' states of the newest block."""
+    """The state of a sequence: keys and values of the verified rows, and the slots' states of the newest block."""
 
-    true: Committed
+    context: Committed
     slots: Float[Tensor, "K D"]
 
 
 def _mask(token: int | None, embeddings: Embeddings) -> nn.Parameter:
-    """Return what a mask slot holds: a vector to train, or the target's embedding of a token; -1 is the last one."""
+    """Return a mask slot's content: a vector to train, or the target's embedding of a token; -1 is the last one."""
     if token is None:
         return nn.Parameter(torch.randn(embeddings.hidden_size) * 0.02)
     if not -embeddings.vocab_size <= token < embeddings.vocab_size:
         raise ValueError(f"head.mask_token is {token}: the target has {embeddings.vocab_size} tokens; give one of them")
     slot = nn.Parameter(torch.empty(embeddings.hidden_size), requires_grad=False)
-    if not slot.is_meta:  # shapes alone have nothing to hold
-        place = embeddings.head_weight().device
-        slot.data.copy_(embeddings.embed(torch.tensor(token % embeddings.vocab_size, device=place)).detach())
+    if not slot.is_meta:  # a meta tensor has no values
+        device = embeddings.head_weight().device
+        slot.data.copy_(embeddings.embed(torch.tensor(token % embeddings.vocab_size, device=device)).detach())
     return slot
 
 
@@ -86,11 +84,9 @@ class Block(nn.Module):
         self.config, self.max_depth = config, config.depths
         self.idle = 0 if config.from_anchor else 1  # how many slots of a block draft nothing: the anchor's or none
         self.size = config.depths + self.idle
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
-        self.feature_layers = chosen_layers(config.feature_layers, FUSED, embeddings.num_layers)
+        self.feature_layers = chosen_layers(config.feature_layers, DFLASH, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
         self.hidden_norm = RMSNorm(width, eps)
         self.mask = _mask(config.mask_token, embeddings)
@@ -121,12 +117,12 @@ class Block(nn.Module):
         return tuple(layer.self_attn.key_value(fused, position, last) for layer in layers)
 
     def slots(self, root: Int[Tensor, "*n"]) -> Float[Tensor, "*n S D"]:
-        """Return what the blocks behind these chosen tokens enter with."""
+        """Return the input states of the blocks behind these chosen tokens."""
         embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
     def conditioned(self, state: Float[Tensor, "*n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"]:
-        """Return what `score` reads of a slot once the token before it is known."""
+        """Return the input of `score` for a slot once the token before it is known."""
         return state if self.before is None else torch.cat([state, self.before(token).to(state.dtype)], -1)
 
     def score(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
@@ -144,7 +140,7 @@ class Block(nn.Module):
         chosen = rows.anchor_rows(anchors)
         position, slots = rows.positions(features.document), self.size
         last = position.shape[1] + slots
-        true = self.context(features.hidden, position, last)
+        context = self.context(features.hidden, position, last)
         x = self.slots(rows.next_token(features.token).gather(1, chosen)).flatten(1, 2)
         at = position.gather(1, chosen)[..., None] + 1 + torch.arange(slots, device=chosen.device)
         seen = self._pattern(chosen, position.gather(1, chosen), at)
@@ -152,11 +148,11 @@ class Block(nn.Module):
         def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend_rows(query, pair, list(zip(*map(self._shared, (key, value)), strict=True)), seen)
 
-        for layer, pair in zip(self.layers, true, strict=True):
+        for layer, pair in zip(self.layers, context, strict=True):
             x = layer(x, at.flatten(1), last, lambda *qkv, pair=pair: attend(pair, *qkv))
-        found = self.norm(x).unflatten(1, (-1, slots))
+        states = self.norm(x).unflatten(1, (-1, slots))
         return [
-            self._draft(features, found[:, :, depth - 1 + self.idle], chosen, depth) for depth in range(1, depths + 1)
+            self._draft(features, states[:, :, depth - 1 + self.idle], chosen, depth) for depth in range(1, depths + 1)
         ]
 
     def _shared(self, x: Float[Tensor, "B G N E"]) -> list[Float[Tensor, "B G N E"]]:
@@ -165,14 +161,17 @@ class Block(nn.Module):
         return [blocks[:, :, :, i, None].expand(-1, -1, -1, self.size, -1).flatten(2, 3) for i in range(self.size)]
 
     def _pattern(self, chosen: Int[Tensor, "B n"], position: Int[Tensor, "B n"], at: Int[Tensor, "B n S"]) -> Pattern:
-        """Return what the slots see: the features up to the anchor's row, within `length`, and their block."""
-        row, slots = chosen[..., None].expand_as(at), at.shape[-1]
+        """Return the slots' pattern: they see the features up to the anchor's row, within `length`, and their block."""
+        row = chosen[..., None].expand_as(at)
         first = row - position[..., None]
         if self.config.length is not None:
             first = torch.maximum(first, row + (at - position[..., None]) - self.config.length + 1)
-        own = torch.ones(slots, slots, dtype=torch.bool, device=at.device)
-        own = own.tril() if self.config.causal else own
-        return Pattern(first.flatten(1), row.flatten(1), own=own.repeat(at.shape[1], 1))
+        return Pattern(first.flatten(1), row.flatten(1), drafted=self._block_mask(at.device).repeat(at.shape[1], 1))
+
+    def _block_mask(self, device: torch.device) -> Bool[Tensor, "S S"]:
+        """Return which slots of its block each slot sees."""
+        every = torch.ones(self.size, self.size, dtype=torch.bool, device=device)
+        return every.tril() if self.config.causal else every
 
     def _draft(self, features: Features, state: Tensor, chosen: Int[Tensor, "B n"], depth: int) -> Draft:
         """Return one depth's states at the rows that they were drafted from."""
@@ -184,23 +183,23 @@ class Block(nn.Module):
 
     def extend(self, state: Drafted | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Drafted, Level]:
         """Commit verified rows, and draft the block behind the last one."""
-        before = state.true if state else None
+        before = state.context if state else None
         end = (before.length if before else 0) + len(token)
         position = torch.arange(end - len(token), end, device=token.device)
         new = self.context(features.hidden, position[None], end)
-        true = Committed(end, tuple(joined(before.layers[i] if before else None, pair) for i, pair in enumerate(new)))
+        pairs = tuple(joined(before.layers[i] if before else None, pair) for i, pair in enumerate(new))
+        context = Committed(end, pairs)
         at = torch.arange(end, end + self.size, device=token.device)
-        own = torch.ones(len(at), len(at), dtype=torch.bool, device=token.device)
-        own = own.tril() if self.config.causal else own
-        sees = torch.cat([near(at, true.position(), self.config.length), own], 1)[None]
+        within = near(at, context.position(), self.config.length)
+        sees = torch.cat([within, self._block_mask(token.device)], 1)[None]
         x = self.slots(token[-1:])
 
         def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return masked_attention(query, *joined(pair, (key, value)), sees)
 
-        for layer, pair in zip(self.layers, true.layers, strict=True):
+        for layer, pair in zip(self.layers, pairs, strict=True):
             x = layer(x, at[None], end + len(at), lambda *qkv, pair=pair: attend(pair, *qkv))
-        drafted = Drafted(true.kept(self.config.length), self.norm(x)[0, self.idle :])
+        drafted = Drafted(context.trimmed(self.config.length), self.norm(x)[0, self.idle :])
         return drafted, self._level(drafted, token[-1:], 1)
 
     def expand(

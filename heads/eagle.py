@@ -24,7 +24,7 @@ from heads.modules.vocab import Readout, draft_vocabulary
 
 
 class Eagle(nn.Module):
-    """The EAGLE head. Its feature is `Features.last`; the embedding stays the target's and frozen."""
+    """The EAGLE head. It reads `Features.last`; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)
     class Config:
@@ -51,9 +51,7 @@ class Eagle(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.attentions = config, config.layers
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape = embeddings.hidden_size, layer_shape(config, embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList(
@@ -73,7 +71,7 @@ class Eagle(nn.Module):
         return features.last
 
     def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
-        """Return nothing: the true rows are those of depth 1."""
+        """Return nothing: the rows of depth 1 are the context."""
         return ()
 
     def advance(
@@ -84,7 +82,7 @@ class Eagle(nn.Module):
         last: int,
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
-        """Return the predicted features, which are also what the lm_head reads."""
+        """Return the predicted features, once to be fed back and once for the lm_head."""
         x = self.fc(torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
         for layer, pattern in zip(self.layers, attend, strict=True):
             x = layer(x, position, last, pattern)

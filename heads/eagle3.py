@@ -6,8 +6,8 @@ the training-time test. The lm_head reads the normed output and is the head's ow
 
 EAGLE-3.1 (arXiv 2605.09992) norms each layer's features before they are fused (`feature_norm`) and feeds the normed
 output back (`norm_output`), which keeps deep drafts and long texts from drifting. Further options: Qwen3's norms of
-queries and keys (`qk_norm`), more layers, and `kv_injection`, as in DFlash (arXiv 2602.06036): the keys and values that
-every layer has of the true rows are made of the fused features, not of the layer's own input.
+queries and keys (`qk_norm`), more layers, and `kv_injection`, as in DFlash (arXiv 2602.06036): every layer's keys and
+values of the context are projections of the fused features, not of the layer's own input.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,15 @@ from heads.base import Draft, Embeddings, Features, Level, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
-from heads.modules.fusion import Fusion, chosen_layers
+from heads.modules.fusion import EAGLE3, Fusion, chosen_layers
 from heads.modules.kv_cache import Committed
 from heads.modules.layers import Attend, Attention, Block, RMSNorm, SwiGLU
 from heads.modules.rope import Rope
 from heads.modules.vocab import Readout, draft_vocabulary
 
-FUSED = 3  # how many layers the paper reads
-
 
 class WideBlock(nn.Module):
-    """The first layer: a decoder layer whose attention reads an embedding beside the state.
+    """The first layer of EAGLE-3: a decoder layer whose attention reads an embedding beside the state.
 
     Its residual is the state as it comes, or as it is normed (`norm_before_residual`): trainers differ in this.
     """
@@ -91,11 +89,9 @@ class Eagle3(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.attentions = config, config.layers
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
-        self.feature_layers = chosen_layers(config.feature_layers, FUSED, embeddings.num_layers)
+        self.feature_layers = chosen_layers(config.feature_layers, EAGLE3, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm)
         inject = width if config.kv_injection else None
         wide = Attention(
@@ -143,7 +139,7 @@ class Eagle3(nn.Module):
         last: int,
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
-        """Return the states that are fed back, and the normed ones that the lm_head reads."""
+        """Return the states to be fed back, and the normed ones for the lm_head."""
         x = self.first(self.embeddings.embed(token).to(state.dtype), state, position, last, attend[0])
         for layer, pattern in zip(self.layers, attend[1:], strict=True):
             x = layer(x, position, last, pattern)

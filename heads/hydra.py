@@ -2,7 +2,7 @@
 
 Head d reads a summary of row t beside the embeddings of tokens t+1 … t+d, so a node's children depend on its path. Its
 first block maps that to the target's width, the others are Medusa's residual ones. The summary is the target's last
-feature; Hydra++ (`prefix`) makes it by a decoder layer over all rows' features. `tied` lets a head's later blocks be
+feature; Hydra++ (`prefix`) computes it by a decoder layer over all rows' features. `tied` lets a head's later blocks be
 one module, as they are in the authors' checkpoints.
 """
 
@@ -47,7 +47,7 @@ class Branch(nn.Module):
         self.entry = EntryBlock(input_width, width)
         self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(min(count - 1, 1) if tied else count - 1))
         self.repeat = count - 1 if tied else 1
-        with torch.no_grad():  # begin, as Medusa does, near the summary itself
+        with torch.no_grad():  # start, as Medusa does, near the summary itself
             self.entry.res_connection.weight[:, :width] = torch.eye(width)
 
     def forward(self, x: Float[Tensor, "*n X"]) -> Float[Tensor, "*n D"]:
@@ -76,7 +76,7 @@ class Prefix(nn.Module):
         return features.last
 
     def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
-        """Return nothing: the rows are the layer's own."""
+        """Return nothing: the layer's own rows are the context."""
         return ()
 
     def advance(
@@ -121,9 +121,7 @@ class Hydra(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.heads
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width = embeddings.hidden_size
         self.prefix = Prefix(config, width, layer_shape(config, embeddings)) if config.prefix else None
         self.branches = nn.ModuleList(
@@ -178,7 +176,7 @@ class Hydra(nn.Module):
         parent: Int[Tensor, "N"],
         mask: Bool[Tensor, "N M"],
     ) -> Level:
-        """Score the next depth from what the parents' head read and the nodes' tokens."""
+        """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
         del state, mask
         return self._level(self.joined(level.hidden[parent], token))
 

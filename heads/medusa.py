@@ -1,7 +1,7 @@
 """Medusa (Cai et al., arXiv 2401.10774): K residual heads, head d predicting depth d from the target's last feature.
 
-Head d is `layers` blocks z + SiLU(Wz + b) with W zero at the start, so that training begins at the target's own
-next-token law. Its lm_head is the target's, shared and frozen, or one of its own that starts as a copy and is trained.
+Head d is `layers` blocks z + SiLU(Wz + b) with W zero at the start, so that training begins at the target's next-token
+distribution. Its lm_head is the target's, shared and frozen, or one of its own that starts as a copy and is trained.
 """
 
 from dataclasses import dataclass
@@ -47,9 +47,7 @@ class Medusa(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.heads
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(embeddings.hidden_size) for _ in range(config.layers)))
             for _ in range(config.heads)
@@ -78,7 +76,7 @@ class Medusa(nn.Module):
         """Score depth 1 from the last row; Medusa keeps no state."""
         del state, token
         root = features.last[0, -1:]
-        return None, Level(self._law(root, 1), root, ())
+        return None, Level(self._logits(root, 1), root, ())
 
     def expand(
         self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
@@ -87,7 +85,7 @@ class Medusa(nn.Module):
         del state, token
         depth = int(mask[0].sum()) + 1
         hidden = level.hidden[parent]
-        return Level(self._law(hidden[:1], depth).expand(len(hidden), -1), hidden, ())
+        return Level(self._logits(hidden[:1], depth).expand(len(hidden), -1), hidden, ())
 
-    def _law(self, last: Float[Tensor, "1 D"], depth: int) -> Float[Tensor, "1 V"]:
+    def _logits(self, last: Float[Tensor, "1 D"], depth: int) -> Float[Tensor, "1 V"]:
         return spread(self.vocab, self.score(self.blocks[depth - 1](last), depth))

@@ -35,7 +35,7 @@ class ShiftedNorm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The speculator. It reads `Features.last`; table and lm_heads are its own."""
+    """The MLP speculator. It reads `Features.last`; table and lm_heads are its own."""
 
     @dataclass(frozen=True)
     class Config:
@@ -53,9 +53,7 @@ class Mlp(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.heads
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width = embeddings.hidden_size
         inner = config.inner or width
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)

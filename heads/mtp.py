@@ -1,7 +1,7 @@
 """Multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437, section 2.2), one module used again for every depth.
 
 Row t enters as eh_proj(enorm(embedding of token t+1), hnorm(state t)), the embedding first as in all published weights;
-one decoder layer and a final norm of the module's own make state t+1 of it, which goes to the target's lm_head, and
+one decoder layer and a final norm of the module's own turn it into state t+1, which goes to the target's lm_head, and
 back into the module one depth later. State t itself is the target's, after its final norm. Row t has the rotary
 position t, in texts of any length, and looks at the last `length` rows alone (heads/modules/kv_cache.py).
 """
@@ -24,10 +24,10 @@ from heads.modules.vocab import Readout, draft_vocabulary
 
 
 class Mtp(nn.Module):
-    """The module. Its feature is `Features.last`; embedding and lm_head stay the target's and frozen.
+    """The MTP module. It reads `Features.last`; embedding and lm_head stay the target's and frozen.
 
-    `block`, the three norms and `eh_proj` are what a checkpoint's own module may bring instead; a block of its own
-    takes the arguments of `heads.modules.layers.Block`.
+    A checkpoint's own module may replace `block`, the three norms and `eh_proj`; its block takes the arguments of
+    `heads.modules.layers.Block`.
     """
 
     @dataclass(frozen=True)
@@ -54,9 +54,7 @@ class Mtp(nn.Module):
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config = config
-        self._embeddings = (
-            embeddings,
-        )  # in a tuple, so that the target's ends are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.enorm: nn.Module = RMSNorm(width, eps)
         self.hnorm: nn.Module = RMSNorm(width, eps)
@@ -76,7 +74,7 @@ class Mtp(nn.Module):
         return features.last
 
     def inject(self, _start: Tensor, _position: Tensor, _last: int) -> tuple[KeyValue, ...]:
-        """Return nothing: the true rows are those of depth 1."""
+        """Return nothing: the rows of depth 1 are the context."""
         return ()
 
     def advance(
@@ -87,7 +85,7 @@ class Mtp(nn.Module):
         last: int,
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
-        """Return the normed states, which are fed back and which the lm_head reads."""
+        """Return the normed states, once to be fed back and once for the lm_head."""
         embedding = self.embeddings.embed(token).to(state.dtype)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
         x = self.norm(self.block(x, position, last, attend[0]))

@@ -1,4 +1,4 @@
-"""The only index arithmetic on rows and depths; the legend stands in heads/base.py."""
+"""The only index arithmetic on rows and depths; the legend is in heads/base.py."""
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -23,7 +23,7 @@ def visible(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
 def ahead(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *rest"]:
     """Return row t+count of `x` at row t; the last `count` rows, which have none, repeat the last row.
 
-    `valid` is false for those, so what stands there never matters.
+    `valid` is false for those, so their values never matter.
     """
     if count == 0:
         return x
@@ -42,7 +42,7 @@ def drafted_token(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:
 
 
 def label(token: Int[Tensor, "B T"], depth: int) -> Int[Tensor, "B T"]:
-    """Return token t+1+d, what depth d predicts from row t."""
+    """Return token t+1+d, the label of depth d at row t."""
     return ahead(token, 1 + depth)
 
 
@@ -61,7 +61,7 @@ def valid(
 ) -> Bool[Tensor, "B T"]:
     """Return where (t, d) is trained: token t+1+d exists, is of row t's document, and the target would write it.
 
-    Shifting the mask with the label is what supervises the first draft after a prompt (SpecForge#885).
+    The mask is shifted with the label, so that the first draft after a prompt is supervised (SpecForge#885).
     """
     reach = 1 + depth
     exists = torch.arange(document.shape[1], device=document.device) + reach < document.shape[1]

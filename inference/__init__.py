@@ -6,11 +6,12 @@ target/           the frozen target: loading, placement, cache, forward passes, 
 verification/     trees, verification rules, sampling and random numbers: pure functions of tensors
 chat_template.py  its chat template rendered under limits: a program from outside
 limits.py         what fits into its context
-session.py        one sequence: draft, score, settle
+session.py        one sequence: draft, verify, commit
 batch.py          sequences that enter and leave, one target pass over all
 decode.py         speculate() and autoregress(), one engine
 text_stream.py    tokens to text as they come
 run.py            the command: generate or chat
 painter.py        a generation printed while it is made, in the colour of who wrote each token
 protocol.py       what a draft source is: the protocol and its records
+tree_config.py    the configuration of a tree policy
 """

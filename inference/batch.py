@@ -1,21 +1,16 @@
 """A continuous batch: sequences that enter and leave one by one, and one target pass over all that are in it."""
 
-import copy
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
-
-from torch import Tensor, nn
+from typing import NamedTuple
 
 from inference.protocol import Drafter
 from inference.session import Generation, Session, Settings
 from inference.target.target import Target
 
-AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
 
-
-class Row(NamedTuple):
-    """A sequence in the batch: its request's number, and when it came."""
+class Running(NamedTuple):
+    """A sequence in the batch: its request's number, its session, and when it came."""
 
     number: int
     session: Session
@@ -33,72 +28,49 @@ class Batch:
             )
         self.target, self.free = target, list(drafters)
         self.cache = target.batch_cache(len(drafters))
-        self.rows: list[Row] = []
+        self.running: list[Running] = []
 
     def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
         """Prefill a request's prompt beside the others; return what will hold its answer."""
         began = time.perf_counter()
         session = Session(self.target, self.free.pop(), prompt, settings, self.cache.enter())
         session.prefill()
-        self.rows.append(Row(number, session, began))
-        return session.made
+        self.running.append(Running(number, session, began))
+        return session.generation
 
     def release(self) -> None:
         """Let finished sequences go; the last one takes a free slot, here and in the cache."""
-        for row in [row for row in self.rows if row.session.made.finish]:
-            row.session.made.latency_s = row.session.clock() - row.began
-            self.free.append(row.session.drafter)
-            self.cache.leave(row.session.cache)
-            last = self.rows.pop()
-            if last is not row:
-                self.rows[self.rows.index(row)] = last
+        for sequence in [sequence for sequence in self.running if sequence.session.generation.finish]:
+            sequence.session.generation.latency_s = sequence.session.clock() - sequence.began
+            self.free.append(sequence.session.drafter)
+            self.cache.leave(sequence.session.cache)
+            last = self.running.pop()
+            if last is not sequence:
+                self.running[self.running.index(sequence)] = last
 
     def step(self) -> None:
-        """Let every drafter propose, run one target pass over all, and settle each."""
-        sessions = [row.session for row in self.rows]
+        """Let every drafter propose, run one target pass over all, and commit each."""
+        sessions = [sequence.session for sequence in self.running]
         proposals = [session.draft() for session in sessions]
-        # A draft that has a pass of its own (some layers already run, other layers for its riders) shares none.
-        own = any(each.entered is not None or (each.look_ahead and each.look_ahead.stack) for each in proposals)
+        # A draft whose nodes have entered already, or whose look-ahead tokens run through other layers, shares no pass.
+        unshared = any(
+            draft.entered is not None or (draft.look_ahead and draft.look_ahead.stack) for draft in proposals
+        )
         switch = self.target.switch
-        apart = switch is not None and not switch.shared([session.prefix for session in sessions])
-        if own or apart or len(sessions) == 1:
+        divided = switch is not None and not switch.shared([session.prefix for session in sessions])
+        if unshared or divided or len(sessions) == 1:
             for session, proposal in zip(sessions, proposals, strict=True):
                 session.verify(proposal)
             return
         begin = sessions[0].clock()
         outs = self.target.score_all(
-            [(each.tree, each.look_ahead) for each in proposals], self.cache, sessions[0].layers
+            [(proposal.tree, proposal.look_ahead) for proposal in proposals], self.cache, sessions[0].layers
         )
         share = (sessions[0].clock() - begin) / len(sessions)
         for session, proposal, out in zip(sessions, proposals, outs, strict=True):
-            session.settle(proposal, out, share)
+            session.commit(proposal, out, share)
 
 
-def batch_of(target: Target, drafter: Drafter, prompt: list[int], size: int) -> Batch:
-    """Return a batch for so many sequences, each with a twin of the drafter; the prompt is the first that will come."""
-    drafter.reset(prompt)  # ends what the last request may have left at work
-    return Batch(target, [drafter, *(clone(drafter) for _ in range(size - 1))])
-
-
-def clone(drafter: AnyDrafter) -> AnyDrafter:
-    """Return a drafter with a state of its own and the same models, for one more sequence at the same time.
-
-    Tensors are shared too: those that are written to belong to a sequence, and `reset` begins them anew.
-    """
-    shared: dict[int, object] = {}
-    open_: list[object] = [drafter]
-    reached: set[int] = set()
-    while open_:
-        one = open_.pop()
-        if id(one) in reached:
-            continue
-        reached.add(id(one))
-        if isinstance(one, nn.Module | Target | Tensor):
-            shared[id(one)] = one
-        elif isinstance(one, dict):
-            open_ += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple):
-            open_ += one
-        elif hasattr(one, "__dict__"):
-            open_ += vars(one).values()
-    return copy.deepcopy(drafter, shared)
+def batch_of(target: Target, drafter: Drafter, size: int) -> Batch:
+    """Return a batch of `size` slots, each with a clone of the drafter, which stays in the first one."""
+    return Batch(target, [drafter, *(drafter.clone() for _ in range(size - 1))])

@@ -103,8 +103,8 @@ def _why(error: Exception) -> str:
 def _join(generator: CodeGenerator, node: nodes.Concat, frame: Frame) -> None:
     """Write the call of `Timed.joined` for the operator ~, which no sandbox intercepts."""
     generator.write("environment.joined(")
-    for each in node.nodes:
-        generator.visit(each, frame)
+    for operand in node.nodes:
+        generator.visit(operand, frame)
         generator.write(", ")
     generator.write(")")
 
@@ -183,13 +183,13 @@ def _check_width(name: str, text: Any = None, *given: Any) -> None:
     Raises:
         SecurityError: it does.
     """
-    size, numbers = 0, [each for each in given if isinstance(each, int)]
+    size, numbers = 0, [value for value in given if isinstance(value, int)]
     if name in WIDENING:
         lines = str(text).count("\n") + str(text).count("\t") if isinstance(text, str) else 0
         size = max(numbers, default=0) * (1 + lines)
     if name in MULTIPLYING:
         size = max(size, _length(text) * max(map(_length, given), default=0))
-    if name == "sum" and any(isinstance(each, list | tuple) for each in given):
+    if name == "sum" and any(isinstance(value, list | tuple) for value in given):
         raise SecurityError("a sum of lists may be too large")
     if size > WIDEST or (name in WIDTHS and isinstance(text, str) and WIDTHS[name].search(text)):
         raise SecurityError(f"the result of {name} is too large")
@@ -214,16 +214,16 @@ def _timed(name: str, applied: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(applied)  # by whose attributes jinja2 knows what to hand it
     def call(*args: Any, **named: Any) -> Any:
-        own = [each for each in args if not isinstance(each, Environment | EvalContext | Context)]
-        _check_width(name, *own, *named.values())
-        made = applied(*args, **named)
-        return _items(made) if isinstance(made, Iterator) else made
+        values = [value for value in args if not isinstance(value, Environment | EvalContext | Context)]
+        _check_width(name, *values, *named.values())
+        result = applied(*args, **named)
+        return _items(result) if isinstance(result, Iterator) else result
 
     return call
 
 
-def _items(made: Iterator[Any]) -> Iterator[Any]:
-    for item in made:
+def _items(items: Iterator[Any]) -> Iterator[Any]:
+    for item in items:
         CLOCK.tick()
         yield item
 
@@ -233,15 +233,16 @@ def compile_timed(template: str) -> Template:
     """Return what transformers compiles of a template, in an environment with the same in it, and the clock."""
     if len(template) > LARGEST:
         raise TemplateSyntaxError(f"it has {len(template)} characters", 1)
-    known = compile_as_it_is("").environment
-    own = Timed(
-        trim_blocks=known.trim_blocks,
-        lstrip_blocks=known.lstrip_blocks,
-        extensions=[type(each) for each in known.extensions.values()],
+    original = compile_as_it_is("").environment
+    timed = Timed(
+        trim_blocks=original.trim_blocks,
+        lstrip_blocks=original.lstrip_blocks,
+        extensions=[type(extension) for extension in original.extensions.values()],
     )
-    own.globals = {name: value for name, value in known.globals.items() if name != "lipsum"}  # a loop of Python's own
-    own.filters = {name: _timed(name, applied) for name, applied in known.filters.items()}
-    return own.from_string(template)
+    # lipsum is a loop of Python's own.
+    timed.globals = {name: value for name, value in original.globals.items() if name != "lipsum"}
+    timed.filters = {name: _timed(name, applied) for name, applied in original.filters.items()}
+    return timed.from_string(template)
 
 
 utils._compile_jinja_template = compile_timed  # transformers has no other place for an environment of one's own

@@ -1,4 +1,4 @@
-"""Speculation, and plain decoding, which is speculation with an empty draft: the calls for a service of one's own."""
+"""Speculative decoding, and autoregressive decoding, which is the same with empty drafts: the calls for a service."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,10 +40,10 @@ def speculate(
 def speculate(
     target: Target, drafter: Drafter, prompts: Any, settings: Any, on_tokens: Any = None, batch_size: int = 1
 ) -> Any:
-    """Decode one prompt or several with a draft source; each output follows the target's own law.
+    """Decode one prompt or several with a draft source; each output is distributed as the target's own.
 
-    Several are decoded `batch_size` at a time: a sequence that ends leaves, and the next prompt takes its place. Each
-    has its own settings, seed and state of the drafter; what a drafter learns from one is not known to those beside it.
+    Several are decoded `batch_size` at a time: a sequence that ends leaves, and the next prompt takes its slot. Each
+    has its own settings, seed and state; every slot has a clone of the drafter, so that none learns from the others.
 
     Args:
         target: the frozen target.
@@ -64,29 +64,29 @@ def speculate(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give 1 or more")
-    one = isinstance(settings, Settings)
-    if not len(prompts) and not (one and batch_size == 1):
+    shared = isinstance(settings, Settings)
+    if not len(prompts) and not (shared and batch_size == 1):
         raise ValueError("there are no prompts: give at least one")
     if len(prompts) and isinstance(prompts[0], list):
-        each = [settings] * len(prompts) if one else list(settings)
-        if len(each) != len(prompts):
+        several = [settings] * len(prompts) if shared else list(settings)
+        if len(several) != len(prompts):
             raise ValueError(
-                f"there are {len(each)} settings for {len(prompts)} prompts: give one for all, or one each"
+                f"there are {len(several)} settings for {len(prompts)} prompts: give one for all, or one each"
             )
-        return _several(target, drafter, list(zip(prompts, each, strict=True)), on_tokens, batch_size)
-    if not one:
+        return _several(target, drafter, list(zip(prompts, several, strict=True)), on_tokens, batch_size)
+    if not shared:
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
     session = Session(target, drafter, prompts, settings)
     session.prefill()
     reported = 0
     while True:
-        made = session.made
+        generation = session.generation
         if on_tokens is not None:
-            on_tokens(made.tokens[reported:], made.sources[reported:])
-            reported = len(made.tokens)
-        if made.finish:
-            made.latency_s = made.prefill_s + made.decode_s
-            return made
+            on_tokens(generation.tokens[reported:], generation.sources[reported:])
+            reported = len(generation.tokens)
+        if generation.finish:
+            generation.latency_s = generation.prefill_s + generation.decode_s
+            return generation
         session.step()
 
 
@@ -100,26 +100,26 @@ def _several(
     """Decode requests in a continuous batch."""
     for prompt, _ in requests:
         check_prompt(target, prompt)
-    batch = batch_of(target, drafter, requests[0][0], min(batch_size, len(requests)))
+    batch = batch_of(target, drafter, min(batch_size, len(requests)))
     waiting = deque(enumerate(requests))
-    made: dict[int, Generation] = {}
+    generations: dict[int, Generation] = {}
     reported = [0] * len(requests)
-    while waiting or batch.rows:
+    while waiting or batch.running:
         if waiting and batch.free:
             number, (prompt, settings) = waiting.popleft()
-            made[number] = batch.admit(number, prompt, settings)
+            generations[number] = batch.admit(number, prompt, settings)
         else:
             batch.step()
         if on_tokens is not None:
-            for row in batch.rows:
-                begin, now = reported[row.number], row.session.made
-                if len(now.tokens) > begin:  # those beside a newcomer have nothing new
-                    on_tokens(row.number, now.tokens[begin:], now.sources[begin:])
-                    reported[row.number] = len(now.tokens)
+            for sequence in batch.running:
+                begin, generation = reported[sequence.number], sequence.session.generation
+                if len(generation.tokens) > begin:  # those beside a newcomer have nothing new
+                    on_tokens(sequence.number, generation.tokens[begin:], generation.sources[begin:])
+                    reported[sequence.number] = len(generation.tokens)
         batch.release()
-    return [made[number] for number in range(len(requests))]
+    return [generations[number] for number in range(len(requests))]
 
 
 def autoregress(target: Target, prompt: list[int], settings: Settings, on_tokens: OnTokens | None = None) -> Generation:
-    """Decode one prompt plainly, in the same engine."""
+    """Decode one prompt autoregressively, in the same engine."""
     return speculate(target, Plain(target.device), prompt, settings, on_tokens)

@@ -22,11 +22,11 @@ class Painter:
         for token, source in zip(tokens, sources, strict=True):
             self.show(self.stream.push(token), STYLES[source])
 
-    def close(self, made: Generation) -> None:
+    def close(self, generation: Generation) -> None:
         """Print what was held back, and the summary."""
         self.show(self.stream.rest(), STYLES["bonus"])
         self.console.print()
-        self.console.print(Text(summary(made), style="dim"), soft_wrap=True)
+        self.console.print(Text(summary(generation), style="dim"), soft_wrap=True)
 
     def show(self, text: str, style: str) -> None:
         """Print a piece as it is: no wrapping, no markup, no control characters."""
@@ -34,12 +34,13 @@ class Painter:
             self.console.out(visible(text), style=style, highlight=False, end="")
 
 
-def summary(made: Generation) -> str:
+def summary(generation: Generation) -> str:
     """Return one line of numbers: τ and the speed of decoding, without the prefill and its token."""
-    if not made.steps:
-        return f"{len(made.tokens)} token from the prefill alone ({made.finish})"
-    rate = (len(made.tokens) - 1) / made.decode_s if made.decode_s else 0.0
+    if not generation.steps:
+        return f"{len(generation.tokens)} token from the prefill alone ({generation.finish})"
+    rate = (len(generation.tokens) - 1) / generation.decode_s if generation.decode_s else 0.0
     return (
-        f"τ {made.tau:.2f}, {rate:.1f} tokens/s, {len(made.tokens)} tokens in {len(made.steps)} target passes after "
-        f"the prefill ({made.finish}); {STYLES['draft']}: drafted, {STYLES['bonus']}: the target's own"
+        f"τ {generation.tau:.2f}, {rate:.1f} tokens/s, {len(generation.tokens)} tokens in {len(generation.steps)} "
+        f"target passes after the prefill ({generation.finish}); {STYLES['draft']}: drafted, {STYLES['bonus']}: the "
+        "target's own"
     )

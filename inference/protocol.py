@@ -1,24 +1,28 @@
-"""Draft sources: each proposes a tree after the committed tokens and learns from what the target made of it."""
+"""Draft sources: a `Drafter` is the model, a `DrafterState` drafts for one sequence; and what both exchange."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heads.base import DraftHead
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.stack import Entered
+from inference.tree_config import TreeConfig
 from inference.verification.rng import Rng
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead
+
+NONE, WARM, COLD = "none", "warm", "cold"  # how a source meets a sequence: see `Drafter.memory`
 
 
 class Context(NamedTuple):
     """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left.
 
-    No node or rider may lie deeper than `room`: there the target's context or the answer ends. `cache` holds the
-    target's rows before the last token. Only a source that drafts with the target itself writes to it: rows behind the
-    committed ones, which it drops again, or hands on as `Proposal.entered`.
+    No node or look-ahead token may lie deeper than `room`: there the target's context or the answer ends. `cache` holds
+    the target's entries before the last token. Only a source that drafts with the target itself writes to it: entries
+    behind the committed ones, which it drops again, or hands on as `Proposal.entered`.
     """
 
     token: list[int]
@@ -29,10 +33,11 @@ class Context(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A tree rooted at the last token; where its children were sampled, the laws q they came from; and riders.
+    """A tree rooted at the last token; the probs q its children were sampled from, if they were; look-ahead tokens.
 
-    Sampled siblings are in drawn order, without `replacement` unless it says so. `entered` says that all nodes
-    have run through the target's first layers; then there are no riders.
+    Siblings are in the order of sampling, without `replacement` unless it says so. `entered` says that all nodes have
+    run through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens
+    the source expects to be accepted, 0 of one that does not know (see `Drafter.scores`).
     """
 
     tree: DraftTree
@@ -40,10 +45,11 @@ class Proposal(NamedTuple):
     look_ahead: LookAhead | None = None
     replacement: bool = False
     entered: Entered | None = None
+    expected: float = 0.0
 
 
 class Verified(NamedTuple):
-    """A verified proposal: its tree, the accepted nodes from the root on, the target's logits at nodes and riders."""
+    """A verified proposal: tree, accepted path from the root on, the target's logits at nodes and look-ahead tokens."""
 
     tree: DraftTree
     path: list[int]
@@ -52,37 +58,71 @@ class Verified(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """What a target pass settled.
+    """What a target pass committed.
 
-    `token` holds for each committed row the token that follows it (the last one is the next root), `rows` their true
-    features, `verified` what was proposed and what became of it, None after a prefill.
+    `token` holds for each committed position the token that follows it (the last one is the next root), `features` the
+    target's outputs there, `verified` what was proposed and what became of it, None after a prefill.
     """
 
     token: Int[Tensor, "T"]
-    rows: TargetOutput
+    features: TargetOutput
     verified: Verified | None
 
 
 @runtime_checkable
-class Drafter(Protocol):
-    """A draft source. `tree` names the shape of its proposals, for reports."""
-
-    name: str
-    tree: str
-    feature_layers: tuple[int, ...]
-
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence."""
-        ...
-
-    def forget(self) -> None:
-        """Forget what earlier sequences have taught."""
-        ...
-
-    def observe(self, commit: Commit) -> None:
-        """Take in committed rows."""
-        ...
+class DrafterState(Protocol):
+    """The drafting of one sequence."""
 
     def propose(self, context: Context) -> Proposal:
         """Draft what may follow the last token."""
         ...
+
+    def update(self, commit: Commit) -> None:
+        """Take in committed rows; by default there is nothing to learn from them."""
+        return
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A draft source: weights, configuration, and what it remembers of earlier sequences.
+
+    Attributes:
+        name: what reports and errors call it.
+        tree: the shape of its proposals, for reports.
+        feature_layers: the target layers whose outputs its commits must hold.
+        text_alone: whether it drafts from the text alone, so that it needs a tokenizer and no target.
+        remembers: whether its drafts depend on earlier sequences.
+        scores: whether its proposals say how many tokens are expected to be accepted.
+        redraws: whether a state may propose again from where it stands, each time with fresh randomness.
+        head: the trained head that drafts alone, whose acceptance teacher forcing can measure.
+        policy: by which trees grow from that head.
+        shape: the rank paths of a tree that is the same at every step; None where it changes.
+    """
+
+    name: str
+    tree: str
+    feature_layers: tuple[int, ...] = ()
+    text_alone: bool = False
+    remembers: bool = False
+    scores: bool = False
+    redraws: bool = False
+    head: DraftHead | None = None
+    policy: TreeConfig | None = None
+    shape: list[tuple[int, ...]] | None = None
+
+    @property
+    def memory(self) -> str:
+        """How it meets a sequence: with no memory, warm from earlier ones, or cold though it could be warm."""
+        return WARM if self.remembers else NONE
+
+    def start(self, prompt: list[int]) -> DrafterState:
+        """Begin a sequence; the one that was begun last has ended, for what is remembered."""
+        ...
+
+    def forget(self) -> None:
+        """Forget earlier sequences; by default nothing outlives one."""
+        return
+
+    def clone(self) -> "Drafter":
+        """Return a source with the same weights and a memory of its own, for sequences side by side."""
+        return self

@@ -86,15 +86,15 @@ def load(config: GenerateConfig) -> tuple[Target, Drafter | None]:
     """
     folder = resolve_head(config.run) if config.run else None
     model = {key: value for key, value in config.model.items() if value is not None}
-    known = folder is not None and not is_published(folder)  # a published head does not name its target
-    saved = read_config(folder)["target"] if folder and known else {"name": config.fallback}
+    names_target = folder is not None and not is_published(folder)  # a published head does not name its target
+    saved = read_config(folder)["target"] if folder and names_target else {"name": config.fallback}
     if saved.get("adapter") is not None:
         model = {"adapter": saved["adapter"], **model}
-    chosen = model_config(**{"path": target_path(saved["name"]), **model})
-    check_alone(chosen.where, "decoding")
+    config_of_target = model_config(**{"path": target_path(saved["name"]), **model})
+    check_alone(config_of_target.where, "decoding")
     if folder is not None:
         saved_tree(folder, config.tree)  # says what is wrong with it before the target is loaded
-    target = Target.of(chosen)
+    target = Target.of(config_of_target)
     return target, None if folder is None else load_drafter(folder, config.tree, target, "head")
 
 
@@ -123,11 +123,11 @@ def answer(target: Target, drafter: Drafter | None, ids: list[int], settings: Se
     """Decode one prompt and print it meanwhile."""
     painter = Painter(console, target.tokenizer)
     if drafter is None:
-        made = autoregress(target, ids, settings, painter)
+        generation = autoregress(target, ids, settings, painter)
     else:
-        made = speculate(target, drafter, ids, settings, painter)
-    painter.close(made)
-    return made
+        generation = speculate(target, drafter, ids, settings, painter)
+    painter.close(generation)
+    return generation
 
 
 def converse(
@@ -138,8 +138,8 @@ def converse(
     for line in lines:
         if line.strip():
             messages.append({"role": "user", "content": line.strip()})
-            made = answer(target, drafter, chat_ids(messages, target.tokenizer), settings, console)
-            text = str(target.tokenizer.decode(made.tokens, skip_special_tokens=True))
+            generation = answer(target, drafter, chat_ids(messages, target.tokenizer), settings, console)
+            text = str(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
             messages.append({"role": "assistant", "content": text})
 
 

@@ -1,4 +1,4 @@
-"""One sequence being decoded: draft, let the target score, settle; how it is decoded, and what came of it."""
+"""Decoding one sequence: draft, verify, commit; its request settings and its result."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inference.limits import check_prompt, check_size
-from inference.protocol import Commit, Context, Drafter, Proposal, Verified
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -21,12 +21,12 @@ from inference.verification.verify import COUPLED, check_rule, decide
 
 @dataclass(frozen=True)
 class Settings:
-    """How one prompt is decoded.
+    """The request settings of one prompt.
 
     Attributes:
         gaps: whether to record the target's top-2 logit gap at every emitted token.
         rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
-        lossy: whether the rule may change the target's law.
+        lossy: whether the rule may change the target's distribution.
         min_new_tokens: before so many, an end of the answer has no probability.
 
     Raises:
@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Generation:
-    """What one prompt gave. The prefill's token is in `tokens` but in no step: τ = (len(tokens) - 1) / len(steps).
+    """The result of one prompt. The prefill's token is in `tokens` but in no step: τ = (len(tokens) - 1) / len(steps).
 
     In a batch, `decode_s` counts the sequence's share of the passes that it was in, so that the shares of all sum up to
     the time that passed; `latency_s` is what its user waited, from its prefill on.
@@ -94,7 +94,7 @@ class Generation:
 
 
 class Session:
-    """One sequence being decoded: `prefill`, then `draft` and `settle` around each target pass until `made.finish`."""
+    """One sequence being decoded: `prefill`, then `draft` and `commit` around each target pass until it finishes."""
 
     def __init__(
         self, target: Target, drafter: Drafter, prompt: list[int], settings: Settings, cache: TargetCache | None = None
@@ -102,7 +102,7 @@ class Session:
         check_prompt(target, prompt)
         self.target, self.drafter, self.settings = target, drafter, settings
         self.layers = drafter.feature_layers
-        self.layers = drafter.feature_layers
+        self.state: DrafterState  # the drafter's for this sequence, from the prefill on
         self.cache = target.cache() if cache is None else cache
         self.context = list(prompt)
         self.rng: Rng = Generator(settings.seed, target.device)
@@ -113,9 +113,9 @@ class Session:
             self.seen = torch.zeros(target.embeddings.vocab_size, dtype=torch.bool, device=target.device)
             self.seen[prompt] = True
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
-        self.made = Generation()
+        self.generation = Generation()
         self.draft_s = 0.0
-        self.prefix = 0  # committed rows before the pass at hand
+        self.prefix = 0  # committed cache entries before the pass at hand
 
     def clock(self) -> float:
         """Return seconds, after the device has finished what it was given."""
@@ -126,7 +126,7 @@ class Session:
     def prefill(self) -> None:
         """Run the prompt and choose the first token; the drafter sees every prompt row with the token that follows."""
         start = self.clock()
-        self.drafter.reset(self.context)
+        self.state = self.drafter.start(self.context)
         token = torch.tensor(self.context, device=self.target.device)
         out = self.target.prefill(token, self.cache, self.layers)
         root = trees.root(self.context[-1], self.target.device)
@@ -134,27 +134,27 @@ class Session:
         first = decide(root, scores, None, self.settings.sampling, self.rng).token
         self.emit([first], ["prefill"], scores)
         following = torch.cat([token[1:], token.new_tensor([first])])
-        self.drafter.observe(Commit(following, out, None))
-        self.made.prefill_s = self.clock() - start
+        self.state.update(Commit(following, out, None))
+        self.generation.prefill_s = self.clock() - start
 
     def draft(self) -> Proposal:
         """Let the drafter propose what the next target pass scores."""
         begin = self.clock()
-        room = self.limit - len(self.made.tokens) - 1
+        room = self.limit - len(self.generation.tokens) - 1
         self.prefix = self.cache.length
         if self.target.switch is not None:
             room = self.target.switch.room(self.prefix, room)
-        proposal = self.drafter.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
+        proposal = self.state.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
         check_size(self.target, len(proposal.tree.token), self.drafter.name)
         self.draft_s = self.clock() - begin
         return proposal
 
     def step(self) -> None:
-        """Draft, verify and settle once."""
+        """Draft, verify and commit once."""
         self.verify(self.draft())
 
     def verify(self, proposal: Proposal) -> None:
-        """Run the target over the proposal, for this sequence alone, and settle."""
+        """Run the target over the proposal, for this sequence alone, and commit."""
         begin = self.clock()
         if self.target.switch is not None and self.target.switch.renews(self.prefix):
             out = self.renew()
@@ -162,51 +162,50 @@ class Session:
             out = self.target.score(proposal.tree, self.cache, proposal.look_ahead, self.layers)
         else:
             out = self.target.parts.score_from(proposal.entered, proposal.tree, self.cache, self.layers)
-        self.settle(proposal, out, self.clock() - begin)
+        self.commit(proposal, out, self.clock() - begin)
 
     def renew(self) -> TargetOutput:
-        """Compute all rows anew, under the other side of the rope's switch; return the root's."""
+        """Recompute all cache entries under the other side of the rope's switch; return the root's output."""
         self.cache.keep(0, [])
         out = self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache, self.layers)
         return TargetOutput(out.hidden[:, -1:], out.last[:, -1:], out.logits)
 
-    def settle(self, proposal: Proposal, out: TargetOutput, verify_s: float) -> None:
-        """Verify, keep the accepted path, and let the drafter learn.
+    def commit(self, proposal: Proposal, out: TargetOutput, verify_s: float) -> None:
+        """Decide what is accepted, keep its cache entries and tokens, and update the drafter.
 
         Args:
             proposal: what was drafted.
-            out: the target's answer to it, with its rows behind the cache's.
+            out: the target's output for it, whose entries stand behind the committed ones in the cache.
             verify_s: the seconds that the pass took, or this sequence's share of them.
         """
         begin = self.clock()
         drafted = proposal.tree
         logits, look_ahead = _logits(out).tensor_split([len(drafted.token)])
-        sampling, asked = self.settings.sampling, self.settings.rule
+        sampling, rule_name = self.settings.sampling, self.settings.rule
         scores = self.processed(logits, drafted)
-        path, bonus, rule = decide(drafted, scores, proposal.q, sampling, self.rng, asked, proposal.replacement)
+        path, bonus, rule = decide(drafted, scores, proposal.q, sampling, self.rng, rule_name, proposal.replacement)
         self.cache.keep(self.prefix, path)
         index = torch.tensor(path, device=self.target.device)
         following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])
         committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], scores[index])
-        settled = self.clock()
-        if not self.made.finish:
+        committed_at = self.clock()
+        if not self.generation.finish:
             rows = TargetOutput(out.hidden[:, index], out.last[:, index], None)
             seen = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
-            self.drafter.observe(Commit(following, rows, seen))
-        draft_s, other_s = self.draft_s + self.clock() - settled, settled - begin
+            self.state.update(Commit(following, rows, seen))
+        draft_s, other_s = self.draft_s + self.clock() - committed_at, committed_at - begin
         accepted = min(len(path) - 1, committed)
-        ranks = (
-            trees.ranks(drafted, path[: accepted + 1]) if accepted else ()
-        )  # for reports: no part of the step's time
+        # For reports: no part of the step's time.
+        ranks = trees.ranks(drafted, path[: accepted + 1]) if accepted else ()
         nodes = len(drafted.token) - 1
-        self.made.steps.append(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
-        self.made.decode_s += draft_s + verify_s + other_s
+        self.generation.steps.append(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
+        self.generation.decode_s += draft_s + verify_s + other_s
 
     def processed(self, logits: Tensor, drafted: DraftTree) -> Tensor:
         """Return the logits "N V" after each node as its own prefix has them: penalised, and no end before its time."""
         if self.seen is not None:
             logits = penalize(logits, trees.seen_tokens(drafted, self.seen), self.settings.sampling)
-        lacking = self.settings.min_new_tokens - len(self.made.tokens)
+        lacking = self.settings.min_new_tokens - len(self.generation.tokens)
         if lacking > 0 and self.target.eos:
             logits = logits.clone()
             early = trees.depth(drafted) < lacking
@@ -215,22 +214,22 @@ class Session:
 
     def emit(self, tokens: list[int], sources: list[str], logits: Tensor) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""
-        made, before = self.made, len(self.made.tokens)
+        generation, before = self.generation, len(self.generation.tokens)
         for i, token in enumerate(tokens):
-            made.tokens.append(token)
-            made.sources.append(sources[i])
+            generation.tokens.append(token)
+            generation.sources.append(sources[i])
             if self.settings.gaps:
                 top = logits[i].float().topk(2).values
-                made.gaps.append(float(top[0] - top[1]))
+                generation.gaps.append(float(top[0] - top[1]))
             if token in self.target.eos:
-                made.finish = "eos"
+                generation.finish = "eos"
             elif self.stopped():
-                made.finish = "stop"
-            elif len(made.tokens) >= self.limit:
-                made.finish = "length"
-            if made.finish:
+                generation.finish = "stop"
+            elif len(generation.tokens) >= self.limit:
+                generation.finish = "length"
+            if generation.finish:
                 break
-        taken = len(made.tokens) - before
+        taken = len(generation.tokens) - before
         self.context.extend(tokens[:taken])
         if self.seen is not None:
             self.seen[tokens[:taken]] = True
@@ -241,7 +240,7 @@ class Session:
         if not self.settings.stop:
             return False
         tail = max(map(len, self.settings.stop)) + 8
-        text = self.target.tokenizer.decode(self.made.tokens[-tail:])
+        text = self.target.tokenizer.decode(self.generation.tokens[-tail:])
         return any(stop in text for stop in self.settings.stop)
 
 

@@ -55,7 +55,7 @@ class Replay:
         self.probability *= weights[choice]
         return choice
 
-    def draw(self, law: Tensor, depth: int = 1) -> list[int]:
+    def sample(self, law: Tensor, depth: int = 1) -> list[int]:
         return [self.choose(row) for row in law.tolist()]
 
     def distinct(self, law: Tensor, count: int, depth: int = 1) -> Tensor:

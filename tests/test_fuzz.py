@@ -118,7 +118,7 @@ def workload(file: Path) -> object:
 
 
 def answers(out: Path) -> object:
-    return Answers(out).settled(), Answers(out).failures()
+    return Answers(out).finished(), Answers(out).failures()
 
 
 def heads_of(root: Path) -> dict[str, Reader]:
@@ -159,7 +159,7 @@ def stored_of(root: Path) -> dict[str, Reader]:
         made[name] = Reader(root / name / file, whole, signed, partial(store, root / name))
     kept = root / "checkpoint" / "step-00000001"
     held = {"a": toys.head("medusa", toys.target()).state_dict()["blocks.0.0.linear.bias"]}
-    format.write_share(kept.with_name(".partial-1"), 0, 1, held)
+    format.write_shard(kept.with_name(".partial-1"), 0, 1, held)
     format.commit(kept.with_name(".partial-1"), kept, 1, ["a"], {"step": 1})
     index = kept / "index.json"
     made["checkpoint index"] = Reader(index, json.loads(index.read_bytes()), signed, partial(resumed, kept))

@@ -1,24 +1,24 @@
 """Training of draft heads.
 
-checkpoints/   checkpoints: what is kept, when it is written, how a run resumes
-distributed/   processes: launched, watched, sharing one head
-planning/      what a run will cost, and what is wrong with it, before anything is loaded
-release/       a trained head to the Hub: folder, card, verification, and the doctor
-tracking/      where a run's numbers go: metrics.jsonl, wandb, TensorBoard, the progress bar, the table of a sweep
+checkpoints/   checkpoints: their content and format, asynchronous saving, resuming
+distributed/   the processes of a run: launching, watching, sharding strategies
+planning/      checks and a cost estimate of a run before anything is loaded
+release/       publishing a trained head: folder, card, verification, and the doctor
+tracking/      trackers of a run's numbers: metrics.jsonl, wandb, TensorBoard, progress bar, the table of a sweep
 config.py      the types of conf/train.yaml
-losses.py      the losses: pure functions of the target's law and the draft's
-weights.py     which rows are trained, how much each counts, and what is drawn for them
+losses.py      the losses: pure functions of the target's distribution p and the draft's q
+weights.py     row weights, random anchors, feature noise
 objective.py   the loss and its gradient, a chunk of rows at a time
 optim.py       AdamW and Muon, their schedule, the average of the weights
-loop.py        the loop: steps, measurements, the best head
+loop.py        the training loop: steps, measurements, the best head
 step.py        one optimiser step
-acceptance.py  what the head is worth so far: τ by the verifier, estimates between
-guard.py       bad steps: found, kept, skipped
-features.py    where a run's features come from, and what of the target it loads
-start.py       what a head starts from: nothing, another head, a part of the target
-adapt.py       a head adapted by low-rank factors, and made plain again
+acceptance.py  the head's acceptance during training: τ by the verifier, estimates between
+guard.py       detection of bad steps, which are skipped and their batches saved
+features.py    the feature source of a run, live or stored
+start.py       the initial weights of a head: random, another head's, the target's last layer
+adapt.py       LoRA adapters on a head, and their merge
 streams.py     the command that trains speculative streams, and its loop
-publish.py     the command: a trained head to the Hub, and back to verify it
+publish.py     the command that publishes a trained head and verifies the download
 convert.py     the command that writes a pickle as safetensors, once
-run.py         the command, and where every part is constructed
+run.py         the command that trains, and the composition root
 """

@@ -1,4 +1,4 @@
-"""What a head is worth while it trains: τ by the real verifier, and between, what one pass over recorded text says."""
+"""Acceptance of a head during training: τ by the real verifier, and in between estimates from recorded features."""
 
 import random
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from train.config import TrainerConfig
 
 
 class AcceptanceEvaluator:
-    """Measures heads on the same prompts: `trainer.eval_prompts` of the held-out ones, drawn by the seed."""
+    """Measure heads on the same prompts: `trainer.eval_prompts` of the held-out ones, sampled by the seed."""
 
     def __init__(
         self, target: Target, prompts: list[list[int]], trainer: TrainerConfig, tree: TreeConfig, name: str
     ) -> None:
-        drawn = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))
-        self.target, self.prompts = target, [prompts[i] for i in sorted(drawn)]
+        sampled = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))
+        self.target, self.prompts = target, [prompts[i] for i in sorted(sampled)]
         self.tree, self.name, self.seed = tree, name, trainer.seed
         self.groups = metrics.clustered(self.prompts)
         self.settings = Settings(trainer.eval_tokens, GREEDY)
@@ -35,19 +35,19 @@ class AcceptanceEvaluator:
     def tau(self, head: Any, halted: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d).
 
-        None is returned where `halted` says before a prompt to leave it.
+        None where `halted` returned true before a prompt.
         """
         drafter = HeadDrafter(head, self.tree, self.name)
-        made = []
+        generations = []
         for prompt in self.prompts:
             if halted():
                 return None
-            made.append(speculate(self.target, drafter, prompt, self.settings))
-        found = metrics.acceptance(made)
+            generations.append(speculate(self.target, drafter, prompt, self.settings))
+        acceptance = metrics.acceptance(generations)
         return {
-            "tau": found.tau or 1.0,  # answers of one token take no step
-            "tau_ci": metrics.tau_interval(made, self.seed, self.groups),
-            "accepted_by_depth": found.accepted_by_depth,
+            "tau": acceptance.tau or 1.0,  # answers of one token take no step
+            "tau_ci": metrics.tau_interval(generations, self.seed, self.groups),
+            "accepted_by_depth": acceptance.accepted_by_depth,
         }
 
     @torch.inference_mode()
@@ -60,8 +60,8 @@ class AcceptanceEvaluator:
             written = write(self.target, self.prompts, self.settings)
             tokens = [torch.tensor(text.token, device=self.target.device)[None] for text in written]
             self.texts = [
-                (self.target.features(each, torch.zeros_like(each), head.feature_layers), text.start)
-                for each, text in zip(tokens, written, strict=True)
+                (self.target.features(token, torch.zeros_like(token), head.feature_layers), text.start)
+                for token, text in zip(tokens, written, strict=True)
             ]
         depths = min(self.tree.deepest, head.max_depth)
         hits, rows = torch.zeros(depths), torch.zeros(depths)

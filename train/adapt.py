@@ -1,7 +1,7 @@
-"""Adapting a head that is there, to a new domain or to a fine-tuned target, by low-rank factors (LoRA).
+"""LoRA adapters (Hu et al., arXiv 2106.09685) on an existing head, for a new domain or a fine-tuned target.
 
-The factors (Hu et al., arXiv 2106.09685) are peft's; they stand beside linear layers inside the head, which stays what
-it is, and are all that is trained. Whatever leaves the trainer is a plain head, the factors merged into its weights.
+The adapters are peft's, on linear layers of the head, whose own weights stay frozen. Heads that are decoded with or
+saved have the adapters merged into their weights.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ class WholeConfig:
 
 
 @dataclass(frozen=True)
-class FactorsConfig:
-    """Train factors of rank `rank` beside some of the head's linear layers.
+class LoraAdapterConfig:
+    """Train LoRA adapters of rank `rank` on some of the head's linear layers.
 
-    What they add is scaled by alpha / rank, or with `rslora` by alpha / sqrt(rank) (Kalajdzievski, arXiv 2312.03732).
-    `target_modules` are the layers' names or the ends of them; null is all linear layers. Embeddings, norms and an
-    lm_head that is no linear layer of its own stay as they are.
+    Their output is scaled by alpha / rank, or with `rslora` by alpha / sqrt(rank) (Kalajdzievski, arXiv 2312.03732).
+    `target_modules` are the layers' names or suffixes of them; null is all linear layers. Embeddings, norms and an
+    lm_head that is not a linear layer of its own stay frozen.
     """
 
     method: str
@@ -39,12 +39,12 @@ class FactorsConfig:
     target_modules: list[str] | None
 
 
-AdaptConfig = WholeConfig | FactorsConfig
-METHODS: dict[str, type[AdaptConfig]] = {"none": WholeConfig, "lora": FactorsConfig}
+AdaptConfig = WholeConfig | LoraAdapterConfig
+METHODS: dict[str, type[AdaptConfig]] = {"none": WholeConfig, "lora": LoraAdapterConfig}
 
 
 def peft_config(values: DictConfig) -> AdaptConfig:
-    """Return what conf/peft says as the Config of its method.
+    """Return a configuration of conf/peft as the Config of its method.
 
     Raises:
         ValueError: an unknown method or key, or a value out of range.
@@ -56,7 +56,7 @@ def peft_config(values: DictConfig) -> AdaptConfig:
 
 
 def adapt(head: nn.Module, config: AdaptConfig) -> None:
-    """Put the factors into a head and freeze the rest; they add nothing yet, the second of each pair being zero.
+    """Inject the adapters into a head and freeze the rest; they add nothing yet, the second of each pair being zero.
 
     Raises:
         ValueError: the head has no linear layer of a name in `target_modules`.
@@ -64,9 +64,9 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
     if isinstance(config, WholeConfig):
         return
     linear = [name for name, module in head.named_modules() if isinstance(module, nn.Linear)]
-    wanted = linear if config.target_modules is None else config.target_modules
-    unknown = [each for each in wanted if not any(f".{name}".endswith(f".{each}") for name in linear)]
-    if unknown or not wanted:
+    modules = linear if config.target_modules is None else config.target_modules
+    unknown = [suffix for suffix in modules if not any(f".{name}".endswith(f".{suffix}") for name in linear)]
+    if unknown or not modules:
         raise ValueError(
             f"peft.target_modules={unknown}: the head has no such linear layer; choose among {', '.join(linear)}"
         )
@@ -75,25 +75,25 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         use_rslora=config.rslora,
-        target_modules=wanted,
+        target_modules=modules,
     )
     inject_adapter_in_model(lora, head)
 
 
 def plain(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """Return a new head of the same kind on the CPU, without factors.
+    """Return a new head of the same kind on the CPU, its adapters merged.
 
     Args:
-        head: one of HEADS, adapted or not.
-        weights: its state, that of the factors included; they are merged into the weights that they adapt.
+        head: one of HEADS, with or without adapters.
+        weights: its state dict, the adapters' weights included.
     """
     build: Any = type(head)
     copy: nn.Module = build(head.config, head.embeddings)
-    factors: dict[str, PeftConfig] | None = vars(head).get("peft_config")  # where peft notes what it has put in
-    if factors is None:
+    adapters: dict[str, PeftConfig] | None = vars(head).get("peft_config")  # where peft records what it injected
+    if adapters is None:
         copy.load_state_dict(weights)
         return copy
-    tuner: Any = LoraModel(copy, factors, "default")
+    tuner: Any = LoraModel(copy, adapters, "default")
     copy.load_state_dict(weights)
     merged: nn.Module = tuner.merge_and_unload()
     return merged

@@ -1,4 +1,4 @@
-"""The types of conf/train.yaml. The values stand in the YAML alone; `run_config` joins the two and fails on any misfit.
+"""The types of conf/train.yaml. The values stand in the YAML alone; `run_config` joins the two and fails on a mismatch.
 
 Invariants are checked where the values arrive: the key, its value and the remedy in one line.
 """
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from data.config import DataConfig
 from data.features.source import FeaturesConfig
 from eval.measures.results import LIVE, TIERS
-from heads import HEADS
+from heads import head_config
 from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, Positive, Within
 from heads.common.typed import typed
@@ -30,7 +30,7 @@ STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The optimisation. Batches are in tokens, times in steps; `min_lr` is a fraction of `lr`, `warmup` of `steps`."""
+    """Configure training: batches in tokens, intervals in steps, `min_lr` relative to `lr`, `warmup` to `steps`."""
 
     steps: Count
     batch_tokens: Count
@@ -74,12 +74,12 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class SlurmConfig:
-    """How the processes are asked of SLURM; null leaves a matter to the cluster.
+    """Configure the SLURM job that the processes run in; null takes the cluster's default.
 
     Attributes:
         cluster: "slurm", or "local" for this machine: to try out what a job will do.
-        folder: where the script that is submitted and what the processes print are kept.
-        minutes: after which SLURM ends the job; the run then goes on in a new one.
+        folder: of the submitted script and the processes' output.
+        minutes: the job's time limit; the run then resumes in a new job.
         setup: shell lines that come before the command in each job.
         extra: further options of sbatch, without their dashes.
     """
@@ -101,9 +101,9 @@ class SlurmConfig:
 
 @dataclass(frozen=True)
 class LauncherConfig:
-    """The processes: `num_processes` on each of `num_nodes` nodes, of which this one is `machine_rank`.
+    """Configure the processes: `num_processes` on each of `num_nodes` nodes, of which this one is `machine_rank`.
 
-    `strategy` is one of STRATEGIES, how they share the head. With `slurm` they are a job of their own.
+    `strategy` is one of STRATEGIES, how they share the head. With `slurm` they run as a SLURM job.
     """
 
     num_processes: Count
@@ -124,7 +124,7 @@ class LauncherConfig:
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """The evaluation that ends a run, none with 0 prompts; `repeats` and `warmup` count timed and untimed passes."""
+    """Configure the final evaluation, none with 0 prompts; `repeats` and `warmup` count timed and untimed passes."""
 
     prompts: Number
     max_new_tokens: NewTokens
@@ -147,17 +147,17 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """A device and what a run makes of it, as conf/device has it.
+    """Describe a device and the efficiency that a plan assumes on it; a YAML of conf/device.
 
     Attributes:
-        match: a part of the name that the driver gives it; None: it is not looked up.
+        match: a substring of the name that the driver reports; None: the device is not looked up by name.
         type: cuda or cpu; None for this machine's.
         count: accelerators of a node; None for as many as processes.
         memory_gb: GiB of an accelerator, or of a CPU node, which its processes share; None for this machine's.
         tflops: peak, in 10^12 floating-point operations a second, of dense bf16 products; None: not known.
-        mfu: the share of it that is reached.
+        mfu: the fraction of it that is reached.
         context_gb: GiB that a process takes before it loads anything.
-        slack: what the allocator takes beside what is asked of it, as a fraction.
+        slack: overhead of the allocator, as a fraction of the requested bytes.
     """
 
     name: str
@@ -186,10 +186,10 @@ class DeviceConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run, as conf/train.yaml composes it.
+    """Configure one training run, as conf/train.yaml composes it.
 
     `head` is the Config of the head that `head.name` chooses; it, `peft`, `objective`, `data`, `features` and `tree`
-    belong to the modules that use them. `init` is a head to start from, whose Config then takes the place of `head`.
+    belong to the modules that use them. `init` is a head to start from, whose Config then replaces `head`.
     """
 
     name: str
@@ -220,19 +220,15 @@ def run_config(cfg: DictConfig) -> RunConfig:
         ValueError: a key is unknown, missing or of the wrong type, or a value breaks an invariant.
     """
     data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
-    name = OmegaConf.select(cfg, "head.name")
-    if name not in HEADS:
-        raise ValueError(f"head.name is {name!r}: choose one of {', '.join(HEADS)}")
-    kind: Any = HEADS[name]
-    chosen = {"head": typed(kind.Config, cfg.head), "peft": peft_config(cfg.peft)}  # whose types a name in them says
+    chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in them chooses their types
     return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
 
 
 def checked(run: RunConfig) -> RunConfig:
-    """Return a run whose parts agree with each other.
+    """Return a run after checking its sections against each other.
 
     Raises:
-        ValueError: two of them do not.
+        ValueError: two of them contradict each other.
     """
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
         raise ValueError(
@@ -249,26 +245,28 @@ def checked(run: RunConfig) -> RunConfig:
 
 
 def check_name(name: str) -> None:
-    """Refuse a run's name that leads out of the folder of runs.
+    """Check that a run's name stays within the folder of runs.
 
     Raises:
-        ValueError: it does.
+        ValueError: it does not.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"name is {shown(name)}, a folder below outputs: give it without .., and another place by out")
+        raise ValueError(
+            f"name is {shown(name)}, a folder below outputs: give it without .., and another folder by out"
+        )
 
 
 def _check_together(run: RunConfig) -> None:
-    """Refuse what only some processes would do with a target whose passes take all of them."""
+    """Refuse settings by which only some processes would run a target whose forward passes need all of them."""
     kind, where = run.model.placement, run.model.where
-    quantize, adapter = (None if each == AS_IT_IS else each for each in (run.model.quantize, run.model.adapter))
+    quantize, adapter = (None if value == AS_IT_IS else value for value in (run.model.quantize, run.model.adapter))
     check_weights(where, quantize, adapter)
     if not where.together:
         return
     if run.eval.prompts:
         raise ValueError(
             f"model.placement={kind} takes all processes for a pass, and the evaluation that ends a run has one: give "
-            "eval.prompts=0, and evaluate afterwards with eval/run.py, which spreads the target over one node's devices"
+            "eval.prompts=0, and evaluate afterwards with eval/run.py, which cuts the target up over a node's devices"
         )
     if run.features.mode == "hybrid" or (run.features.mode == "stored" and run.features.on_missing == "compute"):
         raise ValueError(
@@ -277,7 +275,7 @@ def _check_together(run: RunConfig) -> None:
         )
 
 
-def _one_of(part: str, config: object, **choices: tuple[object, ...]) -> None:
+def _one_of(section: str, config: object, **choices: tuple[object, ...]) -> None:
     for key, allowed in choices.items():
         if getattr(config, key) not in allowed:
-            raise ValueError(f"{part}.{key} is {getattr(config, key)!r}: choose {', '.join(map(str, allowed))}")
+            raise ValueError(f"{section}.{key} is {getattr(config, key)!r}: choose {', '.join(map(str, allowed))}")

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root in place of train/, so that its files shadow no module
+if __name__ == "__main__":  # the checkout's root instead of train/, so that its files shadow no module
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omegaconf import DictConfig

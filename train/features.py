@@ -1,4 +1,4 @@
-"""Where a run's features come from, and what of the target it has to load for that."""
+"""The source of a run's features: the live target, a feature store, or both."""
 
 import logging
 from dataclasses import asdict
@@ -55,8 +55,8 @@ def source_for(
         fallback = fallback_for(target, store, config.mode == "hybrid", config.budget_gb)
     else:
         check_whole(store)
-    wanted = Wanted(head.feature_layers, target.dtype)
-    return Stored(store, batches, wanted, target.device, config.prefetch, fallback)
+    form = Wanted(head.feature_layers, target.dtype)
+    return Stored(store, batches, form, target.device, config.prefetch, fallback)
 
 
 def origin_of(source: FeatureSource) -> dict[str, Any]:
@@ -70,11 +70,11 @@ def fallback_for(target: Target, store: FeatureStore, keeps: bool, budget_gb: fl
     """Return what computes the rows that a store lacks, and keeps them if asked to."""
     spec: StoreSpec = store.spec
 
-    def made(token: torch.Tensor, document: torch.Tensor) -> dict[str, torch.Tensor]:
+    def compute_rows(token: torch.Tensor, document: torch.Tensor) -> dict[str, torch.Tensor]:
         return compute(target, token, document, spec)
 
     budget = None if budget_gb is None else budget_gb * GB
-    return Fallback(made, StoreWriter(FeatureStore(store.folder), budget) if keeps else None)
+    return Fallback(compute_rows, StoreWriter(FeatureStore(store.folder), budget) if keeps else None)
 
 
 def check_whole(store: FeatureStore) -> None:
@@ -109,6 +109,6 @@ def check_teacher(store: FeatureStore, head: DraftHead, objective: ObjectiveConf
         reader = "objective.noise adds to it"
     if reader is not None:
         raise ValueError(
-            f"{store.folder}: keeps the likeliest tokens in place of the last hidden state, and {reader}; extract with "
+            f"{store.folder}: keeps the top-k tokens in place of the last hidden state, and {reader}; extract with "
             "features.teacher=state, or train a head that reads other layers (eagle3, block)"
         )

@@ -1,7 +1,7 @@
-"""Steps that would do harm: a loss or a gradient that is not finite, or a loss far above the recent ones.
+"""Guarding against bad steps: a loss or a gradient norm that is not finite, or a loss far above the recent ones.
 
-Every process judges by the same numbers, summed over all of them, so all decide alike. A bad step leaves the weights,
-the optimiser and the average as they were; its batch is kept, and the run goes on or stops, as asked.
+Every process checks the same numbers, summed over all of them, so all decide alike. A bad step leaves the weights, the
+optimiser and the average as they were; its batch is saved, and the run continues or stops by `trainer.on_bad_step`.
 """
 
 import json
@@ -17,14 +17,14 @@ from data.features.store_files import write_whole
 from train.config import TrainerConfig
 
 BAD = "bad"
-WINDOW = 50  # good steps whose median a spike is measured by; before there are as many nothing is a spike
+WINDOW = 50  # good steps whose median is the reference for a spike; with fewer no spike is detected
 
 
 class Guard:
-    """Judges steps.
+    """Detect bad steps and decide whether they stop the run.
 
-    What it remembers lies in `progress`, which checkpoints keep: `recent` losses, the number of `skipped` steps, and
-    how many of them came `in_a_row` last. So a resumed run judges as the undisturbed one.
+    Its state lies in `progress`, which checkpoints keep: `recent` losses, the number of `skipped` steps, and the last
+    of them `in_a_row`. So a resumed run decides as an uninterrupted one.
     """
 
     def __init__(self, config: TrainerConfig, progress: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Guard:
             progress.setdefault(key, value)
 
     def judge(self, loss: float, norm: float) -> str | None:
-        """Return what is wrong with a step of this loss and gradient norm, None if nothing is, and remember it."""
+        """Return the reason why a step of this loss and gradient norm is bad, None if it is good, and record it."""
         recent: list[float] = self.progress["recent"]
         usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
         if not math.isfinite(loss):
@@ -49,36 +49,36 @@ class Guard:
         return reason
 
     def stops(self) -> bool:
-        """Whether the run ends with the step that was just found bad."""
+        """Whether the bad step just recorded stops the run."""
         return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
 
     def take_back(self) -> None:
-        """Forget the step that was just found bad: a run that it stops is saved as it was before it."""
+        """Undo the record of the last bad step: a run that it stops is saved as it was before it."""
         self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}
 
     def remedy(self) -> str:
-        """Return what can be done about a run that was stopped."""
+        """Return the remedy for a run that was stopped."""
         if self.config.on_bad_step == "stop":
             return "trainer.on_bad_step=skip resume=true goes on without it"
         return (
-            f"{self.progress['in_a_row']} bad steps in a row, as many as trainer.bad_steps allows: mend the data, "
+            f"{self.progress['in_a_row']} bad steps in a row, as many as trainer.bad_steps allows: fix the data, "
             "or start again with a lower trainer.lr"
         )
 
 
 def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
-    """Write the global batch of step `step`, counted from 0, into `folder`; return where it lies, or why it does not.
+    """Write the global batch of step `step`, counted from 0, into `folder`; return a message that says so, or why not.
 
     `step-N.safetensors` has the rows' numbers and their tokens, documents and masks; N counts from 1, as metrics.jsonl
-    does. `step-N.json` has the rest that the step followed from.
+    does. `step-N.json` has the seed, the world size and the reason.
     """
     row, path = batches.rows(step), folder / f"step-{step + 1}.safetensors"
     names = ("token", "document", "mask")
-    tensors = {"row": row, **{name: part[row] for name, part in zip(names, batches.packed, strict=True)}}
-    told = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}
+    tensors = {"row": row, **{name: field[row] for name, field in zip(names, batches.packed, strict=True)}}
+    record = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}
     try:
         write_whole(path, to_bytes(tensors))
-        write_whole(path.with_suffix(".json"), (json.dumps(told, indent=2) + "\n").encode())
+        write_whole(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode())
     except OSError as error:
         return f"its batch could not be kept ({error})"
     return f"its batch is in {path}"

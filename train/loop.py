@@ -26,7 +26,7 @@ from train.tracking.track import Tracker
 
 COST = "training.json"
 NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # in errors of CUDA, of torch on a CPU, of cuBLAS
-# How far a run has come beside its steps; what of it all processes share.
+# Progress of a run beside its steps; the keys that all processes share.
 BEGINNING: dict[str, Any] = {
     "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
 }  # fmt: skip
@@ -35,7 +35,7 @@ SHARED = ("best_tau", "best_step", "stale", "measured")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes.
+    """A run's output folder.
 
     Attributes:
         out: the folder.
@@ -51,7 +51,7 @@ class RunFolder:
 class Loop:
     """One run, on every process alike; the main process alone writes, and measures unless that takes all of them.
 
-    `tree` is the one that the head is kept with; without a `judge` the newest head is kept.
+    `tree` is the one that the head is kept with; without an `evaluator` the newest head is kept.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Loop:
         self.start, self.progress = 0, dict(BEGINNING)
         if folder.resume:
             self.load()
-        self.step.go_on(self.progress)
+        self.step.restore(self.progress)
         self.tracker = Tracker(
             self.out, active=self.accelerator.is_main_process, steps=self.trainer.steps, start=self.start,
             trackers=self.trainer.trackers, config=folder.config,
@@ -79,7 +79,7 @@ class Loop:
         path = self.saver.newest()
         if path is None:
             return
-        found = format.state_of(path)
+        state = format.state_of(path)
         try:
             resume.restore(self.step.state, path)
         except (KeyError, RuntimeError) as error:
@@ -87,8 +87,8 @@ class Loop:
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
                 "overrides that the run was started with"
             ) from error
-        self.start, self.progress = found["step"], self.progress | found.get("progress", {})
-        if changed := resume.differences(found.get("arithmetic", {}), self.identity.numerics):
+        self.start, self.progress = state["step"], self.progress | state.get("progress", {})
+        if changed := resume.differences(state.get("arithmetic", {}), self.identity.numerics):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         if self.progress["best_step"]:
             best = format.folder_of(self.saver.folder, self.progress["best_step"])
@@ -101,9 +101,9 @@ class Loop:
         Raises:
             ValueError: that checkpoint is not good, nor is the folder's head.
         """
-        kept: dict[str, Tensor] = {}
+        current: dict[str, Tensor] = {}
         try:
-            kept = load_head(self.out / "head", self.target.embeddings, self.target.spec).state_dict()
+            current = load_head(self.out / "head", self.target.embeddings, self.target.spec).state_dict()
         except ValueError as error:
             if complaints:
                 raise ValueError(
@@ -113,8 +113,10 @@ class Loop:
         if complaints:
             return
         weights = resume.kept_weights(best)
-        wanted = decoding_copy(self.head, weights, None).state_dict()
-        if kept.keys() != wanted.keys() or not all(kept[name].equal(wanted[name]) for name in wanted):
+        best_weights = decoding_copy(self.head, weights, None).state_dict()
+        if current.keys() != best_weights.keys() or not all(
+            current[name].equal(best_weights[name]) for name in best_weights
+        ):
             self.control.warn(
                 f"{self.out / 'head'} is not the head of its best step, and is written again from {best.name}"
             )
@@ -146,8 +148,10 @@ class Loop:
                 ) from error
             finally:
                 self.saver.close()
-                if said := self.source.close():
-                    self.tracker.say(f"{said}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s")
+                if summary := self.source.close():
+                    self.tracker.say(
+                        f"{summary}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s"
+                    )
                 if skipped := self.progress["skipped"]:
                     self.tracker.say(f"{skipped} bad steps skipped; their batches are in {self.out / BAD}")
                 self.tracker.close()
@@ -188,7 +192,7 @@ class Loop:
         return patience is not None and self.progress["stale"] >= patience
 
     def halt(self, step: int) -> None:
-        """Leave a run that was told to stop, with a checkpoint after `step` steps.
+        """Stop the run on a signal, with a checkpoint after `step` steps.
 
         Raises:
             SystemExit: with status 143, on every process.
@@ -199,7 +203,7 @@ class Loop:
         raise SystemExit(STOPPED)
 
     def take(self, step: int) -> bool:
-        """Take one step, note what it cost and did; return whether it was taken, and not left half-done."""
+        """Take one step and record its cost and outcome; return whether it was completed."""
         begin, stall = time.perf_counter(), self.source.stall
         if step == self.start and self.step.flops is None:
             taken = self.step.counted(step, halted=self.control.halted)
@@ -218,20 +222,20 @@ class Loop:
         return True
 
     def refuse(self, step: int, why: str) -> None:
-        """Keep the batch of a bad step, and stop if that was asked for; the run is as it was before it."""
+        """Write the batch of a bad step, and stop if the guard says so; the run is as it was before it."""
         main = self.accelerator.is_main_process
-        kept = keep_batch(self.out / BAD, self.step.batches, step, why) if main else ""
+        where = keep_batch(self.out / BAD, self.source.batches, step, why) if main else ""
         if not self.step.guard.stops():
-            self.tracker.say(f"step {step + 1} is skipped: {why}; {kept}")
+            self.tracker.say(f"step {step + 1} is skipped: {why}; {where}")
             return
         remedy = self.step.guard.remedy()
         self.step.guard.take_back()
         self.save(step)
         self.saver.finish()
-        self.control.refuse(f"stopped before step {step + 1}: {why}; {kept}; {remedy}")
+        self.control.refuse(f"stopped before step {step + 1}: {why}; {where}; {remedy}")
 
     def write_cost(self, steps: int) -> None:
-        """Write what the training has cost: matrix operations as counted in one step, seconds without measurements."""
+        """Write the cost of the training: matrix operations as counted in one step, seconds without measurements."""
         cost = {
             "parameters": self.step.sizes[0],
             "frozen_parameters": self.step.sizes[1],
@@ -248,7 +252,7 @@ class Loop:
             write_whole(self.out / COST, (json.dumps(cost, indent=2) + "\n").encode())
 
     def measure(self, step: int) -> bool:
-        """Measure τ with the real verifier, keep the head if it is the best; return whether nobody was told to stop."""
+        """Measure τ with the real verifier, keep the head if it is the best; return whether the run goes on."""
         weights = self.step.state.weights()
         if self.evaluator is None:
             self.keep(weights)
@@ -256,26 +260,25 @@ class Loop:
             self.control.attend()
         else:
             head = decoding_copy(self.head, weights, self.target)
-            found = self.evaluator.tau(head, lambda: self.control.measuring(over=False))
-            if found is not None:
-                self.note(step, found, weights)
+            measured = self.evaluator.tau(head, lambda: self.control.measuring(over=False))
+            if measured is not None:
+                self.note(step, measured, weights)
                 if not self.together:  # then nobody attends
                     self.control.measuring(over=True)
         # What the main process knows now, all know.
-        went = self.control.share({key: self.progress[key] for key in SHARED})
-        self.progress |= went
+        self.progress |= self.control.share({key: self.progress[key] for key in SHARED})
         return self.evaluator is None or self.progress["measured"] == step
 
-    def note(self, step: int, found: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Take note of a measurement, where it was made; the main process writes."""
-        tau = found["tau"]
+    def note(self, step: int, measured: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        """Record a measurement, where it was made; the main process writes."""
+        tau = measured["tau"]
         better = tau > self.progress["best_tau"]
         self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
         if better:
             self.progress |= {"best_tau": tau, "best_step": step}
             self.keep(weights)
-        self.tracker.log({"step": step, **found, "best": better})
-        low, high = found["tau_ci"] or (tau, tau)
+        self.tracker.log({"step": step, **measured, "best": better})
+        low, high = measured["tau_ci"] or (tau, tau)
         self.tracker.say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
 
     def keep(self, weights: dict[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""What a draft can be trained for: pure functions of the target's law p and the draft's law q at one row each.
+"""Training losses: pure functions of the target's distribution p and the draft's q, one value a row.
 
-A head with a pruned vocabulary drafts W of the target's V tokens. Distances between laws compare q with p restricted to
-those and renormalised, at rows whose likeliest token is among them (EAGLE-3); what counts acceptance takes p as it is.
+A head with a pruned vocabulary drafts W of the target's V tokens. Divergences compare q with p restricted to those and
+renormalised, at rows whose most likely token is among them (EAGLE-3); losses of acceptance take p as it is.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ NORMALIZERS = ("token", "sequence")
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Losses by name with their weights, how depths and rows are weighed, how many depths, and the feature noise.
+    """Configure the objective: losses by name with their weights, weighting of depths and rows, feature noise.
 
     Attributes:
         depth_weights: "decay" by `depth_decay` to the power of the depth - 1, or "dpace" by the draft's own
             confidence, with `dpace_alpha`.
         normalize: "token", every trained row of the global batch counts alike, or "sequence": every document does.
-        anchors: how many rows of a packed row are drafted from in a step, drawn anew each time; null for all.
-        eta, top_k: numbers of the losses lk and top_k.
+        anchors: rows of each packed sequence that are drafted from in a step, sampled anew each step; null for all.
+        eta, top_k: parameters of the losses lk and top_k.
     """
 
     losses: dict[str, Amount]
@@ -55,12 +55,12 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True)
-class Law:
-    """The target's law at n rows over the W tokens that the head drafts; what several losses or depths read is kept.
+class TeacherProbs:
+    """The target's distribution at n rows over the W tokens that the head drafts, with cached derived values.
 
     Attributes:
-        log_p: its logarithm; of a pruned vocabulary a part of it.
-        best: the likeliest token of all, by its place among the W, -1 where it is not among them.
+        log_p: log-probs; with a pruned vocabulary they do not sum to 1.
+        best: argmax over the whole vocabulary as an index into the W, -1 where it is not among them.
     """
 
     log_p: Float[Tensor, "n W"]
@@ -68,23 +68,23 @@ class Law:
 
     @cached_property
     def p(self) -> Float[Tensor, "n W"]:
-        """Return the law itself."""
+        """Return the probabilities."""
         return self.log_p.exp()
 
     @cached_property
     def log_mass(self) -> Float[Tensor, "n 1"]:
-        """Return the logarithm of what the W tokens have of the law."""
+        """Return the log of the W tokens' total probability."""
         return self.log_p.logsumexp(-1, keepdim=True)
 
-    def likeliest(self, k: int) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Return the `k` likeliest tokens' probabilities and places, found once."""
-        if k not in self._likeliest:
+    def top_k(self, k: int) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
+        """Return probabilities and indices of the `k` most likely tokens, computed once."""
+        if k not in self._top_k:
             best = self.log_p.topk(min(k, self.log_p.shape[-1]), -1)
-            self._likeliest[k] = best.values.exp(), best.indices
-        return self._likeliest[k]
+            self._top_k[k] = best.values.exp(), best.indices
+        return self._top_k[k]
 
     @cached_property
-    def _likeliest(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def _top_k(self) -> dict[int, tuple[Tensor, Tensor]]:
         return {}
 
 
@@ -93,16 +93,16 @@ class Rows:
     """R trained rows of one depth.
 
     Attributes:
-        law: the target's law at the rows that are teachers; `place` says which of them teaches each row.
-        log_q: the draft's, over the same W tokens.
-        label: the text's own token by its place among the W, -1 where it is not among them.
-        feature, true_feature: the target's feature as predicted and as it is; the prediction is None if there is none.
-        confidence: the logit of the draft's acceptance as predicted, None if it is not.
+        teacher: the target's distribution at n rows; `teacher_index` selects the one that teaches each row.
+        log_q: the draft's log-probs over the same W tokens.
+        label: the text's own token as an index into the W, -1 where it is not among them.
+        feature, true_feature: the target's feature as predicted (None by a head that predicts none) and as it is.
+        confidence: the predicted logit of the draft's acceptance, None by a head that predicts none.
         whole: whether the head drafts the whole vocabulary.
     """
 
-    law: Law
-    place: Int[Tensor, "R"]
+    teacher: TeacherProbs
+    teacher_index: Int[Tensor, "R"]
     log_q: Float[Tensor, "R W"]
     label: Int[Tensor, "R"]
     feature: Float[Tensor, "R D"] | None
@@ -111,69 +111,69 @@ class Rows:
     whole: bool
 
     @cached_property
-    def known(self) -> Bool[Tensor, "R"]:
-        """Return whether the target's likeliest token is among the W."""
-        return self.law.best[self.place] >= 0
+    def covered(self) -> Bool[Tensor, "R"]:
+        """Return whether the target's most likely token is among the W."""
+        return self.teacher.best[self.teacher_index] >= 0
 
     @cached_property
     def log_p(self) -> Float[Tensor, "R W"]:
-        """Return the logarithm of the target's law."""
-        return taken(self.law.log_p, self.place)
+        """Return the target's log-probs."""
+        return gathered(self.teacher.log_p, self.teacher_index)
 
     @cached_property
     def p(self) -> Float[Tensor, "R W"]:
-        """Return the target's law."""
-        return taken(self.law.p, self.place)
+        """Return the target's probabilities."""
+        return gathered(self.teacher.p, self.teacher_index)
 
-    def log_law(self) -> Float[Tensor, "R W"]:
-        """Return the target's law renormalised over the drafted tokens."""
-        return self.log_p if self.whole else self.log_p - self.law.log_mass[self.place]
+    def renormalised_log_p(self) -> Float[Tensor, "R W"]:
+        """Return the target's log-probs renormalised over the drafted tokens."""
+        return self.log_p if self.whole else self.log_p - self.teacher.log_mass[self.teacher_index]
 
     def overlap(self) -> Float[Tensor, "R"]:
-        """Return the probability that a drawn draft is accepted: the sum of min(p, q)."""
+        """Return the probability that a sampled draft is accepted: the sum of min(p, q)."""
         return torch.minimum(self.log_p, self.log_q).exp().sum(-1)
 
 
-def taken(x: Shaped[Tensor, "n W"], place: Int[Tensor, "R"]) -> Shaped[Tensor, "R W"]:
-    """Return rows of x by ascending place, x itself where these are all of them: a copy costs as much as a loss."""
-    return x if len(place) == len(x) else x.index_select(0, place)
+def gathered(x: Shaped[Tensor, "n W"], index: Int[Tensor, "R"]) -> Shaped[Tensor, "R W"]:
+    """Return rows of x by ascending index, x itself where these are all of them: a copy costs as much as a loss."""
+    return x if len(index) == len(x) else x.index_select(0, index)
 
 
 def ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Cross-entropy with the text's own next token (Medusa-1); none where the head cannot draft it."""
-    found = -x.log_q.gather(1, x.label.clamp_min(0)[:, None])[:, 0]
-    return torch.where(x.label >= 0, found, 0)
+    loss = -x.log_q.gather(1, x.label.clamp_min(0)[:, None])[:, 0]
+    return torch.where(x.label >= 0, loss, 0)
 
 
 def soft_ce(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
-    """Cross-entropy with the target's law, its forward KL up to a constant (EAGLE)."""
-    found = -(x.p * x.log_q).sum(-1) * x.known
+    """Cross-entropy with the target's distribution, its forward KL up to a constant (EAGLE)."""
+    loss = -(x.p * x.log_q).sum(-1) * x.covered
     if x.whole:
-        return found
-    mass = x.law.log_mass[x.place, 0].exp()  # of rows that are not known it may round to 0
-    return found / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+        return loss
+    mass = x.teacher.log_mass[x.teacher_index, 0].exp()  # of rows that are not covered it may round to 0
+    return loss / mass.clamp_min(torch.finfo(mass.dtype).tiny)
 
 
 def kl(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Forward divergence KL(p, q)."""
-    law = x.log_law()
-    return (law.exp() * (law - x.log_q)).sum(-1) * x.known
+    log_p = x.renormalised_log_p()
+    return (log_p.exp() * (log_p - x.log_q)).sum(-1) * x.covered
 
 
 def reverse_kl(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Reverse divergence KL(q, p)."""
-    return (x.log_q.exp() * (x.log_q - x.log_law())).sum(-1) * x.known
+    return (x.log_q.exp() * (x.log_q - x.renormalised_log_p())).sum(-1) * x.covered
 
 
 def jsd(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
-    """Jensen-Shannon divergence: of both from their middle, on average."""
-    law = x.log_law()
-    middle = torch.logaddexp(law, x.log_q) - torch.log(torch.tensor(2.0, dtype=law.dtype))
-    return (law.exp() * (law - middle) + x.log_q.exp() * (x.log_q - middle)).sum(-1) / 2 * x.known
+    """Jensen-Shannon divergence: the mean of KL(p, m) and KL(q, m) with m = (p + q) / 2."""
+    log_p = x.renormalised_log_p()
+    middle = torch.logaddexp(log_p, x.log_q) - torch.log(torch.tensor(2.0, dtype=log_p.dtype))
+    return (log_p.exp() * (log_p - middle) + x.log_q.exp() * (x.log_q - middle)).sum(-1) / 2 * x.covered
 
 
 def tv(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
-    """Total variation of p and q: the probability that a drawn draft is refused."""
+    """Total variation of p and q: the probability that a sampled draft is rejected."""
     return 1 - x.overlap()
 
 
@@ -184,14 +184,14 @@ def nla(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:
 
 def lk(x: Rows, config: ObjectiveConfig) -> Float[Tensor, "R"]:
     """Forward KL while little is accepted, total variation as more is: by exp(-eta · acceptance) (arXiv 2602.23881)."""
-    share = torch.exp(-config.eta * x.overlap().detach())
-    return share * kl(x, config) + (1 - share) * tv(x, config)
+    weight = torch.exp(-config.eta * x.overlap().detach())
+    return weight * kl(x, config) + (1 - weight) * tv(x, config)
 
 
 def top_k(x: Rows, config: ObjectiveConfig) -> Float[Tensor, "R"]:
-    """Cross-entropy with the target's `top_k` likeliest tokens alone (HASS)."""
-    share, token = (taken(each, x.place) for each in x.law.likeliest(config.top_k))
-    return -(share * x.log_q.gather(-1, token)).sum(-1)
+    """Cross-entropy with the target's `top_k` most likely tokens alone (HASS)."""
+    p, token = (gathered(values, x.teacher_index) for values in x.teacher.top_k(config.top_k))
+    return -(p * x.log_q.gather(-1, token)).sum(-1)
 
 
 def smooth_l1(x: Rows, _: ObjectiveConfig) -> Float[Tensor, "R"]:

@@ -41,55 +41,58 @@ class MuonAndAdamW(torch.optim.Optimizer):
         inner = [p for p in trained if p.ndim == 2 and p.shape[0] not in sizes]
         others = [p for p in trained if p.ndim != 2 or p.shape[0] in sizes]
         beta1, beta2 = config.betas
-        self.parts: list[torch.optim.Optimizer] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         if inner:
             muon = torch.optim.Muon(
                 inner, config.lr, config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
             )
-            self.parts.append(muon)
-        if others:  # low-rank factors are matrices all
-            self.parts.append(torch.optim.AdamW(decayed(others, config), config.lr, (beta1, beta2)))
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        self.param_groups = [group for part in self.parts for group in part.param_groups]  # the very same dicts
+            self.optimizers.append(muon)
+        if others:  # there are none if only LoRA adapters are trained
+            self.optimizers.append(torch.optim.AdamW(decayed(others, config), config.lr, (beta1, beta2)))
+        super().__init__(self._groups(), {})
+        self.param_groups = self._groups()  # the very same dicts
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self, closure: Any = None) -> Any:
-        """Take both steps."""
+        """Take a step of each optimiser."""
         assert closure is None
-        for part in self.parts:
-            part.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both states."""
-        return {"parts": [part.state_dict() for part in self.parts]}
+        """Return the state of each optimiser."""
+        return {"parts": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take both states."""
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        """Load the state of each optimiser."""
+        for optimizer, state in zip(self.optimizers, state_dict["parts"], strict=True):
+            optimizer.load_state_dict(state)
+        self.param_groups = self._groups()
 
 
 def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the optimiser that the trainer asks for."""
+    """Return the optimiser of `trainer.optimizer`."""
     return MuonAndAdamW(head, config) if config.optimizer == "muon" else adamw(head, config)
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
-    """Return the rate of step `step` (from 0): linear warm-up, then a cosine to `min_lr` of the peak.
+    """Return the learning rate of step `step` (from 0): linear warm-up, then a cosine to `min_lr` of the peak.
 
     A function of the step alone, so there is no scheduler state to save.
     """
     warmup = max(1, round(config.warmup * config.steps))
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, config.steps - warmup)
-    return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+    fraction = (step - warmup) / max(1, config.steps - warmup)
+    return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * fraction)))
 
 
 class Average:
-    """An exponential moving average of the trained weights; decay 0 is off and keeps nothing.
+    """An exponential moving average of the trained weights; decay 0 turns it off.
 
-    A process averages what it holds of each weight; `weights` are cut up as those are (train/distributed/shards.py).
+    A process averages its shard of each weight (train/distributed/shards.py).
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -100,13 +103,13 @@ class Average:
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
-        """Move towards the present weights."""
+        """Move the average towards the current weights."""
         if self.decay:
             for name, value in trained_state(module).items():
                 self.weights[name].lerp_(held(value), 1 - self.decay)
 
     def state(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the weights to evaluate and to keep: the average if there is one."""
+        """Return the weights to evaluate and to save: the average if there is one."""
         return {k: v.detach() for k, v in module.state_dict().items()} | self.weights
 
 

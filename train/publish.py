@@ -6,7 +6,7 @@ python train/publish.py run=outputs/NAME repo=OWNER/NAME
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root in place of train/, so that its files shadow no module
+if __name__ == "__main__":  # the checkout's root instead of train/, so that its files shadow no module
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from train.release import trial as publish_trial
 from train.release.card.engines import misleading
 from train.release.config import PublishConfig
 from train.release.folder import FILES, write_folder
-from train.release.hub import SHORT, Place, downloaded, files_of, one_of, place, push, set_tag
+from train.release.hub import SHORT, Repository, downloaded, files_of, one_of, push, repository, set_tag
 from train.release.trial import Trial
 
 __all__ = ["PublishConfig", "misleading", "publish"]
@@ -34,8 +34,8 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     """Write the folder and, unless `dry_run`, push and verify it; return the folder.
 
     Raises:
-        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or what came back is different:
-            one line that says how the repository stands.
+        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download is different: one
+            line that gives the state of the repository.
     """
     run = Path(config.run).expanduser()
     out = Path(config.out).expanduser() if config.out else run / "publish"
@@ -50,9 +50,9 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         say("dry_run: nothing was uploaded")
         return out
     trial = _tried(run, out, config) if config.reverify else "reverify=false"
-    with place(config.repo, config.private, config.tag, api) as found:
-        commit = push(out, found, one_of(FILES), api)
-    checked = _verified(out, found, commit, trial, api) if config.reverify else ", not verified: reverify=false"
+    with repository(config.repo, config.private, config.tag, api) as repo:
+        commit = push(out, repo, one_of(FILES), api)
+    checked = _verified(out, repo, commit, trial, api) if config.reverify else ", not verified: reverify=false"
     if config.tag is not None:
         set_tag(config.repo, config.tag, commit, api)
     tagged = f", tag {config.tag}" if config.tag else ""
@@ -61,7 +61,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
 
 
 def _tried(run: Path, out: Path, config: PublishConfig) -> Trial | str:
-    """Decode with the run's head and with the folder's, before anything is uploaded."""
+    """Decode with the run's head, and with an exported one too, before anything is uploaded; or return why not."""
     trial = publish_trial.begin(run, config)
     if isinstance(trial, Trial) and not trial.exact:
         try:
@@ -74,25 +74,25 @@ def _tried(run: Path, out: Path, config: PublishConfig) -> Trial | str:
     return trial
 
 
-def _verified(out: Path, found: Place, commit: str, trial: Trial | str, api: HfApi) -> str:
-    """Download the commit, compare it and decode with it; return what to say of that.
+def _verified(out: Path, repo: Repository, commit: str, trial: Trial | str, api: HfApi) -> str:
+    """Download the commit, compare it and decode with it; return a message of the result.
 
     Raises:
-        ValueError: something is different, and what to do.
+        ValueError: something is different.
     """
     try:
-        with downloaded(out, found.repo, commit, api) as back:
-            tau = _compared(trial, back, found.repo) if isinstance(trial, Trial) else None
+        with downloaded(out, repo.name, commit, api) as back:
+            tau = _compared(trial, back, repo.name) if isinstance(trial, Trial) else None
     except ValueError as error:
-        before = "it was new" if found.made else f"before, it was {found.commit}"
+        before = "it was new" if repo.created else f"before, it was {repo.commit}"
         raise ValueError(
             f"{error}; the repository stands at {commit}, {before}: publish again, or take it down on the Hub"
         ) from error
-    told = ", downloaded again and equal in every file and tensor; "
+    result = ", downloaded again and equal in every file and tensor; "
     if tau is None:
-        return f"{told}τ was not verified: {trial}"
+        return f"{result}τ was not verified: {trial}"
     assert isinstance(trial, Trial)
-    return f"{told}τ {tau:.2f} over {len(trial.prompts)} prompts, greedy by {trial.tree.label}, as the run's own head"
+    return f"{result}τ {tau:.2f} over {len(trial.prompts)} prompts, greedy by {trial.tree.label}, as the run's own head"
 
 
 def _compared(trial: Trial, back: Path, repo: str) -> float:

@@ -2,7 +2,7 @@
 
     python train/run.py model=llama70b head=eagle
 
-This is the composition root: every part is constructed here, by hand, from its typed configuration.
+This is the composition root: every component is constructed here, by hand, from its typed configuration.
 """
 
 import json
@@ -64,7 +64,7 @@ register_resolvers()
 
 
 def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None:
-    """Make the output folder, once everything that a run needs has loaded: a mistake costs no earlier run."""
+    """Create the output folder, once everything that a run needs has loaded: a mistake costs no earlier run."""
     out = Path(run.out)
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
@@ -72,9 +72,9 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None
     format.clear(out / "checkpoints")
     shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
-        for part in ("checkpoints", "head", ".head.old", "bad", "tensorboard", "wandb"):
-            shutil.rmtree(out / part, ignore_errors=True)
-        for part in (
+        for folder in ("checkpoints", "head", ".head.old", "bad", "tensorboard", "wandb"):
+            shutil.rmtree(out / folder, ignore_errors=True)
+        for file in (
             "metrics.jsonl",
             "report.json",
             "report.md",
@@ -83,16 +83,16 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None
             "prompts.jsonl",
             "wandb-id.txt",
         ):
-            (out / part).unlink(missing_ok=True)
+            (out / file).unlink(missing_ok=True)
     write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
 
 
-def provenance(world: int, shared: str, data: str) -> dict[str, Any]:
-    """Return where this run came from: code, versions, command, processes and how they share the head, data."""
+def provenance(world: int, strategy: str, data: str) -> dict[str, Any]:
+    """Return the provenance of this run: code, versions, command, processes and their strategy, data fingerprint."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
+        result = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+        return result.stdout.strip()
 
     return {
         "git_revision": git("rev-parse", "HEAD") or None,
@@ -104,25 +104,25 @@ def provenance(world: int, shared: str, data: str) -> dict[str, Any]:
         },
         "command": " ".join(redacted_words(sys.argv)),
         "world_size": world,
-        "strategy": shared,
+        "strategy": strategy,
         "data_fingerprint": data,
     }
 
 
 def start_of(run: RunConfig) -> dict[str, Any]:
-    """Return what a run that starts from a head starts from, and what of it is trained."""
+    """Return the provenance of a run's initial head, and which weights of it are trained; empty for a new head."""
     return {} if run.init is None else {"init": run.init, "peft": asdict(run.peft)}
 
 
 def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batches:
-    """Cut the token budgets of the trainer into rows."""
+    """Return the run's batches, the trainer's token budgets converted to rows."""
     rows = max(1, run.trainer.batch_tokens // run.data.length)
     micro = max(1, run.trainer.micro_tokens // run.data.length)
     return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
 def identity(run: RunConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int) -> resume.Identity:
-    """Return what the run is known by when it goes on, its head's configuration being that of the head as built."""
+    """Return the settings that identify the run on resume; the head's configuration is that of the head as built."""
     return resume.Identity(
         resume.settings(run.trainer, run.head, run.peft, target.spec.fingerprint, batches),
         resume.numerics(run.trainer, run.objective, run.launcher.strategy, world),
@@ -130,24 +130,25 @@ def identity(run: RunConfig, target: Target | EmbeddingsOnly, batches: Batches, 
 
 
 def loop_of(
-    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, batches: Batches,
-    source: FeatureSource, prompts: list[list[int]], resolved: dict[str, Any],
+    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, source: FeatureSource,
+    prompts: list[list[int]], resolved: dict[str, Any],
 ) -> Loop:  # fmt: skip
-    """Return the run's loop, ready for its first step or for the one that it was stopped at."""
+    """Return the run's training loop, ready for its first step or for the one that it was stopped at."""
     evaluator = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
-    known = identity(run, target, batches, accelerator.num_processes)
-    parts = accelerator, head, batches, source, target.embeddings.hidden_size
-    stepper = Stepper(run.trainer, run.objective, run.launcher, *parts)
-    return Loop(RunFolder(Path(run.out), run.resume, resolved), stepper, target, evaluator, run.tree, known)
+    width = target.embeddings.hidden_size
+    stepper = Stepper(run.trainer, run.objective, run.launcher, accelerator, head, source, width)
+    folder = RunFolder(Path(run.out), run.resume, resolved)
+    run_identity = identity(run, target, source.batches, accelerator.num_processes)
+    return Loop(folder, stepper, target, evaluator, run.tree, run_identity)
 
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
     check_run(run)
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
-    accelerator.wait_for_everyone()  # no process may find what another one starts to write
+    accelerator.wait_for_everyone()  # no process may see what another one starts to write
     with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
         job(run, resolved, accelerator, lock)
@@ -166,8 +167,8 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
-    wanted = max(run.eval.prompts, run.trainer.eval_prompts)
-    samples, prompts, counts = load_training(run.data, target.tokenizer, wanted, run.workload)
+    prompt_count = max(run.eval.prompts, run.trainer.eval_prompts)
+    samples, prompts, counts = load_training(run.data, target.tokenizer, prompt_count, run.workload)
     packed = pack(samples, run.data.length)
     check_known(packed, target.tokenizer, target.embeddings.vocab_size)
     if run.init in (None, LAST_LAYER, CHECKPOINT):  # else the vocabulary is chosen already
@@ -203,7 +204,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
 
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in prompts]
-    loop_of(run, accelerator, target, head, batches, source, held_out, resolved).train()
+    loop_of(run, accelerator, target, head, source, held_out, resolved).train()
     accelerator.wait_for_everyone()
     if main and run.eval.prompts:
         report(run)
@@ -211,14 +212,14 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
 
 def report(run: RunConfig) -> None:
     """Evaluate the kept head beside those of `compare`; exit with status 1 if it is not lossless."""
-    found = evaluate(eval_config(**evaluation(run)))
+    result = evaluate(eval_config(**evaluation(run)))
     sweep.note(run.name, run.head.name, Path(run.out))
-    if not found.passed:
+    if not result.passed:
         raise SystemExit(1)
 
 
 def launch_all(run: RunConfig) -> None:
-    """Start the run's processes; exit with their status if that is not 0, for a multirun goes on after a 0."""
+    """Start the run's processes; exit with their status unless it is 0, after which a multirun continues."""
     if run.launcher.slurm is None:
         check_run(run)
     status = launch.start(run.launcher, os.path.abspath(__file__), launch.overrides())
@@ -230,7 +231,7 @@ def launch_all(run: RunConfig) -> None:
 
 @command("train")
 def main(cfg: DictConfig) -> float | None:
-    """Compose, check, and plan, launch or train; return the best τ, which a sweep may be after."""
+    """Compose, check, and plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
         launch.check_mode()
         if launch.launched():

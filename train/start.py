@@ -1,4 +1,4 @@
-"""What a head's training starts from: nothing, a head that exists, or a part of the target."""
+"""Initialising the head to train: random weights, an existing head's, or a layer of the target."""
 
 import logging
 from dataclasses import replace
@@ -21,15 +21,15 @@ from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.placed import whole
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
-from train.adapt import AdaptConfig, FactorsConfig
+from train.adapt import AdaptConfig, LoraAdapterConfig
 
 log = logging.getLogger(__name__)
 
-AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # what `init` may be besides a head
+AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` besides a head
 
 
 def resolve_init(init: str | None, config: HeadConfig, target: Target | EmbeddingsOnly) -> str | None:
-    """Return what a head starts from, where `init=auto` is the target's last layer for head=mtp if that is alike."""
+    """Resolve `init=auto`: the target's last layer for head=mtp if its shapes match, else None, a new head."""
     if init != AUTO:
         return init
     if not isinstance(config, Mtp.Config):
@@ -43,23 +43,24 @@ def resolve_init(init: str | None, config: HeadConfig, target: Target | Embeddin
 
 
 def check_start(config: AdaptConfig, init: str | None, placement: str) -> None:
-    """Refuse to adapt or to copy what is not there, before anything is loaded.
+    """Check that the weights to adapt or to copy will exist, before anything is loaded.
 
     Raises:
-        ValueError: factors are to be trained on a head with random weights, or a target's layer is not whole anywhere.
+        ValueError: a LoRA adapter would be trained on a head with random weights, or the layer to copy is whole on no
+            device.
     """
     check_copied(init, placement)
-    if isinstance(config, FactorsConfig) and init in (None, AUTO):
+    if isinstance(config, LoraAdapterConfig) and init in (None, AUTO):
         raise ValueError(
             "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
         )
 
 
 def check_copied(init: str | None, placement: str) -> None:
-    """Refuse to copy a layer that is not whole anywhere.
+    """Check that a layer to copy is whole on some device.
 
     Raises:
-        ValueError: it would be.
+        ValueError: it is not.
     """
     if init == CHECKPOINT and placement != REPLICATE:
         raise ValueError(
@@ -69,7 +70,7 @@ def check_copied(init: str | None, placement: str) -> None:
 
 
 def first_head(config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly) -> nn.Module:
-    """Return the head to train: a new one of this configuration, or what `init` names, configuration and weights.
+    """Return the head to train: a new one of this configuration, or the one that `init` names with its configuration.
 
     Raises:
         ValueError: there is no such head, it is for a target of another shape or of another kind than the
@@ -84,39 +85,39 @@ def first_head(config: HeadConfig, init: str | None, target: Target | Embeddings
         new: nn.Module = kind(config, target.embeddings)
         return new
     folder = resolve_head(init)
-    found: Any = load_found(folder, target.embeddings, start_spec(folder, target.spec))
-    if type(found.config) is not type(config):
-        name = found.config.name
+    loaded: Any = load_found(folder, target.embeddings, start_spec(folder, target.spec))
+    if type(loaded.config) is not type(config):
+        name = loaded.config.name
         raise ValueError(
             f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}"
         )
-    head: nn.Module = kind(replace(found.config, name=config.name), target.embeddings)
-    head.load_state_dict(found.state_dict())  # into a new head's fp32, whatever the file's dtype
+    head: nn.Module = kind(replace(loaded.config, name=config.name), target.embeddings)
+    head.load_state_dict(loaded.state_dict())  # into a new head's fp32, whatever the file's dtype
     return head
 
 
 def start_spec(folder: Path, spec: TargetSpec) -> TargetSpec:
-    """Return the target to load a head for as a start: its weights may be others than those the head was trained for.
+    """Return the target's spec with the fingerprint that the head in `folder` was trained for, which may differ.
 
-    A head of a base model is the start for that model fine-tuned, or with an adapter; its training is what makes it
-    the new target's. The shapes must agree.
+    So a head of a base model can start the training for that model fine-tuned, or with an adapter. The shapes must
+    agree.
     """
-    if is_published(folder):  # by other projects, which do not say whose weights
+    if is_published(folder):  # by other projects, which record no fingerprint
         return spec
-    own = typed(TargetSpec, read_config(folder)["target"])
-    if own.fingerprint != spec.fingerprint:
-        log.warning("%s: made for the weights of %s; it is trained on for those of %s", folder, own, spec)
-    return replace(spec, fingerprint=own.fingerprint)
+    trained_for = typed(TargetSpec, read_config(folder)["target"])
+    if trained_for.fingerprint != spec.fingerprint:
+        log.warning("%s: made for the weights of %s; it is trained on for those of %s", folder, trained_for, spec)
+    return replace(spec, fingerprint=trained_for.fingerprint)
 
 
 def mtp_from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
-    """Return a module for multi-token prediction that starts as the target's last layer, or as its checkpoint's module.
+    """Return an MTP module initialised from the target's last layer, or from the MTP module of its checkpoint.
 
-    Rotary positions and norm are then the target's. As the last layer it begins by passing the state on: the
+    Rotary positions and norm are then the target's. From the last layer it first passes the state on unchanged: the
     projection's half for the state is the identity.
 
     Raises:
-        ValueError: it is of another head, there is no such module, or the layer is not built like ours.
+        ValueError: `config` is of another head, there is no such module, or the layer has other parameters.
     """
     if not isinstance(config, Mtp.Config):
         raise ValueError(f"init={init} starts head=mtp alone: give that head, or a folder for init")
@@ -129,11 +130,11 @@ def mtp_from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
     odd = mismatch(head, start, target)
     if odd is not None:
         raise ValueError(f"init={init}: {odd}")
-    own = head.state_dict()
+    weights = head.state_dict()
     if init == LAST_LAYER:
         width = target.embeddings.hidden_size
-        start["eh_proj.weight"] = torch.cat([own["eh_proj.weight"][:, :width], torch.eye(width)], 1)
-    head.load_state_dict({**own, **{name: value.float() for name, value in start.items()}})
+        start["eh_proj.weight"] = torch.cat([weights["eh_proj.weight"][:, :width], torch.eye(width)], 1)
+    head.load_state_dict({**weights, **{name: value.float() for name, value in start.items()}})
     return head
 
 
@@ -153,11 +154,11 @@ def last_layer(target: Target) -> dict[str, Tensor]:
 
 
 def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
-    """Return where a layer is not built like the module's and what to do, or None."""
-    own = head.state_dict()
-    blocks = {name for name in own if name.startswith("block.")}
+    """Return how a layer's parameters differ from the module's and the remedy, or None."""
+    weights = head.state_dict()
+    blocks = {name for name in weights if name.startswith("block.")}
     odd = sorted(blocks ^ {name for name in start if name.startswith("block.")})
-    odd += [name for name in blocks & start.keys() if start[name].shape != own[name].shape]
+    odd += [name for name in blocks & start.keys() if start[name].shape != weights[name].shape]
     if not odd:
         return None
     return (

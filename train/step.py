@@ -1,4 +1,4 @@
-"""One optimiser step on the global batch, on every process alike: its micro-batches, their gradient, the update."""
+"""One optimiser step on the global batch, the same on every process: its micro-batches, their gradient, the update."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data.batches import Batch, Batches
+from data.batches import Batch
 from data.features.source import FeatureSource, Given
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count
@@ -38,7 +38,7 @@ class Loss(nn.Module):
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLaw | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from the rows and weigh what comes of it, matrix products in bf16 if `quick`."""
+        """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `quick`."""
         head: Any = self.head
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             drafts = self.unroll(features, self.config.depths, anchors)
@@ -47,11 +47,11 @@ class Loss(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """What a step did.
+    """The outcome of a step.
 
     Attributes:
-        stopped: whether it was left half-done, since some process was told to stop; the head is as before it.
-        record: what is logged of it, beside the step's number; None where it is not logged.
+        stopped: whether it was interrupted, since some process has to stop; the head is as before it.
+        record: the metrics to log, beside the step's number; None where the step is not logged.
         bad: why it changed nothing; None for a good step.
     """
 
@@ -61,14 +61,14 @@ class Step:
 
 
 class Stepper:
-    """Takes steps: holds the head as the processes share it, its optimiser and the running average of its weights."""
+    """The optimiser step: the head as the processes share it, its optimiser and the running average of its weights."""
 
     def __init__(
         self, trainer: TrainerConfig, objective: ObjectiveConfig, launcher: LauncherConfig, accelerator: Accelerator,
-        head: nn.Module, batches: Batches, source: FeatureSource, width: int,
+        head: nn.Module, source: FeatureSource, width: int,
     ) -> None:  # fmt: skip
         self.trainer, self.objective, self.accelerator = trainer, objective, accelerator
-        self.head, self.batches, self.source, self.width = head, batches, source, width
+        self.head, self.source, self.width = head, source, width
         self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
         self.guard = Guard(trainer, {})
         self.clock = Clock(accelerator.device)
@@ -83,29 +83,32 @@ class Stepper:
         self.average = Average(head, trainer.ema)
         self.state = TrainState(head, self.optimizer, self.average)
 
-    def go_on(self, progress: dict[str, Any]) -> None:
-        """Take over what a run remembers: the operations of a step, and what its guard has seen and will see."""
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Restore a run's progress: the operations of a step, and the guard's history."""
         self.flops, self.guard = progress["flops"], Guard(self.trainer, progress)
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
         """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
         self.clock.begin()
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
-        micro = [self.drawn(batch, step) for batch in self.batches(step)]
-        mine = sum(torch.stack([each.amount, each.trained.sum((1, 2))]) for _, _, each in micro)
+        micro_batches = self.source(step)
+        sampled = [self.sampled(micro.batch, step) for micro in micro_batches]
+        mine = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
         assert isinstance(mine, Tensor)
         self.clock.lap("data")
         shared: Any = self.accelerator.reduce(mine.to(device), "sum")
         amount, trained = shared.clamp_min(1)
         self.clock.lap("wait")
         totals: dict[str, Tensor] = {}
-        for i, ((batch, anchors, weight), given) in enumerate(zip(micro, self.source(step), strict=True)):
+        for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
+            read = micro.read()
             self.clock.lap("target")
             if halted():
                 return Step(stopped=True, record=None, bad=None)
             self.clock.lap("wait")
             scaled = weight.row.to(device) / amount[:, None, None]
-            loss, sums = self.backward(given, number(batch, step), anchors, scaled, last=i + 1 == len(micro))
+            row_number = number(micro.batch, step)
+            loss, sums = self.backward(read, row_number, anchors, scaled, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
             self.clock.lap("head")
@@ -129,10 +132,10 @@ class Stepper:
         packed: Any = self.accelerator.reduce(mine, "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
         *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
-        found: dict[str, Any] = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
-        first = {"loss": found.pop("loss")[0], "accuracy": found.pop("accuracy")}
+        metrics: dict[str, Any] = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
+        first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
         grad_norm /= self.accelerator.num_processes
-        return {**first, **found, "grad_norm": grad_norm, "rows": int(rows)}
+        return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
     def update(self, step: int, *, good: bool) -> None:
         """Move the weights by the gradient; that of a bad step is dropped, and nothing else changes."""
@@ -145,18 +148,18 @@ class Stepper:
         self.average.update(self.head)
 
     def cost(self) -> dict[str, Any]:
-        """Return what the steps since the last record have cost, of each; this process's own but for the rates."""
+        """Return the cost per step since the last record: rates of all processes, the rest of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
-        parts = {part: seconds / steps for part, seconds in self.clock.read(stall).items()}
-        seconds = max(sum(parts.values()), 1e-9)  # an accelerator may have passed no mark yet
+        phases = {phase: seconds / steps for phase, seconds in self.clock.read(stall).items()}
+        seconds = max(sum(phases.values()), 1e-9)  # an accelerator may have passed no event yet
         device, peak = self.accelerator.device, self.peak
         rate = None if self.flops is None else self.flops / seconds
         return {
             "tokens_per_second": self.trainer.batch_tokens / seconds,
             "rows_per_second": rows / steps / seconds,
             "step_seconds": seconds,
-            "seconds": parts,
+            "seconds": phases,
             "stall_seconds": stall,
             **({} if rate is None else {"flops_per_second": rate}),
             **({} if rate is None or peak is None else {"mfu": rate / (peak * self.accelerator.num_processes)}),
@@ -180,32 +183,32 @@ class Stepper:
         """Return the step's learning rate at this target's width."""
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
-    def drawn(self, batch: Batch, step: int) -> tuple[Batch, Tensor | None, Weights]:
-        """Return a micro-batch with the rows that are drafted from in this step, and what each counts."""
+    def sampled(self, batch: Batch, step: int) -> tuple[Tensor | None, Weights]:
+        """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight."""
         config = self.objective
         useful = trainable(batch.document, batch.mask, config.depths).any(0)
         anchors = draw_anchors(useful, config.anchors, self.trainer.seed, number(batch, step))
-        return batch, anchors, weights(batch.document, batch.mask, anchors, config)
+        return anchors, weights(batch.document, batch.mask, anchors, config)
 
     def backward(
-        self, given: Given, drawn: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
+        self, read: Given, row_number: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add one micro-batch's gradient, `drawn` its rows' numbers; processes average theirs, hence the factor."""
-        config, device, features = self.objective, self.accelerator.device, given.features
+        """Add one micro-batch's gradient; processes average theirs, hence the factor."""
+        config, device, features = self.objective, self.accelerator.device, read.features
         if self.accelerator.mixed_precision == "no":
             dtype = next(self.head.parameters()).dtype
             features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
-        features = noisy(features, config.noise, self.trainer.seed, drawn)
+        features = noisy(features, config.noise, self.trainer.seed, row_number)
         anchors = None if anchors is None else anchors.to(device)
 
-        # What dropout leaves out follows from seed and step alone, as all that is drawn: a resumed run sees the same.
-        torch.manual_seed((self.trainer.seed * 1_000_003 + int(drawn[0])) % 2**63)
+        # Dropout is seeded by run and step alone, as all random numbers are: a resumed run sees the same ones.
+        torch.manual_seed((self.trainer.seed * 1_000_003 + int(row_number[0])) % 2**63)
 
-        loss, sums = self.strategy.forward(features, weight, anchors, given.top, last=last)
+        loss, sums = self.strategy.forward(features, weight, anchors, read.top, last=last)
         self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
 
 
 def number(batch: Batch, step: int) -> Tensor:
-    """Return the rows' numbers in the run, from which what is drawn for them follows."""
+    """Return the rows' numbers in the run, which seed their random numbers."""
     return batch.index + step * 10_000_019

@@ -100,7 +100,7 @@ class StreamsRunConfig:
             raise ValueError(f"decay is {self.decay}: give a number above 0, up to 1")
         if self.launcher.strategy != "ddp":
             raise ValueError(
-                f"launcher.strategy is {self.launcher.strategy}: streams are a few small factors, give launcher=ddp"
+                f"launcher.strategy is {self.launcher.strategy}: streams are small LoRA factors, give launcher=ddp"
             )
         if self.trainer.eval_prompts < 1:
             raise ValueError("trainer.eval_prompts is 0: the best streams are those that measure best; give 1 or more")
@@ -122,24 +122,24 @@ def anchors(batch: Batch, every: int, streams: int, seed: int) -> Anchors:
     depths = [rows.valid(batch.document, batch.mask, depth) for depth in range(1, streams + 1)]
     trained = torch.stack(depths, -1) & batch.mask.bool()[:, :, None]
     chosen = []
-    for own, index in zip(trained.any(-1), batch.index.tolist(), strict=True):
-        draw = torch.Generator().manual_seed(seed + index)
-        start = int(torch.randint(every, (), generator=draw))
-        chosen.append(own.nonzero()[start::every, 0])
+    for is_trained, index in zip(trained.any(-1), batch.index.tolist(), strict=True):
+        rng = torch.Generator().manual_seed(seed + index)
+        start = int(torch.randint(every, (), generator=rng))
+        chosen.append(is_trained.nonzero()[start::every, 0])
     count = max(1, *map(len, chosen))
-    row = torch.stack([torch.cat([own, own.new_zeros(count - len(own))]) for own in chosen])
-    used = torch.stack([torch.arange(count) < len(own) for own in chosen])
+    row = torch.stack([torch.cat([anchor, anchor.new_zeros(count - len(anchor))]) for anchor in chosen])
+    used = torch.stack([torch.arange(count) < len(anchor) for anchor in chosen])
     return Anchors(row, trained.gather(1, row[:, :, None].expand(-1, -1, streams)) & used[:, :, None])
 
 
 def stream_sums(
     draft: Float[Tensor, "B A G V"], teacher: Float[Tensor, "B A G V"], valid: Bool[Tensor, "B A G"]
 ) -> dict[str, Float[Tensor, "G"]]:
-    """Return for each stream the sums over anchors of the cross-entropy with the target's law, and of agreement."""
+    """Return each stream's sums over anchors: cross-entropy with the target's probabilities, and agreement."""
     number = torch.arange(valid.shape[2], device=valid.device).expand_as(valid)[valid]
-    ours, law = draft[valid].float(), teacher[valid].float()
-    loss = -(law.softmax(-1) * ours.log_softmax(-1)).sum(-1)
-    agrees = (likeliest(ours) == likeliest(law)).to(loss.dtype)
+    q, p = draft[valid].float(), teacher[valid].float()
+    loss = -(p.softmax(-1) * q.log_softmax(-1)).sum(-1)
+    agrees = (likeliest(q) == likeliest(p)).to(loss.dtype)
     empty = loss.new_zeros(valid.shape[2])
     return {"loss": empty.index_add(0, number, loss), "accuracy": empty.index_add(0, number, agrees)}
 
@@ -177,9 +177,9 @@ class StreamLoop:
         """Continue from the newest checkpoint that is good, if there is one."""
         path = self.saver.newest()
         if path is not None:
-            found = format.state_of(path)
+            state = format.state_of(path)
             resume.restore(self.state, path)
-            self.start, self.progress = found["step"], self.progress | found.get("progress", {})
+            self.start, self.progress = state["step"], self.progress | state.get("progress", {})
 
     def save(self, step: int) -> None:
         """Write a checkpoint beside the training."""
@@ -288,8 +288,8 @@ class StreamLoop:
         config = StreamsDrafter.Config(self.run.out, self.run.tree)
         drafter = StreamsDrafter(config, self.target, self.run.name, streams)
         settings = Settings(self.run.trainer.eval_tokens, GREEDY)
-        made = [speculate(self.target, drafter, p, settings) for p in self.prompts[: self.run.trainer.eval_prompts]]
-        return sum(len(m.tokens) - 1 for m in made) / max(1, sum(len(m.steps) for m in made))
+        answers = [speculate(self.target, drafter, p, settings) for p in self.prompts[: self.run.trainer.eval_prompts]]
+        return sum(len(answer.tokens) - 1 for answer in answers) / max(1, sum(len(answer.steps) for answer in answers))
 
 
 def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any], lock: RunLock) -> None:
@@ -300,10 +300,10 @@ def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any], lock: RunLock) 
     format.clear(out / "checkpoints")
     shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
-        for part in ("checkpoints", KIND, f".{KIND}.old", "tensorboard", "wandb"):
-            shutil.rmtree(out / part, ignore_errors=True)
-        for part in ("metrics.jsonl", "prompts.jsonl", "wandb-id.txt"):
-            (out / part).unlink(missing_ok=True)
+        for folder in ("checkpoints", KIND, f".{KIND}.old", "tensorboard", "wandb"):
+            shutil.rmtree(out / folder, ignore_errors=True)
+        for file in ("metrics.jsonl", "prompts.jsonl", "wandb-id.txt"):
+            (out / file).unlink(missing_ok=True)
     write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
 
 

@@ -1,6 +1,6 @@
-"""Which rows of a batch are trained and how much each counts, and what a step draws at random for them.
+"""Row weights of a batch, and the random anchors and feature noise of a step.
 
-What is drawn for a row depends on the seed and the row's number in the run alone, so that a resumed run and any number
+Random numbers of a row depend on the seed and the row's number in the run alone, so that a resumed run and any number
 of processes see the same.
 """
 
@@ -16,9 +16,10 @@ from train.losses import ObjectiveConfig
 
 
 class Weights(NamedTuple):
-    """Which rows are trained at each depth, how much each counts, and what the sum over the global batch is divided by.
+    """The weights of a batch: which rows are trained at each depth, how much each counts, and the normaliser.
 
-    `amount` is the number of rows or of documents, by `ObjectiveConfig.normalize`.
+    `amount` is the number of rows or of documents, by `ObjectiveConfig.normalize`; summed over the global batch it
+    divides the loss.
     """
 
     trained: Bool[Tensor, "d B T"]
@@ -27,7 +28,7 @@ class Weights(NamedTuple):
 
 
 def trainable(document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"], depths: int) -> Bool[Tensor, "d B T"]:
-    """Return which rows there is something to train at, at each depth; `mask` is 1 where the target would write."""
+    """Return the rows that can be trained at each depth; `mask` is 1 where the target would write the token."""
     return torch.stack([rows.valid(document, mask, d) for d in range(1, depths + 1)])
 
 
@@ -37,7 +38,7 @@ def weights(
     anchors: Bool[Tensor, "B T"] | None,
     config: ObjectiveConfig,
 ) -> Weights:
-    """Return the weights of a batch's rows before depths are weighed.
+    """Return the weights of a batch's rows, without those of depths.
 
     Args:
         document: the rows' documents.
@@ -60,7 +61,7 @@ def weights(
 def draw_anchors(
     useful: Bool[Tensor, "B T"], count: int | None, seed: int, index: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B T"] | None:
-    """Return the rows of each packed row that are drafted from in a step: as many in each, useful ones first."""
+    """Sample the `count` anchor rows of each packed sequence, useful ones first; None where all rows are anchors."""
     length = useful.shape[1]
     if count is None or count >= length:
         return None
@@ -73,7 +74,7 @@ def draw_anchors(
 
 
 def noisy(features: Features, noise: float, seed: int, index: Int[Tensor, "B"]) -> Features:
-    """Add EAGLE's uniform feature noise, scaled by the training length it was tuned at over this one."""
+    """Add EAGLE's uniform feature noise, scaled by the length it was tuned at over that of these rows."""
     if noise == 0:
         return features
     length = features.last.shape[1]

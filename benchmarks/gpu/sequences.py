@@ -5,6 +5,7 @@ again from the same place, and a head of random weights drafts trees of the size
 accepted. What the parts of a step took is what the engine itself notes of it, with what its clock waits for.
 """
 
+import copy
 import gc
 import statistics
 import time
@@ -22,8 +23,8 @@ from eval.measures.machine import synchronize
 from eval.tuning.costs import planted
 from heads import HEADS
 from heads.base import DraftHead
-from inference.batch import Batch, Row, clone
-from inference.drafters.head import HeadDrafter
+from inference.batch import Batch, Running
+from inference.drafters.head import HeadDrafter, HeadState
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Drafter
@@ -85,12 +86,13 @@ class Sequences:
         target = self.target
         batch = Batch(target, drafters)
         batch.cache = self.cache
-        known = [dict(vars(each)) for each in drafters]
+        states = [drafter.start([]) for drafter in drafters]
         settings = Settings(2 * LARGEST, GREEDY)
         for i, cache in enumerate(self.caches):
             session = Session(target, drafters[i], [0] * (self.context + 1), settings, cache)
-            session.made.tokens.append(0)
-            batch.rows.append(Row(i, session, 0.0))
+            session.state = copy.copy(states[i])
+            session.generation.tokens.append(0)
+            batch.running.append(Running(i, session, 0.0))
 
         def step() -> Parts:
             wait(target.device)
@@ -99,12 +101,12 @@ class Sequences:
                 batch.step()
             wait(target.device)
             spent = time.perf_counter() - begin
-            done = [row.session.made.steps.pop() for row in batch.rows]
+            done = [row.session.generation.steps.pop() for row in batch.running]
             draft, verify = sum(each.draft_s for each in done), sum(each.verify_s for each in done)
-            for row, state in zip(batch.rows, known, strict=True):
+            for row, state in zip(batch.running, states, strict=True):
                 row.session.cache.keep(self.context, [])
-                del row.session.context[self.context + 1 :], row.session.made.tokens[1:]
-                vars(row.session.drafter).update(state)
+                del row.session.context[self.context + 1 :], row.session.generation.tokens[1:]
+                row.session.state = copy.copy(state)
             return Parts(draft, verify, spent - draft - verify)
 
         return step
@@ -125,13 +127,22 @@ class Sequences:
         width, layers = target.embeddings.hidden_size, len(head.feature_layers)
         hidden = torch.randn(1, rows, layers, width, device=target.device, dtype=target.dtype)
         last = torch.randn(1, rows, width, device=target.device, dtype=target.dtype)
-        first = HeadDrafter(head, tree, head.config.name)
-        first.observe(Commit(torch.arange(rows, device=target.device) % 100, TargetOutput(hidden, last, None), None))
-        twins: list[Drafter] = []
-        for _ in self.caches:
-            twins.append(clone(first))
-            vars(twins[-1]).update(state=first.state, level=first.level)
-        return twins
+        warm = Warm(head, tree, head.config.name)
+        warm.first = HeadState(head, tree)
+        warm.first.update(
+            Commit(torch.arange(rows, device=target.device) % 100, TargetOutput(hidden, last, None), None)
+        )
+        return [warm] * len(self.caches)
+
+
+class Warm(HeadDrafter):
+    """A head whose sequences all begin behind the same rows."""
+
+    first: HeadState
+
+    def start(self, prompt: list[int]) -> HeadState:
+        """Begin a sequence behind the rows."""
+        return copy.copy(self.first)
 
 
 def fill(target: Target, cache: TargetCache, rows: int) -> None:

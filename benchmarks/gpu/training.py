@@ -81,7 +81,7 @@ def stepper(bench: Bench, run: RunConfig) -> Stepper:
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, length), accelerator)
     source, width = Live(target, batches, head.feature_layers), target.embeddings.hidden_size
-    return Stepper(run.trainer, run.objective, run.launcher, accelerator, head, batches, source, width)
+    return Stepper(run.trainer, run.objective, run.launcher, accelerator, head, source, width)
 
 
 def steps(bench: Bench, run: RunConfig, count: int) -> list[dict[str, Any]]:

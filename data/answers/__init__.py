@@ -1,10 +1,10 @@
-"""Answers that the target writes, by our engine or by an endpoint.
+"""Answers of the target to a data set's prompts, by our engine or by an endpoint.
 
-write.py     let the target write the answers: every process its share, then one file
-chats.py     a chat while it is being answered
-text.py      what is asked in turn, and what of an answer is kept
-engine.py    our engine answers, with a draft source
-endpoint.py  an endpoint answers
+write.py     the job: every process answers its share of the prompts, then one file is merged
+chats.py     state of a chat that is being answered
+text.py      text of prompts and answers: user turns, reasoning, round trips through the tokenizer
+engine.py    answers by our engine, with a draft source
+endpoint.py  answers by an endpoint
 files.py     answers on disk: parts, resumed and merged
-client.py    the client of an OpenAI-compatible endpoint, which trusts no reply
+client.py    HTTP client for OpenAI-compatible endpoints, whose replies are untrusted
 """

@@ -1,7 +1,7 @@
-"""A chat while it is being answered: one user turn after the other, the target's own answers in between.
+"""State of a chat that is being answered: one user turn after the other, the target's answers in between.
 
-Both who can answer, our engine and an endpoint, hand their replies to the same conversation, so that the same text is
-kept, refused and counted whoever wrote it.
+Our engine and an endpoint hand their replies to the same conversation, so that both have the same text kept, refused
+and counted.
 """
 
 import json
@@ -23,31 +23,31 @@ from inference.chat_template import RenderError
 from inference.text_stream import UNFINISHED
 from inference.verification.rng import hashed
 
-FIXED = ("messages", "tools", "add_generation_prompt")  # what the template gets from the chat itself
+FIXED = ("messages", "tools", "add_generation_prompt")  # the template's values that come from the chat
 
-# Why a chat ends before its last turn. Where no answer stands yet, it is left out.
+# Causes for which a chat ends before its last turn. A chat without any answer is left out.
 CAUSES = {
     "context": "the next prompt leaves no room for max_new_tokens in the context",
     "unfinished": "max_new_tokens cut the answer off",
     "refused": "the chat template or the tokenizer refuses the messages",
     "empty": "the answer is empty",
     "round_trip": "the tokenizer does not give the answer's text back, or reads a special token in it",
-    "called": "the answer calls a tool, and nobody is there to reply",
-    "no_question": "no user says anything in it, and it is no text",
+    "called": "the answer calls a tool, and no tool is there to reply",
+    "no_question": "it has no message of a user, and is no text",
 }
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How the target answers.
+    """Settings of the target's answers.
 
     Attributes:
         temperature: 0 is greedy.
         top_p: 1 is off (Holtzman et al., 2020).
-        max_new_tokens: tokens of an answer at most, its reasoning included.
-        keep_unfinished: keep answers that reach that without an end token.
-        seed: of the sampling; an answer's draws depend on it, the chat's id and the turn alone.
-        thinking: what the chat template gets as enable_thinking; None leaves it out.
+        max_new_tokens: most tokens of an answer, its reasoning included.
+        keep_unfinished: keep answers that reach max_new_tokens without an end token.
+        seed: of the sampling; an answer depends only on it, on the chat's id and on the turn.
+        thinking: the chat template's enable_thinking; None leaves it out.
         template_args: further values for the chat template.
     """
 
@@ -68,18 +68,18 @@ class AnswerSettings:
             )
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return what the chat template gets besides the chat.
+        """Return the chat template's values besides the chat.
 
         Raises:
-            ValueError: a value that it does not read, which would silently change nothing.
+            ValueError: the template does not read one of them, which would silently have no effect.
         """
-        told = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        options = {**told, **self.template_args}
+        thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        options = {**thinking, **self.template_args}
         template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""
         for key in options:
             if key in FIXED or not re.search(rf"\b{re.escape(key)}\b", template):
                 raise ValueError(
-                    f"{'thinking' if key in told else f'template_args.{key}'}: the chat template of "
+                    f"{'thinking' if key in thinking else f'template_args.{key}'}: the chat template of "
                     f"{tokenizer.name_or_path} reads no {key}; leave it out, or name the switch that it has: "
                     "template_args={NAME: VALUE}"
                 )
@@ -87,7 +87,7 @@ class AnswerSettings:
 
 
 class Reply(NamedTuple):
-    """What the target said, as far as the answerer can tell its parts; `finished` if it ended by itself."""
+    """The target's reply in the parts that the answerer can separate; `finished` if it has an end token."""
 
     text: str
     finished: bool
@@ -97,15 +97,15 @@ class Reply(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a chat.
+    """Outcome of a chat.
 
     Attributes:
-        id: the record's.
-        chat: the record to train on; None where it is left out.
-        answers: how many it holds.
-        cause: why it ends early, a key of CAUSES, or the failure of whoever should have answered; empty if it does not.
-        failed: whether that was a failure, which another call may not meet: then nothing of the chat is kept.
-        detail: what a failure said.
+        id: the record's id.
+        chat: the record to train on; None if it is left out.
+        answers: number of answers in the chat.
+        cause: why the chat ends early, a key of CAUSES or an answerer's failure; empty for a complete chat.
+        failed: whether the answerer failed: then nothing of the chat is kept, and a later call answers it anew.
+        detail: the failure's message.
     """
 
     id: str
@@ -123,15 +123,15 @@ class Talk(Protocol):
     id: str
 
     def ask(self) -> list[int] | None:
-        """Return the tokens that the next answer follows; None where there is no next one."""
+        """Return the tokens of the next prompt; None after the last one."""
         ...
 
     def take(self, reply: Reply) -> None:
-        """Take in the answer."""
+        """Add the answer."""
         ...
 
     def outcome(self) -> Outcome:
-        """Return what became of the record."""
+        """Return the record with its answers."""
         ...
 
     def seed(self) -> int:
@@ -141,22 +141,22 @@ class Talk(Protocol):
 
 @runtime_checkable
 class Answerer(Protocol):
-    """Who answers: the tokenizer and the context that chats are made for, and the answering."""
+    """Source of answers; chats are rendered for its tokenizer and its context, in tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     context: int
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
-        """Answer all, several at a time, and yield each as it is ready."""
+        """Answer all records, several at a time, and yield each outcome as soon as it is there."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return what of this shapes the answers, for their provenance."""
+        """Return the settings that shape the answers, for their provenance."""
         ...
 
 
 class Conversation:
-    """A chat. Its own answers and tool results are dropped; system prompts and tool definitions stay."""
+    """A chat; recorded answers and tool results are dropped, system prompts and tool definitions stay."""
 
     def __init__(
         self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
@@ -168,18 +168,18 @@ class Conversation:
         self.turns = deque(turns_of(record.messages))
         self.cause = "" if self.turns else "no_question"
         self.messages: list[Message] = []  # up to the last answer
-        self.asked: list[Message] = []  # those and the turn at hand
+        self.prompt: list[Message] = []  # and with the current turn
         self.answers, self.opened = 0, False
 
     def ask(self) -> list[int] | None:
         """Render the chat with the next turn."""
         if self.cause or not self.turns:
             return None
-        self.asked = [*self.messages, *self.turns.popleft()]
+        self.prompt = [*self.messages, *self.turns.popleft()]
         try:
-            rendered = render(self.asked, self.tokenizer, True, self.tools, self.options)
-            rendered.encode()  # half a surrogate pair is no text
-        except (RenderError, UnicodeEncodeError):  # a template is a program, of whatever is in the chat
+            rendered = render(self.prompt, self.tokenizer, True, self.tools, self.options)
+            rendered.encode()  # refuses lone surrogates
+        except (RenderError, UnicodeEncodeError):  # a template is a program, and may fail at a chat
             self.cause = "refused"
             return None
         self.opened = OPENED.search(rendered) is not None
@@ -190,7 +190,7 @@ class Conversation:
         return token
 
     def take(self, reply: Reply) -> None:
-        """Keep the answer, or find why the chat ends before it."""
+        """Add the answer, or set the cause for which the chat ends before it."""
         reasoning, text = (reply.reasoning, reply.text) if reply.reasoning else split_reasoning(reply.text)
         if self.opened and not (reasoning or reply.finished or CLOSE in reply.text):
             reasoning, text = text, ""  # cut off within the block that the template opened
@@ -202,8 +202,8 @@ class Conversation:
             self.cause = self.cause or "empty"
             return
         calls = [json.dumps(call, ensure_ascii=False) for call in reply.tool_calls]
-        whole = all(round_trips(part, self.tokenizer) for part in (text, reasoning))
-        if not whole or not all(is_text(call, self.tokenizer) for call in calls):
+        readable = all(round_trips(part, self.tokenizer) for part in (text, reasoning))
+        if not readable or not all(is_text(call, self.tokenizer) for call in calls):
             self.cause = "round_trip"
             return
         message: Message = {"role": "assistant", "content": text}
@@ -212,7 +212,7 @@ class Conversation:
         if reply.tool_calls:
             message["tool_calls"] = list(reply.tool_calls)
             self.cause = self.cause or ("called" if self.turns else "")
-        self.messages = [*self.asked, message]
+        self.messages = [*self.prompt, message]
         self.answers += 1
 
     def outcome(self) -> Outcome:
@@ -228,14 +228,14 @@ class Conversation:
 
 
 class Document:
-    """A plain text, whose first half the target continues; of a chat without a chat template, the first question."""
+    """A plain text whose first half the target continues, or a chat's first question without a chat template."""
 
     def __init__(
         self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
     ) -> None:
         self.id, self.tokenizer, self.settings = record.id, tokenizer, settings
         self.room = context - settings.max_new_tokens
-        self.answer, self.text, self.asked = "", "", False
+        self.answer, self.text, self.prompted = "", "", False
         self.cause = "" if record.text.strip() or turns_of(record.messages) else "no_question"
         try:
             self.prompt = prompt_of(record, tokenizer)
@@ -244,21 +244,21 @@ class Document:
 
     def ask(self) -> list[int] | None:
         """Return the prompt, once."""
-        if self.asked or self.cause:
+        if self.prompted or self.cause:
             return None
-        self.asked = True
+        self.prompted = True
         if len(self.prompt.token) > self.room:
             self.cause = "context"
             return None
         return self.prompt.token
 
     def take(self, reply: Reply) -> None:
-        """Keep the continuation."""
+        """Add the continuation, or set the cause for which it is left out."""
         if not reply.finished:
             self.cause = "unfinished"
             if not self.settings.keep_unfinished:
                 return
-        # Decoded as one: many a tokenizer drops the blank before a text's first word.
+        # Decoded together: many tokenizers drop the blank before a text's first word.
         text = str(self.tokenizer.decode([*self.prompt.token, *reply.token], skip_special_tokens=True))
         if not reply.text.strip():
             self.cause = self.cause or "empty"
@@ -268,7 +268,7 @@ class Document:
             self.answer, self.text = reply.text, text if reply.finished else text.rstrip(UNFINISHED)
 
     def outcome(self) -> Outcome:
-        """Return prompt, answer and both as one text; behind a chat template the first two would make it a chat."""
+        """Return prompt, answer and text; with a chat template only the text, lest readers take it for a chat."""
         if not self.answer:
             return Outcome(self.id, None, 0, self.cause)
         parts = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": self.answer}
@@ -280,6 +280,6 @@ class Document:
 
 
 def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int) -> Talk:
-    """Return a record as the target is to answer it."""
+    """Return the state in which a record is answered: a document, or a conversation."""
     plain = is_plain(record, tokenizer) or not tokenizer.chat_template
     return (Document if plain else Conversation)(record, tokenizer, settings, context)

@@ -1,11 +1,10 @@
-"""The client of an OpenAI-compatible endpoint, such as vLLM's or SGLang's.
+"""HTTP client for OpenAI-compatible endpoints such as vLLM's and SGLang's, for writing answers and for measuring.
 
-What comes back is not trusted: a reply that is no answer to what was asked is an `EndpointError`, with a cause.
-Failures that may pass are tried again, after a time that doubles, with jitter, or that the server names.
+Replies are untrusted: one that does not answer the request is an `EndpointError` with a cause. Temporary failures are
+retried with exponential back-off and jitter, or after the time that the server names.
 """
 
 import io
-import itertools
 import json
 import random
 import socket
@@ -21,7 +20,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPErrorProcessor, HTTPHandler, HTTPSHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler
 
 from data.answers.chats import Reply
 from data.text.files import CHUNK
@@ -32,32 +31,32 @@ UNKNOWN_CONTEXT = 2**31
 SHOWN = 160  # characters of a reply in an error
 FEW = 10  # models in an error
 LARGEST = 2**26  # bytes of a response, its headers included
-NESTED = 50  # lists and mappings in each other of a tool call's arguments: in their file they stand in others
+NESTED = 50  # depth of a tool call's arguments: the file of answers nests them deeper
 
-# Statuses after which the same request may succeed, besides all from 500 on.
-TEMPORARY = (408, 425, 429)
+TEMPORARY = (408, 425, 429)  # statuses after which a retry may succeed, besides 500 and above
+FINISH_REASONS = ("stop", "length", "tool_calls")
 REMEDIES = {
     401: "set the key in the environment variable that {options}.api_key_env names",
     403: "set the key in the environment variable that {options}.api_key_env names",
-    404: "{by}= is the base that /models and /chat/completions stand under, mostly .../v1",
+    404: "{by}= is the base URL of /models and /chat/completions, mostly .../v1",
 }
 EVENTS = "text/event-stream"
-DONE = b"[DONE]"  # the last event of a stream that has come whole
+DONE = b"[DONE]"  # the last event of a complete stream
 
 
 @dataclass(frozen=True)
 class EndpointConfig:
-    """How an endpoint is asked.
+    """Configuration of the requests to an endpoint.
 
     Attributes:
-        model: the name it serves the target by; None takes the only one there is.
+        model: the served name of the target; None takes the only model.
         concurrency: chats in flight.
-        timeout: seconds for one reply, to its last byte.
-        retries: of a request that failed for a while.
-        backoff: seconds before the first of them, doubled each time, with jitter; Retry-After goes before it.
-        max_wait: seconds that are waited before a retry at most; asked for more, the chat fails.
-        max_failures: chats that fail one after another before the job stops.
-        api_key_env: the environment variable with the key; unset, none is sent.
+        timeout: seconds for a whole reply, to its last byte.
+        retries: attempts after a request's first temporary failure.
+        backoff: seconds before the first retry, doubled for each further one, with jitter; Retry-After overrides it.
+        max_wait: longest pause before a retry in seconds; where the server wants more, the chat fails.
+        max_failures: consecutive failed chats after which the job stops.
+        api_key_env: the environment variable that holds the key; without it, no key is sent.
         extra: further fields of every request, such as top_k.
     """
 
@@ -72,7 +71,7 @@ class EndpointConfig:
     extra: dict[str, Any]
 
     def __post_init__(self) -> None:
-        """Refuse counts and times that ask for nothing."""
+        """Refuse counts and times out of range."""
         for name in ("concurrency", "timeout", "max_failures"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"endpoint.{name}={getattr(self, name)}: must be positive")
@@ -81,25 +80,25 @@ class EndpointConfig:
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuse what is no endpoint's URL, or tells a secret to whoever reads it.
+    """Refuse a URL that is no endpoint's, or that carries a secret.
 
     Raises:
-        ValueError: naming the key by which it was given.
+        ValueError: the URL is refused; the message names `key`, the option that held it.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{key}={url}: give a URL such as http://localhost:8000")
     if parts.username is not None or parts.query or parts.fragment:
         raise ValueError(
-            f"{key}: the URL of {parts.hostname} carries a user or a query, which files would tell: give the key in an "
+            f"{key}: the URL of {parts.hostname} carries a user or a query, which files would show: give the key in an "
             "environment variable, named by api_key_env"
         )
 
 
 class EndpointError(Exception):
-    """A request without an answer: why, in one word and as the server said it, and whether another try may help.
+    """A failed request: its cause in one word, the server's words, whether to retry, and after how many seconds.
 
-    The detail goes into files: no secret stands in it, and no half of a surrogate pair.
+    The detail goes into files, so secrets are redacted and lone surrogates escaped.
     """
 
     def __init__(self, cause: str, detail: str, retry: bool = False, after: float | None = None) -> None:
@@ -109,17 +108,17 @@ class EndpointError(Exception):
 
 
 class BoundedReader(io.RawIOBase):
-    """The bytes of a socket, status line and headers among them, up to a deadline and to `LARGEST`."""
+    """Reader of a socket that stops at a deadline and after `LARGEST` bytes, status line and headers included."""
 
     def __init__(self, sock: socket.socket, raw: io.RawIOBase, deadline: float) -> None:
         self.sock, self.raw, self.deadline, self.left = sock, raw, deadline, LARGEST
 
     def readable(self) -> bool:
-        """Return that it is."""
+        """Return true."""
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read what there is, within the time that is left."""
+        """Read the bytes that have arrived, and wait for them until the deadline at most."""
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             raise TimeoutError
@@ -137,38 +136,32 @@ class BoundedReader(io.RawIOBase):
 
 
 class BoundedResponse(HTTPResponse):
-    """A response that is read by a `BoundedReader` from its first byte on."""
+    """HTTP response that is read through a `BoundedReader` from its first byte on."""
 
     def __init__(self, sock: socket.socket, *args: Any, deadline: float, **named: Any) -> None:
         super().__init__(sock, *args, **named)
         self.fp = io.BufferedReader(BoundedReader(sock, self.fp.detach(), deadline))
 
 
-class Exchange(HTTPHandler, HTTPSHandler, HTTPErrorProcessor):
-    """Sends a request whose timeout is for the whole exchange, and follows no redirect: every status comes through."""
+class BoundedHandler(HTTPHandler, HTTPSHandler):
+    """Handler of http and https requests whose timeout bounds the whole exchange."""
 
     def do_open(self, http_class: Any, req: Request, **named: Any) -> HTTPResponse:
         """Return the response to a request."""
 
-        def connection(host: str, *, timeout: float, **more: Any) -> Any:
-            made = http_class(host, timeout=timeout, **more)
-            made.response_class = partial(BoundedResponse, deadline=time.monotonic() + timeout)
-            return made
+        def connect(host: str, *, timeout: float, **options: Any) -> Any:
+            connection = http_class(host, timeout=timeout, **options)
+            connection.response_class = partial(BoundedResponse, deadline=time.monotonic() + timeout)
+            return connection
 
-        opened: Any = connection
-        return super().do_open(opened, req, **named)
-
-    def http_response(self, request: Request, response: HTTPResponse) -> HTTPResponse:
-        """Return the response, whatever its status is."""
-        return response
-
-    https_response = http_response
+        connector: Any = connect
+        return super().do_open(connector, req, **named)
 
 
 class Client:
-    """The connection to an endpoint; its methods may be called from several threads.
+    """Client of one endpoint; its methods may be called from several threads.
 
-    `by` and `options` are the keys under which the user gives URL and configuration, for errors.
+    `by` and `options` are the options that hold the URL and the configuration; error messages name them.
     """
 
     def __init__(
@@ -176,17 +169,19 @@ class Client:
     ) -> None:
         self.by, self.options = by, options
         if key is not None and not (key.isascii() and key.isprintable()):
-            raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII alone")
+            raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII only")
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.opener = build_opener(Exchange)
-        self.stop = threading.Event()  # nobody waits for a retry any more
+        self.opener = OpenerDirector()  # without the handlers of redirects and errors: every status is returned
+        for handler in (ProxyHandler(), UnknownHandler(), BoundedHandler()):
+            self.opener.add_handler(handler)
+        self.stop = threading.Event()  # set, it ends the pauses before retries, and there are no further ones
 
     def served(self) -> tuple[str, int]:
-        """Return the model's name and its context, which not every server tells.
+        """Return the model's name and its context in tokens, UNKNOWN_CONTEXT where the server does not report it.
 
         Raises:
-            ValueError: the endpoint does not say what it serves, or not the model that is asked for.
+            ValueError: the endpoint does not list its models, or not the configured one.
         """
         try:
             data = self.request("GET", "/models", None)
@@ -194,23 +189,30 @@ class Client:
             raise ValueError(
                 f"{self.url}/models: {failure.cause} ({failure.detail}); start the endpoint, or correct {self.by}="
             ) from failure
-        listed = data.get("data")
-        entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-        models = {name: each for each in entries if isinstance(name := each.get("id"), str) and name.isprintable()}
-        wanted = self.config.model
-        name = next(iter(models)) if wanted is None and len(models) == 1 else wanted
+        entries = data["data"] if isinstance(data.get("data"), list) else []
+        cards = [card for card in entries if isinstance(card, dict)]
+        models = {name: card for card in cards if isinstance(name := card.get("id"), str) and name.isprintable()}
+        name = self.config.model
+        if name is None and len(models) == 1:
+            (name,) = models
         if name is None or name not in models:
-            lacking = "" if wanted is None else f", not {wanted}"
-            names = ", ".join(itertools.islice(models, FEW))[:SHOWN] or "no model"
-            raise ValueError(f"{self.url} serves {names}{lacking}; name what it serves: {self.options}.model=NAME")
+            missing = "" if name is None else f", not {name}"
+            names = ", ".join(list(models)[:FEW])[:SHOWN] or "no model"
+            raise ValueError(f"{self.url} serves {names}{missing}; name what it serves: {self.options}.model=NAME")
         context = models[name].get("max_model_len")
         return name, context if isinstance(context, int) and context > 0 else UNKNOWN_CONTEXT
 
     def request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """Send a request, again after a while where that may help; return the JSON object that comes back."""
+        """Send a request, retry it after temporary failures, and return the reply's JSON object.
+
+        Raises:
+            EndpointError: the last attempt failed, or the server asks for a longer pause than `max_wait`.
+            ValueError: the endpoint refuses the key or the path.
+        """
         for attempt in range(self.config.retries + 1):
             try:
-                return self._send(method, path, body)
+                with self._exchange(method, path, body) as response:
+                    return self._read_reply(response, path)
             except EndpointError as failure:
                 pause = min(self.config.max_wait, self.config.backoff * 2**attempt * random.uniform(0.5, 1.5))
                 pause = pause if failure.after is None else failure.after
@@ -220,39 +222,38 @@ class Client:
         raise AssertionError("the last attempt returns or raises")
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Send a request once, and yield the objects of the reply as they come.
+        """Send a request once, and yield the reply's JSON objects as they arrive.
 
-        They are those of server-sent events, or where the server does not stream, the one that the reply is.
+        A server-sent event is an object each; a server that does not stream sends a single one.
 
         Raises:
-            EndpointError: there is no reply, it is none, or it breaks off before its end.
+            EndpointError: no reply arrived, it is malformed, or it breaks off.
+            ValueError: the endpoint refuses the key or the path.
         """
         with self._exchange("POST", path, body) as response:
             if response.status != 200 or EVENTS not in response.headers.get("Content-Type", ""):
-                content = _read(response)
-                self._check(response, path, content)
-                yield read_object(content)
+                yield self._read_reply(response, path)
                 return
             for line in _lines(response):
-                said = line.strip().removeprefix(b"data:").strip()
-                if said == DONE:
+                event = line.strip().removeprefix(b"data:").strip()
+                if event == DONE:
                     return
                 if line.startswith(b"data:"):
-                    yield read_object(said)
+                    yield read_object(event)
         raise EndpointError("unreachable", "the stream broke off before its end", True)
 
     def page(self, path: str) -> tuple[int, str]:
-        """Return the status and the text of a page that need not be JSON.
+        """Return the status and the text of a page, which need not be JSON.
 
         Raises:
-            EndpointError: nobody answers in time.
+            EndpointError: no complete reply arrived in time.
         """
         with self._exchange("GET", path, None) as response:
             return response.status, _read(response).decode(errors="replace")
 
     @contextmanager
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[HTTPResponse]:
-        """Send a request; a connection that fails before all is read is an EndpointError."""
+        """Send a request and lend the open response; a failing connection is an EndpointError."""
         data = None if body is None else json.dumps(body).encode()
         try:
             request = Request(self.url + path, data, self.headers, method=method)
@@ -264,15 +265,10 @@ class Client:
                 raise EndpointError("timeout", f"no whole reply within {self.config.timeout:g} s", True) from error
             raise EndpointError("unreachable", f"{type(reason).__name__}: {reason}", True) from error
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        with self._exchange(method, path, body) as response:
-            content = _read(response)
-        self._check(response, path, content)
-        return read_object(content)
-
-    def _check(self, response: HTTPResponse, path: str, content: bytes) -> None:
-        """Refuse a reply whose status is no success."""
-        text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers repeat the key
+    def _read_reply(self, response: HTTPResponse, path: str) -> dict[str, Any]:
+        """Return the JSON object in a response, whose status must be 200."""
+        content = _read(response)
+        text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers echo the key
         if response.status in REMEDIES:
             remedy = REMEDIES[response.status].format(by=self.by, options=self.options)
             raise ValueError(f"{self.url}{path}: {response.status} ({' '.join(text.split())[:SHOWN]}); {remedy}")
@@ -280,11 +276,16 @@ class Client:
             after = retry_after(response.headers.get("Retry-After", ""))
             temporary = response.status in TEMPORARY or response.status >= 500
             raise EndpointError(f"http_{response.status}", text, temporary, after)
+        return read_object(content)
 
 
 def _pieces(response: HTTPResponse) -> Iterator[bytes]:
-    """Yield the body as it comes; it must come whole."""
-    while piece := response.read1(CHUNK):  # without a number, as many bytes are reserved as a chunk says it has
+    """Yield the body's bytes as they arrive.
+
+    Raises:
+        EndpointError: the body is shorter than announced.
+    """
+    while piece := response.read1(CHUNK):  # without a limit, read1 allocates whatever size a chunk announces
         yield piece
     if response.length:
         raise EndpointError("unreachable", f"the reply broke off {response.length} bytes before its end", True)
@@ -304,10 +305,10 @@ def _lines(response: HTTPResponse) -> Iterator[bytes]:
 
 
 def read_object(content: bytes) -> dict[str, Any]:
-    """Return the JSON object that a text is.
+    """Parse a JSON object.
 
     Raises:
-        EndpointError: it is none.
+        EndpointError: the text is not JSON, or another value.
     """
     text = content[:CHUNK].decode(errors="replace")
     try:
@@ -320,10 +321,10 @@ def read_object(content: bytes) -> dict[str, Any]:
 
 
 def read_reply(data: Mapping[str, Any], model: str) -> Reply:
-    """Return what a chat completion says.
+    """Read the answer in a chat completion.
 
     Raises:
-        EndpointError: it is another model's, no or several answers, no text, or ended for a reason that is none.
+        EndpointError: it is another model's, has no or several choices, no text, or an unknown finish reason.
     """
     if data.get("model") != model:
         raise EndpointError("wrong_model", f"the reply is {data.get('model')!r}'s")
@@ -331,25 +332,25 @@ def read_reply(data: Mapping[str, Any], model: str) -> Reply:
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise EndpointError("choices", json.dumps(data))
     message, finish = choices[0].get("message"), choices[0].get("finish_reason")
-    if finish not in ("stop", "length", "tool_calls"):
+    if finish not in FINISH_REASONS:
         raise EndpointError("finish_reason", f"it is {finish!r}")
     if not isinstance(message, dict) or message.get("role", "assistant") != "assistant":
         raise EndpointError("content", json.dumps(data))
     calls, text = message.get("tool_calls") or [], message.get("content")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if text is None and (calls or finish == "length"):
-        text = ""  # the reasoning took all the tokens, or the call stands for itself
+        text = ""  # the reasoning took all the tokens, or the answer is a tool call
     if not isinstance(text, str) or not isinstance(reasoning, str) or not isinstance(calls, list):
         raise EndpointError("content", json.dumps(data))
-    whole = calls if finish != "length" else []  # the last call may be cut off anywhere
-    return Reply(text, finish != "length", reasoning, tuple(read_call(call) for call in whole))
+    complete = calls if finish != "length" else []  # the last call may be cut off anywhere
+    return Reply(text, finish != "length", reasoning, tuple(read_call(call) for call in complete))
 
 
 def read_call(call: Any) -> dict[str, Any]:
-    """Return a tool call as chat templates take it: its arguments as an object, not as JSON in a string.
+    """Convert a tool call to the form of chat templates: arguments as an object, not as JSON in a string.
 
     Raises:
-        EndpointError: it is none.
+        EndpointError: the call is malformed.
     """
     try:
         function = dict(call["function"])
@@ -362,13 +363,13 @@ def read_call(call: Any) -> dict[str, Any]:
         raise EndpointError("content", f"a tool call that is none: {call!r}") from error
 
 
-def retry_after(asked: str) -> float | None:
-    """Return the seconds that a server asks to be left alone, which it says as a number or as a date."""
+def retry_after(header: str) -> float | None:
+    """Return the seconds of a Retry-After header, given as a number or as a date; None where it is neither."""
     try:
-        return max(0.0, float(asked))
+        return max(0.0, float(header))
     except ValueError:
         pass
     try:
-        return max(0.0, (parsedate_to_datetime(asked) - datetime.now(timezone.utc)).total_seconds())
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(timezone.utc)).total_seconds())
     except (ValueError, TypeError, OverflowError):
         return None

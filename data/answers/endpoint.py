@@ -1,6 +1,6 @@
-"""An OpenAI-compatible endpoint as the one who answers: several chats in flight, each turn after turn.
+"""Answers from an OpenAI-compatible endpoint: several chats in flight, the turns of each one after another.
 
-A chat that failed is left for another call; after several in a row the job stops. Nothing that was answered is lost.
+A failed chat is left to a later call; after several consecutive failures the job stops and keeps all finished answers.
 """
 
 import threading
@@ -18,7 +18,7 @@ SEEDS = 2**31  # of the seeds that every server takes
 
 
 class Endpoint:
-    """The target behind a URL."""
+    """Answerer that sends chats to a served target."""
 
     def __init__(self, client: Client, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> None:
         if not tokenizer.chat_template:
@@ -28,17 +28,17 @@ class Endpoint:
             )
         self.client, self.tokenizer, self.settings = client, tokenizer, settings
         self.template = settings.options(tokenizer)
-        self.lock = threading.Lock()  # of the tokenizer, which is not for several threads, and of `seen`
-        self.seen: set[str] = set()  # ids of replies
+        self.lock = threading.Lock()  # guards the tokenizer, which is not thread-safe, and `seen`
+        self.seen: set[str] = set()  # ids of all replies
         self.model, self.context = client.served()
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
-        """Answer all chats. Where the job stops, requests in flight are waited for and kept.
+        """Answer all chats, and yield their outcomes; a job that stops waits for requests in flight and keeps them.
 
         Raises:
-            ValueError: too many chats in a row failed, the endpoint refuses every request, or a text is no chat.
+            ValueError: too many consecutive chats failed, the endpoint refuses every request, or a record is no chat.
         """
-        source, in_a_row = iter(talks), 0
+        source, failures = iter(talks), 0
         stopped: ValueError | None = None
         with ThreadPoolExecutor(self.client.config.concurrency) as pool:
             running: set[Future[Outcome]] = set()
@@ -54,10 +54,10 @@ class Endpoint:
                             stopped = stopped or error
                             continue
                         outcome = future.result()
-                        in_a_row = in_a_row + 1 if outcome.failed else 0
+                        failures = failures + 1 if outcome.failed else 0
                         yield outcome
-                        if in_a_row >= self.client.config.max_failures:
-                            stopped = stopped or self._tired(in_a_row, outcome)
+                        if failures >= self.client.config.max_failures:
+                            stopped = stopped or self._too_many_failures(failures, outcome)
                     if stopped:
                         self.client.stop.set()
             finally:
@@ -66,21 +66,21 @@ class Endpoint:
             raise stopped
 
     def describe(self) -> dict[str, Any]:
-        """Return the model's names there and here, and what else each request says."""
+        """Return the served model's name, the tokenizer's, and the requests' further fields."""
         return {
             "by": "endpoint",
             "target": {"served_as": self.model, "tokenizer": self.tokenizer.name_or_path},
             "extra": self.client.config.extra,
         }
 
-    def _tired(self, in_a_row: int, last: Outcome) -> ValueError:
+    def _too_many_failures(self, count: int, last: Outcome) -> ValueError:
         return ValueError(
-            f"{self.client.url}: {in_a_row} chats in a row failed, the last one, {last.id}, by {last.cause} "
-            f"({last.detail}); what was answered is kept: mend the endpoint and run the same command again"
+            f"{self.client.url}: {count} chats in a row failed, the last one, {last.id}, by {last.cause} "
+            f"({last.detail}); finished answers are kept: fix the endpoint and run the same command again"
         )
 
     def _converse(self, talk: Talk) -> Outcome:
-        """Ask for every answer of a chat."""
+        """Request every answer of a chat, and return the chat's outcome."""
         if not isinstance(talk, Conversation):
             raise ValueError(f"record {talk.id} is no chat, and an endpoint answers chats; remove it, or use by=engine")
         try:
@@ -97,7 +97,7 @@ class Endpoint:
     def _reply(self, talk: Conversation) -> Reply:
         body = {
             "model": self.model,
-            "messages": talk.asked,
+            "messages": talk.prompt,
             "temperature": self.settings.temperature,
             "top_p": self.settings.top_p if self.settings.temperature else 1.0,
             "max_tokens": self.settings.max_new_tokens,

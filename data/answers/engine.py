@@ -1,8 +1,8 @@
-"""Our own engine as the one who answers: a continuous batch over chats, with a draft source or without.
+"""Answers by our engine: a continuous batch over chats, with a draft source or without.
 
-The rule is the coupled one at every temperature: a token is then a function of the text before it and the request's
-seed, whatever was drafted and whoever is in the batch, and its law is the target's (arXiv 2408.07978). What is left of
-the batch is rounding: a pass over other shapes may turn a near tie.
+Verification is coupled at every temperature: a token is then a function of the text before it and the request's seed,
+whatever the drafts and the batch, and its distribution is the target's (arXiv 2408.07978). The batch still affects
+rounding: a forward pass of another shape may turn a near tie.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
 from heads.formats.hub import resolve_head
-from inference.batch import Batch, clone
+from inference.batch import batch_of
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.registry import configured, make
@@ -28,7 +28,7 @@ from inference.verification.verify import COUPLED
 
 
 class Engine:
-    """The target in our engine, answering `batch_size` chats at a time."""
+    """Answerer that decodes `batch_size` chats at a time with our engine."""
 
     def __init__(self, target: Target, drafter: Drafter, settings: AnswerSettings, batch_size: int) -> None:
         if batch_size < 1:
@@ -39,11 +39,11 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerBase = target.tokenizer
         self.context = target.context
         self.sampling = Sampling(settings.temperature, 0, settings.top_p)
-        self.batch = Batch(target, [drafter, *(clone(drafter) for _ in range(batch_size - 1))])
+        self.batch = batch_of(target, drafter, batch_size)
         self.tokens = self.passes = 0
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
-        """Answer all chats; one whose answer ended asks its next turn before a new one is let in."""
+        """Answer all chats; the next turn of a running chat goes before a new chat."""
         source, waiting = iter(talks), deque[Talk]()
         answering: list[tuple[Talk, Generation]] = []
         while True:
@@ -56,14 +56,14 @@ class Engine:
                     yield talk.outcome()
                     continue
                 answering.append((talk, self._admit(token, talk.seed())))
-                self._settle(answering, waiting)
+                self._release(answering, waiting)
             if not answering:
                 return
             self._step()
-            self._settle(answering, waiting)
+            self._release(answering, waiting)
 
     def describe(self) -> dict[str, Any]:
-        """Return the target as heads know it, and the type of its numbers; what it is called changes nothing."""
+        """Return the target's specification and dtype, without its name."""
         spec = {key: value for key, value in asdict(self.target.spec).items() if key != "name"}
         return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
 
@@ -78,28 +78,28 @@ class Engine:
         self.batch.step()
 
     @torch.inference_mode()
-    def _settle(self, answering: list[tuple[Talk, Generation]], waiting: deque[Talk]) -> None:
-        """Hand finished answers to their chats, which wait for their next turn; free their places."""
-        for talk, made in [pair for pair in answering if pair[1].finish]:
-            talk.take(self._reply(made))
+    def _release(self, answering: list[tuple[Talk, Generation]], waiting: deque[Talk]) -> None:
+        """Hand finished answers to their chats, which wait for their next turn; free their slots."""
+        for talk, generation in [pair for pair in answering if pair[1].finish]:
+            talk.take(self._reply(generation))
             waiting.append(talk)
-            self.tokens, self.passes = self.tokens + len(made.tokens), self.passes + 1 + len(made.steps)
+            self.tokens, self.passes = self.tokens + len(generation.tokens), self.passes + 1 + len(generation.steps)
         answering[:] = [pair for pair in answering if not pair[1].finish]
         self.batch.release()
 
-    def _reply(self, made: Generation) -> Reply:
-        """Return the text of an answer; special tokens within it stay to be seen."""
-        finished = made.finish == "eos"
-        token = made.tokens[:-1] if finished else made.tokens
+    def _reply(self, generation: Generation) -> Reply:
+        """Return the answer's text, special tokens within it included."""
+        finished = generation.finish == "eos"
+        token = generation.tokens[:-1] if finished else generation.tokens
         text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
         return Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token))
 
 
 def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the name of the draft source that the command names, and its options, checked without the target.
+    """Return the configured draft source's name and options, checked without the target.
 
     Raises:
-        ValueError: none or several sources, an unknown one, or a run that has no head or stands beside another source.
+        ValueError: none or several sources, an unknown one, a run without a head, or one beside another source.
     """
     if len(options) != 1:
         raise ValueError(f"drafter={list(options)}: one source drafts the answers; name one, or plain for none")
@@ -116,13 +116,13 @@ def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str
 
 
 def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any], target: Target) -> Drafter:
-    """Return the draft source that the command names.
+    """Load the configured draft source.
 
     Args:
-        options: of the configuration's `drafter`: one source's name, and its options.
+        options: the configuration's `drafter`: one source's name, and its options.
         run: the folder or Hub id of a head, which then drafts.
-        tree: the head's tree; a None is what it was saved with.
-        target: the target that it drafts for.
+        tree: the head's tree; None in it stands for the saved value.
+        target: the target of the drafts.
 
     Raises:
         ValueError: none or several sources, an unknown one, a run beside another source, or a head of another target.

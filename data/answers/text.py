@@ -1,28 +1,28 @@
-"""The text of chats and answers: what is asked in turn, what of an answer is reasoning, what survives tokenising."""
+"""Text of prompts and answers: user turns, reasoning, round trips through the tokenizer."""
 
 from transformers import PreTrainedTokenizerBase
 
 from data.text.records import Message
-from data.text.template import encode, turn_ends
+from data.text.template import encode, turn_end_tokens
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
 def turns_of(messages: list[Message]) -> list[list[Message]]:
-    """Return what is said before each answer, a user's message in each; answers and tool results are left out."""
+    """Return the messages before each answer, a user's among them; answers and tool results are left out."""
     turns: list[list[Message]] = []
-    open_: list[Message] = []
+    turn: list[Message] = []
     for message in [*messages, {"role": "assistant"}]:
         if message["role"] not in ("assistant", "tool"):
-            open_.append(message)
-        elif any(each["role"] == "user" for each in open_):
-            turns.append(open_)
-            open_ = []
+            turn.append(message)
+        elif any(earlier["role"] == "user" for earlier in turn):
+            turns.append(turn)
+            turn = []
     return turns
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """Return the reasoning in a think block and the answer behind it; some templates open the block themselves."""
+    """Split a text into the reasoning of a think block, which the template may have opened, and the answer."""
     if CLOSE not in text and not text.lstrip().startswith(OPEN):
         return "", text
     reasoning, _, answer = text.partition(CLOSE)
@@ -30,7 +30,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 def round_trips(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer gives a text back as it is, outer blanks aside, and reads no special token in it."""
+    """Whether a text survives encoding and decoding, outer blanks aside, and holds no special token."""
     if not is_text(text, tokenizer):
         return False
     (token,) = encode([text], tokenizer)
@@ -38,9 +38,9 @@ def round_trips(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def is_text(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a string has no half of a surrogate pair, and the tokenizer reads no special token in it."""
+    """Whether a string has no lone surrogate, and the tokenizer finds no special token in it."""
     try:
         (token,) = encode([text], tokenizer)
     except UnicodeEncodeError:
         return False
-    return not turn_ends(tokenizer) & set(token)
+    return not turn_end_tokens(tokenizer) & set(token)

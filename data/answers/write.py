@@ -1,8 +1,8 @@
-"""Let the frozen target answer the prompts, so that heads train on what the target itself would say.
+"""Job that lets the frozen target answer prompts, so that heads train on the target's own text.
 
-Who answers is our engine or an endpoint. The file is JSON Lines, `{"id", "messages"}` with the target's answer to each
-of the user's turns, its earlier answers in view; for a plain text `{"id", "text"}`. `data.path` reads it. Every process
-takes its share of the chats; a call that was stopped goes on, and the file is the same as if it had not been.
+The answers come from our engine or an endpoint. The file is JSON Lines, `{"id", "messages"}` with the target's answer
+to each of the user's turns in view of its earlier ones; for a plain text `{"id", "text"}`. `data.path` reads it. Every
+process answers its share of the chats; a job that was stopped resumes, and its file is the same.
 """
 
 import glob
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import track
 
-from data.answers.chats import Answerer, AnswerSettings, Outcome, Talk, talk_of
+from data.answers.chats import Answerer, AnswerSettings, Outcome, talk_of
 from data.answers.files import Answers
 from data.config import DataConfig
 from data.text.files import content_hash
@@ -26,26 +26,26 @@ from heads.common.redact import redacted_values
 log = logging.getLogger(__name__)
 
 
-class Share(NamedTuple):
-    """This process's part of the work: rank of how many, and what waits until all processes are there."""
+class Worker(NamedTuple):
+    """A process's share of the work: its rank, the number of processes, and their barrier."""
 
     rank: int
     world: int
     wait: Callable[[], object]
 
 
-ALONE = Share(0, 1, lambda: None)
+ALONE = Worker(0, 1, lambda: None)
 
 
 class Work(NamedTuple):
-    """What is to be answered, and how.
+    """Prompts and settings of the job.
 
     Attributes:
-        records: the chats and texts, in the order that the file will have.
-        source: what tells where they are from, as `source_of` has it.
-        settings: the sampling.
-        sync_every: after so many chats the disk is waited for.
-        notes: what else the provenance should say; unlike the settings it may change from call to call.
+        records: the chats and texts, in the order of the file.
+        source: identity of the prompts, by `source_of`.
+        settings: sampling and chat template.
+        sync_every: chats between two flushes to the device.
+        notes: further provenance; unlike the settings it may change when the job resumes.
     """
 
     records: Sequence[Record]
@@ -55,15 +55,15 @@ class Work(NamedTuple):
     notes: dict[str, Any]
 
 
-def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALONE) -> dict[str, Any] | None:
-    """Write the target's answers to `out`, but for the chats that it or its parts already hold.
+def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = ALONE) -> dict[str, Any] | None:
+    """Write the target's answers to `out`, except for chats that it or its parts already hold.
 
     Returns:
-        the provenance, which stands in `out`.meta.json, on the main process; None on others.
+        the provenance, the content of `out`.meta.json, on the main process; None on others.
 
     Raises:
-        ValueError: settings that cannot work; `out` is not such a file, was begun with other settings or is being
-            written by another job; no chat was answered; or the answerer gives up.
+        ValueError: the settings are impossible; `out` is another file, has other settings or belongs to a running job;
+            no chat was answered; or the answerer stops.
     """
     work.settings.options(answerer.tokenizer)
     if answerer.context <= work.settings.max_new_tokens:
@@ -73,18 +73,18 @@ def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALON
         )
     answers = Answers(out)
     settings = redacted_values({**answerer.describe(), "data": work.source, **asdict(work.settings)})
-    if share.rank:
-        share.wait()
-        _answer(work, answerer, answers, share)
-        share.wait()
+    if worker.rank:
+        worker.wait()
+        _answer(work, answerer, answers, worker)
+        worker.wait()
         return None
-    with answers.held():
+    with answers.locked():
         answers.begin(settings)
-        share.wait()
-        before = len(answers.settled())
-        _answer(work, answerer, answers, share)
-        share.wait()
-        notes = {**redacted_values(work.notes), "world_size": share.world, "settled_before": before}
+        worker.wait()
+        before = len(answers.finished())
+        _answer(work, answerer, answers, worker)
+        worker.wait()
+        notes = {**redacted_values(work.notes), "world_size": worker.world, "settled_before": before}
         meta = answers.merge([record.id for record in work.records], settings, notes)
     for kind in ("shortened", "left_out", "failed"):
         if meta["counts"][kind]:
@@ -92,23 +92,19 @@ def write_answers(work: Work, answerer: Answerer, out: Path, share: Share = ALON
     return meta
 
 
-def _answer(work: Work, answerer: Answerer, answers: Answers, share: Share) -> None:
-    """Answer this process's chats that are not settled yet."""
-    settled = answers.settled()
-    mine = [record for record in work.records[share.rank :: share.world] if record.id not in settled]
-
-    def talks() -> Iterator[Talk]:
-        for record in mine:
-            yield talk_of(record, answerer.tokenizer, work.settings, answerer.context)
-
+def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) -> None:
+    """Answer this process's chats that are not finished yet."""
+    finished = answers.finished()
+    records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
+    talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
     console = Console(stderr=True)
-    quiet = share.rank > 0 or not console.is_terminal
-    outcomes = answerer.answer(talks()) if mine else iter(())
-    with answers.part(share.rank, share.world) as part:
-        shown: Iterator[Outcome] = iter(
-            track(outcomes, "answers", total=len(mine), console=console, transient=True, disable=quiet)
+    quiet = worker.rank > 0 or not console.is_terminal
+    outcomes = answerer.answer(talks) if records else iter(())
+    with answers.part(worker.rank, worker.world) as part:
+        tracked: Iterator[Outcome] = iter(
+            track(outcomes, "answers", total=len(records), console=console, transient=True, disable=quiet)
         )
-        for number, outcome in enumerate(shown, 1):
+        for number, outcome in enumerate(tracked, 1):
             part.write(outcome)
             if number % work.sync_every == 0:
                 part.sync()
@@ -116,9 +112,9 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, share: Share) -> N
 
 
 def source_of(config: DataConfig) -> dict[str, Any]:
-    """Return what tells the prompts from others: their sources' names, or what files hold, and what is held out."""
+    """Return the identity of the prompts: their sources' names or files' hashes, mixture, split and held-out part."""
     return {
-        "sources": [_held(name, config.split) for name in config.paths],
+        "sources": [_source_identity(name, config.split) for name in config.paths],
         "weights": config.weights,
         "seed": config.seed,
         "split": config.split,
@@ -127,7 +123,7 @@ def source_of(config: DataConfig) -> dict[str, Any]:
     }
 
 
-def _held(name: str, split: str) -> str:
+def _source_identity(name: str, split: str) -> str:
     path = Path(name).expanduser()
     if path.is_file():
         return content_hash(path)

@@ -1,8 +1,8 @@
-"""Extraction: the features of all packed rows into a store, by any number of processes, once it is known to fit.
+"""Extraction of the features of all packed rows into a store, by any number of processes, once they are known to fit.
 
-Shard k holds rows k·R to (k+1)·R - 1, computed in the same groups whenever it is: what a killed extraction lacks is
+Shard k holds rows k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks are
 written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
-writes, first every world-th one, then what is left, so any number of them share a store, started together or not.
+writes, first every world-th one, then the remaining ones, so any number of them share a store, started together or not.
 """
 
 import shutil
@@ -23,14 +23,14 @@ Make = Callable[[list[int]], Row]
 
 
 class Estimate(NamedTuple):
-    """What an extraction has before it: rows and their bytes, and the bytes that the disk has free."""
+    """The work of an extraction: rows and their bytes, and the bytes that the disk has free."""
 
     rows: int
     bytes: int
     free: int
 
-    def said(self, seconds: float, world: int) -> str:
-        """Return a line on it, given the seconds that one row took."""
+    def line(self, seconds: float, world: int) -> str:
+        """Describe the work in a line, given the seconds that one row took."""
         time_left = int(seconds * self.rows / world)
         clock = f"{time_left // 3600}:{time_left // 60 % 60:02d}:{time_left % 60:02d}"
         return (
@@ -40,15 +40,15 @@ class Estimate(NamedTuple):
 
 
 def shard_rows(config: FeaturesConfig, row_bytes: int) -> int:
-    """Return how many rows of so many bytes make a shard of about `shard_mb`."""
+    """Return the number of rows in a shard of about `shard_mb`."""
     return max(1, config.shard_mb * MB // row_bytes)
 
 
 def spec_there(folder: Path, spec: StoreSpec) -> StoreSpec:
-    """Return the kind of the store that a folder holds, which may have more layers, or the given one for a new store.
+    """Return the spec of the store in a folder, which may have more layers, or the given one for a new store.
 
     Raises:
-        ValueError: the folder holds a store of something else.
+        ValueError: the folder holds a store of other features.
     """
     if not (folder / META).exists():
         return spec
@@ -58,7 +58,7 @@ def spec_there(folder: Path, spec: StoreSpec) -> StoreSpec:
 
 
 def estimate(folder: Path, spec: StoreSpec, budget_gb: float | None) -> Estimate:
-    """Return what there is to extract into a folder; nothing is written.
+    """Return the rows still to extract into a folder, with their size; nothing is written.
 
     Raises:
         ValueError: it does not fit the disk or the budget.
@@ -67,24 +67,24 @@ def estimate(folder: Path, spec: StoreSpec, budget_gb: float | None) -> Estimate
     if (folder / META).exists():
         store = FeatureStore(folder)
         left, held = len(store.missing()), store.bytes()
-    there = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
-    found = Estimate(left, left * spec.row_bytes, shutil.disk_usage(there).free)
+    parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+    work = Estimate(left, left * spec.row_bytes, shutil.disk_usage(parent).free)
     smaller = "give features.dtype=int8, fewer layers or less data (data.limit), or more room"
-    if found.bytes > found.free:
+    if work.bytes > work.free:
         raise ValueError(
-            f"{folder}: {found.rows} rows take {found.bytes / GB:.3f} GB, and the disk has {found.free / GB:.3f} GB "
+            f"{folder}: {work.rows} rows take {work.bytes / GB:.3f} GB, and the disk has {work.free / GB:.3f} GB "
             f"free; {smaller}"
         )
-    if budget_gb is not None and held + found.bytes > budget_gb * GB:
+    if budget_gb is not None and held + work.bytes > budget_gb * GB:
         raise ValueError(
-            f"{folder}: the store takes {(held + found.bytes) / GB:.3f} GB, over features.budget_gb={budget_gb:g}; "
+            f"{folder}: the store takes {(held + work.bytes) / GB:.3f} GB, over features.budget_gb={budget_gb:g}; "
             f"{smaller}"
         )
-    return found
+    return work
 
 
 def timed(make: Make, spec: StoreSpec, micro: int) -> float:
-    """Return the seconds that a row takes, by a second forward pass: the first one warms up."""
+    """Measure the seconds that a row takes, by a second forward pass: the first one warms up."""
     rows = list(range(min(micro, spec.rows)))
     make(rows)
     begin = time.perf_counter()
@@ -96,14 +96,14 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     """Write the shards that the store lacks, and return how many this process wrote.
 
     Args:
-        store: where to.
-        make: gives the tensors of these rows, at most `micro` at a time.
-        micro: how many.
-        rank: of this process.
-        world: how many there are.
+        store: the store to write to.
+        make: computes the tensors of these rows, at most `micro` at a time.
+        micro: the largest number of rows in one call of `make`.
+        rank: the rank of this process.
+        world: the number of processes.
 
     Raises:
-        ValueError: the disk refused; what is written stays.
+        ValueError: the disk refused; written shards stay.
     """
     spec, written = store.spec, 0
     mine = list(range(rank, spec.shards, world))

@@ -1,4 +1,4 @@
-"""The extraction of a data set's features, from its configuration: by the target's own passes, or from vLLM's files."""
+"""Extraction of a data set's features, from its configuration: by the target's forward passes, or from vLLM's files."""
 
 import logging
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from data.features.store import FeatureStore, Row, StoreSpec, packed_fingerprint
 from data.features.vllm_features import VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
+from heads.base import HeadConfig
 from heads.common.context import check_rows, context_of
-from heads.common.typed import typed
 from inference.target.config import ModelConfig
 from inference.target.embeddings import final_norm
 from inference.target.embeddings_only import EmbeddingsOnly, load_target
@@ -30,21 +30,21 @@ log = logging.getLogger(__name__)
 
 
 class Layers(NamedTuple):
-    """Which feature layers to extract: `named`, or if it is None those that the head of a configuration reads."""
+    """The feature layers to extract: `named`, or if it is None those that the head of a configuration reads."""
 
-    head: Any
+    head: HeadConfig
     named: list[int] | None
 
     def of(self, target: Target | EmbeddingsOnly) -> tuple[int, ...]:
         """Return the layers for a target.
 
         Raises:
-            ValueError: the target has no such layer, or the head's configuration is wrong.
+            ValueError: the target has no such layer, or not the layers of the head's configuration.
         """
         if self.named is None:
-            kind: Any = HEADS[self.head["name"]]
+            kind: Any = HEADS[self.head.name]
             with torch.device("meta"):
-                layers: tuple[int, ...] = kind(typed(kind.Config, self.head), target.embeddings).feature_layers
+                layers: tuple[int, ...] = kind(self.head, target.embeddings).feature_layers
             return layers
         count = target.spec.num_layers
         if any(not 0 <= layer < count for layer in self.named) or len(set(self.named)) < len(self.named):
@@ -55,20 +55,20 @@ class Layers(NamedTuple):
 def spec_of(
     target: Target | EmbeddingsOnly, packed: Packed, layers: tuple[int, ...], config: FeaturesConfig
 ) -> StoreSpec:
-    """Return what a store of these rows is, were it made now.
+    """Return the spec of a new store of these rows.
 
     Raises:
-        ValueError: there are more of the likeliest tokens wanted than tokens.
+        ValueError: features.k is larger than the vocabulary.
     """
     spec, k = target.spec, config.k if config.teacher == "top_k" else 0
     if k > spec.vocab_size:
         raise ValueError(f"features.k is {k}, but {target.name} has {spec.vocab_size} tokens: lower it")
     rows, length = packed.token.shape
-    made = StoreSpec(
+    store = StoreSpec(
         spec.fingerprint, str(spec), target.quantized, layers, spec.hidden_size, spec.vocab_size,
         packed_fingerprint(packed), rows, length, config.dtype, config.teacher, k, 1,
     )  # fmt: skip
-    return made.sharded(shard_rows(config, made.row_bytes))
+    return store.sharded(shard_rows(config, store.row_bytes))
 
 
 def extract_features(
@@ -80,13 +80,13 @@ def extract_features(
     workload: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Extract the features of all packed rows into the store, or what of them it lacks; every process alike.
+    """Extract the features of all packed rows that the store lacks; called on every process alike.
 
     Args:
         model: the target's configuration.
         data: the documents.
-        config: the store's.
-        layers: which.
+        config: the store's configuration.
+        layers: the feature layers.
         prompts: the file that the documents' tokens are written to for vLLM; nothing is then extracted.
         workload: evaluation prompts that no sample may hold, beside those of `data`; None: none.
         say: prints a line.
@@ -94,8 +94,7 @@ def extract_features(
     Raises:
         ValueError: it does not fit, the folder holds something else, or the disk refused.
     """
-    own = configuration(model.path, model.trust_remote_code)
-    check_rows(data.length, context_of(own), model.path)
+    check_rows(data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     state = PartialState(cpu=model.device == "cpu")
     check_alone(model.where, "an extraction")
     target = load_target(model, str(state.device), whole=config.vllm is None and prompts is None)
@@ -107,11 +106,11 @@ def extract_features(
         return
     folder = Path(str(config.path))
     spec = spec_there(folder, spec_of(target, packed, layers.of(target), config))
-    there = estimate(folder, spec, config.budget_gb)
+    work = estimate(folder, spec, config.budget_gb)
     make = _maker(target, packed, spec, config)
-    if there.rows and state.is_main_process:
+    if work.rows and state.is_main_process:
         seconds = timed(make, spec, config.micro_rows)
-        say(there.said(seconds, state.num_processes))
+        say(work.line(seconds, state.num_processes))
     state.wait_for_everyone()
     store = FeatureStore.create(folder, spec)
     written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
@@ -123,7 +122,7 @@ def extract_features(
 
 
 def _maker(target: Target | EmbeddingsOnly, packed: Packed, spec: StoreSpec, config: FeaturesConfig) -> Make:
-    """Return what gives the tensors of some rows."""
+    """Return the function that computes or reads the tensors of some rows."""
     if isinstance(target, Target) and config.vllm is None:
         whole = target
         return lambda rows: compute(whole, packed.token[rows].long(), packed.document[rows].long(), spec)

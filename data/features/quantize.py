@@ -1,7 +1,7 @@
-"""Hidden states in fewer bits: pure functions, with a scale for each token's state of each layer.
+"""Quantisation of hidden states: pure functions, with a scale for each token's state of each layer.
 
-The error of a value x whose row's largest is m: fp32 none, bf16 |x| / 2^8 at most (twice what rounding to nearest
-gives), fp8 (e4m3) |x| / 2^4 + m / 448 / 2^10, int8 m / 127 / 2, each but for fp32's own rounding.
+The error of a value x whose row's largest is m: fp32 none, bf16 |x| / 2^8 at most (twice that of rounding to
+nearest), fp8 (e4m3) |x| / 2^4 + m / 448 / 2^10, int8 m / 127 / 2, each but for fp32's own rounding.
 """
 
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LARGEST = {"fp8": 448.0, "int8": 127.0}  # that the type holds: a row's largest value becomes it
+LARGEST = {"fp8": 448.0, "int8": 127.0}  # the type's largest value, to which a row's largest is scaled
 SCALE_BYTES = 4
 
 
 class Coded(NamedTuple):
-    """Values in a dtype of DTYPES, and where it has few bits a factor for each row of them."""
+    """Values in a dtype of DTYPES, with a scale for each row of them if the dtype needs one."""
 
     value: Shaped[Tensor, "*n D"]
     scale: Float[Tensor, "*n"] | None

@@ -1,7 +1,8 @@
-"""From batches to the target's features: where they may come from, and live, right before the head reads them."""
+"""Sources of features: their configuration and protocol, and the live one, a forward pass of the target a batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -30,8 +31,8 @@ class FeaturesConfig:
         path: the store's folder.
         dtype: a new store's hidden states, a key of `data.features.quantize.DTYPES`; an existing store keeps
             its own, as for `teacher`, `k` and `shard_mb`.
-        teacher: "state" keeps the last hidden state, "top_k" the target's `k` likeliest tokens in its place.
-        k: how many.
+        teacher: "state" keeps the last hidden state, "top_k" the target's top-k tokens in its place.
+        k: of those.
         budget_gb: the store's size at most, in 10^9 bytes; None for what the disk has free.
         on_missing: "compute" a row that a store lacks or that is damaged, or "fail".
         shard_mb: size of a shard, in 10^6 bytes.
@@ -55,7 +56,7 @@ class FeaturesConfig:
     vllm_layers: list[int]
 
     def __post_init__(self) -> None:
-        """Refuse what nothing is known of."""
+        """Check the choices."""
         choices = {"mode": MODES, "dtype": tuple(DTYPES), "teacher": TEACHERS, "on_missing": ON_MISSING}
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
@@ -71,15 +72,22 @@ class FeaturesConfig:
 
 
 class Given(NamedTuple):
-    """What a head trains on: features, and the teacher's law where `last` was not kept (then it is of width 0)."""
+    """The input of a training step: features, and the teacher's top-k where `last` was not stored (then of width 0)."""
 
     features: Features
     top: TopLaw | None
 
 
+class MicroBatch(NamedTuple):
+    """One micro-batch of a step; `read` gives its features, once, and after those of the micro-batches before it."""
+
+    batch: Batch
+    read: Callable[[], Given]
+
+
 @runtime_checkable
 class Forward(Protocol):
-    """What gives features for tokens by a pass: a `Target`."""
+    """A model that computes features in a forward pass: a `Target`."""
 
     device: torch.device
 
@@ -90,20 +98,22 @@ class Forward(Protocol):
 
 @runtime_checkable
 class FeatureSource(Protocol):
-    """What a training loop takes features from.
+    """The micro-batches of a step with the features to train on.
 
     Attributes:
+        batches: which rows a step takes.
         stall: seconds that the caller has waited for features to be read.
     """
 
+    batches: Batches
     stall: float
 
-    def __call__(self, step: int) -> Iterator[Given]:
-        """Yield what the micro-batches of a step train on, in their order."""
+    def __call__(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step, whose features are read when they are asked for."""
         ...
 
     def close(self) -> str:
-        """End what runs beside, and return a line on what there was, or nothing."""
+        """Stop reading ahead, and return a line of statistics, or nothing."""
         ...
 
 
@@ -113,10 +123,13 @@ class Live:
     def __init__(self, target: Forward, batches: Batches, layers: tuple[int, ...]) -> None:
         self.target, self.batches, self.layers, self.stall = target, batches, layers, 0.0
 
-    def __call__(self, step: int) -> Iterator[Given]:
-        """Yield each micro-batch's features."""
-        for batch in self.batches(step):
-            yield Given(batch_features(self.target, batch, self.layers), None)
+    def __call__(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches; each read is a forward pass of the target."""
+        return [MicroBatch(batch, partial(self.features, batch)) for batch in self.batches(step)]
+
+    def features(self, batch: Batch) -> Given:
+        """Return the features of a micro-batch."""
+        return Given(batch_features(self.target, batch, self.layers), None)
 
     def close(self) -> str:
         """There is nothing to end."""

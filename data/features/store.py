@@ -1,8 +1,8 @@
 """A store of features on disk: shards of whole packed rows, each with an index entry, under one meta file.
 
-    FOLDER/meta.json                   what it is of: `StoreSpec`, with a checksum of itself
+    FOLDER/meta.json                   the contents of the store: `StoreSpec`, with a checksum of itself
     FOLDER/shards/NAME.safetensors     the tensors of some rows, row by row
-    FOLDER/index/NAME.json             which rows those are and the SHA-256 of each, with a checksum of itself
+    FOLDER/index/NAME.json             the numbers of those rows, the SHA-256 of each, and a checksum of itself
     FOLDER/locks/NAME                  empty; held by the process that writes the shard
 
 An entry is written after its shard, and both whole or not at all, so a reader sees finished shards only, also while
@@ -31,7 +31,7 @@ from heads.common.untrusted import inside, shown
 FORMAT = 1
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
 OPEN = 16  # shards kept open for reading at most
-TOP_BYTES = 8  # of a token and its log probability
+TOP_BYTES = 8  # a token and its log-prob
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
     "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed rows",
@@ -43,12 +43,12 @@ Row = dict[str, Tensor]
 
 
 class DamagedError(ValueError):
-    """A part of a store that is not there or not what was written; the message names it."""
+    """A missing or damaged file of a store; the message names it."""
 
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """What a store holds.
+    """The contents of a store.
 
     Attributes:
         target, name: the target's fingerprint, and its name for people; quantize: how its weights were quantised.
@@ -56,7 +56,7 @@ class StoreSpec:
         width, vocab: of the target.
         data, rows, length: the fingerprint of the packed rows, how many they are, and their tokens.
         dtype: of the hidden states, a key of `data.features.quantize.DTYPES`.
-        teacher: "state", the last hidden state, or "top_k", the `k` likeliest tokens.
+        teacher: "state", the last hidden state, or "top_k", the log-probs of the top `k` tokens.
         shard_rows: rows of a shard at most.
     """
 
@@ -75,7 +75,7 @@ class StoreSpec:
     shard_rows: int
 
     def __post_init__(self) -> None:
-        """Check what a damaged or foreign file may have instead."""
+        """Check the values, which may come from a damaged or foreign file."""
         if self.dtype not in DTYPES or self.teacher not in ("state", "top_k"):
             raise ValueError(f"dtype is {shown(self.dtype)} and teacher {shown(self.teacher)}: not of a feature store")
         for key, least in {"width": 1, "vocab": 1, "length": 1, "rows": 0, "k": 0, "shard_rows": 1}.items():
@@ -83,12 +83,12 @@ class StoreSpec:
                 raise ValueError(f"{key} is {getattr(self, key)}: not of a feature store, which has {least} or more")
 
     def sharded(self, rows: int) -> "StoreSpec":
-        """Return the same with so many rows a shard."""
+        """Return the spec with so many rows a shard."""
         return replace(self, shard_rows=rows)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on disk, but for some hundred of its shard's and entry's own."""
+        """Bytes of a row on disk, apart from some hundred bytes of overhead of its shard and entry."""
         hidden = len(self.layers) * size(self.width, self.dtype)
         teacher = size(self.width, self.dtype) if self.teacher == "state" else self.k * TOP_BYTES
         return self.length * (hidden + teacher)
@@ -99,15 +99,15 @@ class StoreSpec:
 
     @property
     def shards(self) -> int:
-        """How many shards an extraction writes."""
+        """The number of shards of a whole extraction."""
         return -(-self.rows // self.shard_rows)
 
 
 def packed_fingerprint(packed: Packed) -> str:
-    """Return the SHA-256 of what features follow from: the rows' tokens and documents, not their loss masks."""
+    """Return the SHA-256 of the rows' tokens and documents, which determine the features; loss masks do not."""
     digest = hashlib.sha256()
-    for part in (packed.token, packed.document):
-        digest.update(np.ascontiguousarray(part.numpy(), dtype="<i4").tobytes())
+    for tensor in (packed.token, packed.document):
+        digest.update(np.ascontiguousarray(tensor.numpy(), dtype="<i4").tobytes())
     return digest.hexdigest()
 
 
@@ -115,8 +115,8 @@ class FeatureStore:
     """The store in a folder, open for reading and writing.
 
     Attributes:
-        spec: what it holds.
-        damaged: by name the shards that count for nothing, since they or their entries are damaged, and why.
+        spec: its contents.
+        damaged: the shards that are ignored, since they or their entries are damaged: name to reason.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,16 +143,16 @@ class FeatureStore:
             raise ValueError(f"{folder / META}: {error}; put a copy in its place, or extract again elsewhere") from None
         self.damaged: dict[str, str] = {}
         self.entries: dict[str, Entry] = {}
-        self._places: dict[int, tuple[str, int]] = {}
+        self._location: dict[int, tuple[str, int]] = {}  # of each row: its shard's name and its index in there
         self._open: OrderedDict[str, Any] = OrderedDict()
         self.refresh()
 
     @classmethod
     def create(cls, folder: Path, spec: StoreSpec) -> "FeatureStore":
-        """Open the store in a folder, or make it where there is none.
+        """Open the store in a folder, or create it.
 
         Raises:
-            ValueError: there is one of something else, or the disk refused.
+            ValueError: there is one of other features, or the disk refused.
         """
         with claim(folder / LOCKS / META, wait=True):
             if not (folder / META).exists():
@@ -165,22 +165,22 @@ class FeatureStore:
         return store
 
     def check(self, spec: StoreSpec, keys: tuple[str, ...]) -> None:
-        """Check that the store is of the same in some keys of MUST_AGREE; of the layers it may hold more.
+        """Check that the store agrees with a spec in some keys of MUST_AGREE; it may hold more layers.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: naming the difference.
         """
         for key in keys:
-            held, wanted = getattr(self.spec, key), getattr(spec, key)
-            if held != wanted and not (key == "layers" and set(wanted) <= set(held)):
-                shown = f"{held} there and {wanted} here" if key != "target" else f"it is of {self.spec.name}"
+            held, expected = getattr(self.spec, key), getattr(spec, key)
+            if held != expected and not (key == "layers" and set(expected) <= set(held)):
+                shown = f"{held} there and {expected} here" if key != "target" else f"it is of {self.spec.name}"
                 raise ValueError(
                     f"{self.folder}: holds other features than these, by the {MUST_AGREE[key]} ({shown}); give "
                     "another features.path, or the overrides that it was extracted with"
                 )
 
     def refresh(self) -> None:
-        """Take in the shards that were finished since."""
+        """Read the entries of shards that were finished since."""
         for file in sorted((self.folder / INDEX).glob("[!.]*.json")):  # none that is being written
             if file.stem not in self.entries:
                 self.damaged.pop(file.stem, None)
@@ -190,7 +190,7 @@ class FeatureStore:
                     self.damaged[file.stem] = str(error)
                 else:
                     self.entries[file.stem] = entry
-                    self._places.update({row: (file.stem, place) for place, row in enumerate(entry.rows)})
+                    self._location.update({row: (file.stem, i) for i, row in enumerate(entry.rows)})
 
     def _entry(self, file: Path) -> Entry:
         inside(file.parent, file.name)
@@ -199,16 +199,16 @@ class FeatureStore:
         if not shard.is_file():
             raise ValueError(f"{shard}: is not there, though the index has it")
         if shard.stat().st_size != entry.bytes:
-            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes in place of {entry.bytes}")
+            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes instead of {entry.bytes}")
         return entry
 
     def has(self, row: int) -> bool:
         """Whether a row is in a finished shard."""
-        return row in self._places
+        return row in self._location
 
     def missing(self) -> list[int]:
         """Return the rows that no finished shard holds."""
-        return [row for row in range(self.spec.rows) if row not in self._places]
+        return [row for row in range(self.spec.rows) if row not in self._location]
 
     def bytes(self) -> int:
         """Bytes of the finished shards."""
@@ -220,16 +220,16 @@ class FeatureStore:
         Raises:
             DamagedError: its shard is gone, or the row is not what was written.
         """
-        name, place = self._places[row]
+        name, index = self._location[row]
         try:
             opened = self._opened(name)
             names: list[str] = list(opened.keys())
-            found = {key: opened.get_slice(key)[place : place + 1] for key in names}
+            tensors = {key: opened.get_slice(key)[index : index + 1] for key in names}
         except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
             raise self._damage(name, row, f"cannot be read ({' '.join(str(error).split())})") from error
-        if digest(found) != self.entries[name].digests[place]:
+        if digest(tensors) != self.entries[name].digests[index]:
             raise self._damage(name, row, "is not what was written, its checksum differs")
-        return found
+        return tensors
 
     def write(self, name: str, rows: list[int], tensors: Row) -> None:
         """Write a shard and then its entry. The caller holds its claim.
@@ -237,8 +237,8 @@ class FeatureStore:
         Raises:
             ValueError: the disk refused; no other shard is touched.
         """
-        digests = [digest({key: part[i : i + 1] for key, part in tensors.items()}) for i in range(len(rows))]
-        content = save({key: part.contiguous() for key, part in tensors.items()})
+        digests = [digest({key: tensor[i : i + 1] for key, tensor in tensors.items()}) for i in range(len(rows))]
+        content = save({key: tensor.contiguous() for key, tensor in tensors.items()})
         try:
             write_whole(self._shard(name), content)
             write_checked(self._index(name), {"rows": rows, "digests": digests, "bytes": len(content)})
@@ -250,7 +250,7 @@ class FeatureStore:
         self.refresh()
 
     def lock(self, name: str) -> Path:
-        """Return the file to claim for a shard, or for another name that is none."""
+        """Return the file to claim for a shard, or for any other name."""
         return self.folder / LOCKS / name
 
     def _index(self, name: str) -> Path:
@@ -261,7 +261,7 @@ class FeatureStore:
 
     def _opened(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(self._shard(name), "pt")  # closed when nobody holds it any more
+            self._open[name] = safe_open(self._shard(name), "pt")  # closed with its last reference
             if len(self._open) > OPEN:
                 self._open.popitem(last=False)
         self._open.move_to_end(name)
@@ -276,8 +276,8 @@ class FeatureStore:
 
 def digest(tensors: dict[str, Shaped[Tensor, "..."]]) -> str:
     """Return the SHA-256 of tensors' names and bytes."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(name.encode())
-        found.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha256.update(name.encode())
+        sha256.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return sha256.hexdigest()

@@ -1,4 +1,4 @@
-"""How a store's files are written: whole or not at all, with checksums, and each by one process at a time."""
+"""Atomic writes of a store's files: whole or not at all, with checksums, and each by one process at a time."""
 
 import fcntl
 import hashlib
@@ -24,15 +24,15 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, content: dict[str, Any], rows: int, file: Path) -> "Entry":
-        """Return what an entry's file says, in a store of so many rows; an error names the file.
+        """Check the content of an entry's file, in a store of so many rows; an error names the file.
 
         Raises:
             ValueError: it is no entry of such a store.
         """
-        known: dict[str, Any] = dict.fromkeys(cls._fields) | content
-        held, digests, size = known["rows"], known["digests"], known["bytes"]
+        entry: dict[str, Any] = dict.fromkeys(cls._fields) | content
+        held, digests, size = entry["rows"], entry["digests"], entry["bytes"]
         right = isinstance(held, list) and isinstance(digests, list) and type(size) is int
-        if not right or len(held) != len(digests) or not all(isinstance(each, str) for each in digests):
+        if not right or len(held) != len(digests) or not all(isinstance(digest, str) for digest in digests):
             raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")
         if not all(type(row) is int and 0 <= row < rows for row in held) or len(set(held)) != len(held):
             raise ValueError(f"{file}: damaged, its rows are not different ones of {rows}")
@@ -43,12 +43,12 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file under a temporary name beside it, flush it to the disk, and rename it.
 
     Raises:
-        OSError: the disk refused; what stood there before is as it was.
+        OSError: the disk refused; an earlier file stays as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}")
     try:
-        partial.unlink(missing_ok=True)  # one that was left, or a link that someone else's folder holds
+        partial.unlink(missing_ok=True)  # one left by a killed process, or a link in a foreign folder
         with partial.open("xb") as file:
             file.write(content)
             file.flush()
@@ -66,17 +66,17 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """Return what `write_checked` wrote.
+    """Return the content of a file of `write_checked`.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: its checksum is missing or differs.
         OSError: it cannot be read.
     """
     regular(path)
     try:
         content = parse_json(path.read_bytes())
-        told = content.pop(CHECKSUM)
-        right = told == checksum(content)
+        recorded = content.pop(CHECKSUM)
+        right = recorded == checksum(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: damaged, it is no JSON object with a checksum") from error
     if not right:
@@ -85,15 +85,15 @@ def read_checked(path: Path) -> dict[str, Any]:
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a JSON object, whatever the order of its keys."""
+    """Return the SHA-256 of a JSON object, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
 def claim(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a name for a block, and say whether it was to be had; with `wait` it always is.
+    """Hold a file's lock for a block, and yield whether it was acquired; with `wait` it always is.
 
-    The kernel frees it when a process ends, however it ends. The empty file stays: removing it would let two hold it.
+    The kernel releases it when the process exits or is killed. The empty file stays: removing it would let two hold it.
 
     Raises:
         OSError: it cannot be opened, or is a link.

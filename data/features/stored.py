@@ -1,4 +1,4 @@
-"""Features from a store, read ahead of training in a thread; what the store lacks is computed, and kept if asked."""
+"""Features from a store, read ahead of training in a thread; missing rows are computed, and written if configured."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.batches import Batch, Batches
 from data.features.coding import Wanted, join, split, to_given
-from data.features.source import Given
+from data.features.source import Given, MicroBatch
 from data.features.store import DamagedError, FeatureStore, Row
 from data.features.writer import StoreWriter
 
@@ -23,14 +23,14 @@ Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], Row]
 
 
 class Fallback(NamedTuple):
-    """What is done for rows that are missing or damaged: how they are computed, and who keeps them, if anybody."""
+    """The remedy for missing or damaged rows: a forward pass, and the writer that adds them to the store, if any."""
 
     compute: Compute
     writer: StoreWriter | None
 
 
 class Job(NamedTuple):
-    """A micro-batch to be read, of which step, and what will have been read of it: a row's tensors, or None."""
+    """A micro-batch that is being read: its step, and the tensors of each row, None for a missing one."""
 
     step: int
     batch: Batch
@@ -40,8 +40,8 @@ class Job(NamedTuple):
 class Stored:
     """Features of a store's rows.
 
-    A row that is computed is coded and decoded as the store would do it, so that training is the same whatever the
-    store holds already.
+    A computed row is encoded and decoded as the store does, so that training is the same whatever the store holds
+    already.
 
     Attributes:
         stall: seconds that the caller has waited for rows.
@@ -49,42 +49,44 @@ class Stored:
     """
 
     def __init__(
-        self, store: FeatureStore, batches: Batches, wanted: Wanted, device: torch.device, ahead: int,
+        self, store: FeatureStore, batches: Batches, form: Wanted, device: torch.device, ahead: int,
         fallback: Fallback | None,
     ) -> None:  # fmt: skip
         """Read nothing yet, and later `ahead` micro-batches ahead. Without `fallback` a missing row is an error."""
-        self.store, self.batches, self.wanted, self.device = store, batches, wanted, device
+        self.store, self.batches, self.form, self.device = store, batches, form, device
         self.ahead, self.fallback = ahead, fallback
         self.stall, self.computed, self.read = 0.0, 0, 0
         self._reader = ThreadPoolExecutor(1)
         self._jobs: deque[Job] = deque()
         self._coming: Iterator[tuple[int, Batch]] = iter(())
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
-    def __call__(self, step: int) -> Iterator[Given]:
-        """Yield what each micro-batch trains on.
+    def __call__(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step; they and those of the next steps are read ahead from here on.
 
-        Raises:
-            ValueError: a row is missing or damaged, and is not to be computed; it is named.
+        `read` raises a ValueError that names a row that is missing or damaged and is not to be computed.
         """
         if not self._jobs or self._jobs[0].step != step:
             self._coming = self._from(step)
             self._jobs.clear()
             self._fill()
-        while self._jobs[0].step == step:
-            job = self._jobs.popleft()
-            begin = time.perf_counter()
-            rows = job.rows.result()
-            self.stall += time.perf_counter() - begin
-            self._fill()
-            yield self._given(job.batch, rows)
+        return [MicroBatch(batch, self.next) for batch in self.batches(step)]
+
+    def next(self) -> Given:
+        """Return the features of the next micro-batch, which may have to be waited for."""
+        job = self._jobs.popleft()
+        begin = time.perf_counter()
+        rows = job.rows.result()
+        self.stall += time.perf_counter() - begin
+        self._fill()
+        return self._given(job.batch, rows)
 
     def close(self) -> str:
         """Stop reading, write what is kept, and return how many rows were read and computed."""
         self._reader.shutdown(cancel_futures=True)
         writer = self.fallback.writer if self.fallback is not None else None
-        kept = writer.close() if writer is not None else ""
-        return f"features: {self.read} rows read, {self.computed} computed{kept}"
+        written = writer.close() if writer is not None else ""
+        return f"features: {self.read} rows read, {self.computed} computed{written}"
 
     def _from(self, step: int) -> Iterator[tuple[int, Batch]]:
         while True:
@@ -104,7 +106,7 @@ class Stored:
         rows = [self._row(row) for row in numbers]
         if self.device.type != "cuda":
             return rows
-        return [row and {name: part.pin_memory() for name, part in row.items()} for row in rows]
+        return [row and {name: tensor.pin_memory() for name, tensor in row.items()} for row in rows]
 
     def _row(self, row: int) -> Row | None:
         """Return a row's tensors, None where they are to be computed."""
@@ -123,8 +125,8 @@ class Stored:
         except DamagedError as error:
             if self.fallback is None:
                 raise
-            if str(error) not in self._told:
-                self._told.add(str(error))
+            if str(error) not in self._warned:
+                self._warned.add(str(error))
                 log.warning("%s; it is computed", error)
             return None
 
@@ -132,14 +134,17 @@ class Stored:
         lacking = [i for i, row in enumerate(rows) if row is None]
         if lacking:
             assert self.fallback is not None
-            made = split(self.fallback.compute(batch.token[lacking], batch.document[lacking]))
+            computed = split(self.fallback.compute(batch.token[lacking], batch.document[lacking]))
             numbers = batch.index[lacking].tolist()
             if self.fallback.writer is not None:
-                self.fallback.writer.keep({row: each for row, each in zip(numbers, made, strict=True) if row >= 0})
-            for i, each in zip(lacking, made, strict=True):
-                rows[i] = each
+                new = {number: row for number, row in zip(numbers, computed, strict=True) if number >= 0}
+                self.fallback.writer.keep(new)
+            for i, row in zip(lacking, computed, strict=True):
+                rows[i] = row
         self.computed += len(lacking)
         self.read += len(rows) - len(lacking)
-        moved = [{name: part.to(self.device, non_blocking=True) for name, part in (row or {}).items()} for row in rows]
+        moved = [
+            {name: tensor.to(self.device, non_blocking=True) for name, tensor in (row or {}).items()} for row in rows
+        ]
         token, document = batch.token.to(self.device), batch.document.to(self.device)
-        return to_given(join(moved), token, document, self.wanted, self.store.spec)
+        return to_given(join(moved), token, document, self.form, self.store.spec)

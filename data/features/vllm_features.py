@@ -5,8 +5,8 @@ vLLM's `extract_hidden_states` method with the `ExampleHiddenStatesConnector` wr
 (as of vLLM 0.22: docs/features/speculative_decoding/extract_hidden_states.md and
 vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py).
 
-Layer ids are not in the file: they are those that vLLM was started with, in that order. Id 0 is what enters the first
-decoder layer and id i what leaves layer i - 1, so our layer i is its i + 1. The number of layers as an id is the last
+Layer ids are not in the file: they are those that vLLM was started with, in that order. Id 0 is the input of the first
+decoder layer and id i the output of layer i - 1, so our layer i is its i + 1. The number of layers as an id is the last
 layer's output before the final norm ("not normalized using the output norm"); our last state is that one normed.
 """
 
@@ -31,7 +31,7 @@ TOKENS, STATES = "token_ids", "hidden_states"
 
 
 class Piece(NamedTuple):
-    """A document of a packed row: where it stands, and its tokens."""
+    """A document of a packed row: its row, its first position there, and its tokens."""
 
     row: int
     start: int
@@ -51,7 +51,8 @@ def pieces(packed: Packed, row: int) -> Iterator[Piece]:
 def write_prompts(packed: Packed, out: Path) -> int:
     """Write every document's tokens as JSON Lines, `{"prompt_token_ids"}` as vLLM's `generate` takes them.
 
-    Returns how many they are.
+    Returns:
+        the number of documents.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -64,22 +65,22 @@ def write_prompts(packed: Packed, out: Path) -> int:
 
 
 class VllmFiles:
-    """A folder of such files, found by their tokens."""
+    """A folder of vLLM's files, looked up by their tokens."""
 
     def __init__(self, folder: Path, ids: list[int], layers: tuple[int, ...], num_layers: int) -> None:
-        """Look at the tokens of every file.
+        """Read the tokens of every file.
 
         Args:
-            folder: with the files.
+            folder: the folder of the files.
             ids: the layer ids that vLLM was started with.
-            layers: the feature layers that are wanted, as ours are counted.
-            num_layers: of the target.
+            layers: the feature layers to read, as ours are counted.
+            num_layers: the target's number of layers.
 
         Raises:
             ValueError: an id is lacking, or a file is none of vLLM's.
         """
         needed = [layer + 1 for layer in layers] + [num_layers]
-        if lacking := [each for each in needed if each not in ids]:
+        if lacking := [layer_id for layer_id in needed if layer_id not in ids]:
             raise ValueError(
                 f"features.vllm_layers is {ids}, without {lacking}: feature layer i is vLLM's id i + 1, and "
                 f"{num_layers} is the last state; start vLLM with eagle_aux_hidden_state_layer_ids={needed}"
@@ -103,27 +104,27 @@ class VllmFiles:
         hidden = torch.zeros(1, length, len(self.layers), width)
         last = torch.zeros(1, length, width, device=weight.device)
         for piece in pieces(packed, row):
-            found = self._states(piece, width)
-            where = slice(piece.start, piece.start + len(piece.token))
-            hidden[0, where] = found[:, self.layers].float()
+            states = self._states(piece, width)
+            span = slice(piece.start, piece.start + len(piece.token))
+            hidden[0, span] = states[:, self.layers].float()
             with torch.no_grad():
-                last[0, where] = norm(found[:, self.last].to(weight.device, weight.dtype)).float()
+                last[0, span] = norm(states[:, self.last].to(weight.device, weight.dtype)).float()
         return States(hidden, last)
 
     def _states(self, piece: Piece, width: int) -> Float[Tensor, "T L D"]:
         file = self.files.get(_key(piece.token))
         if file is None:
             raise ValueError(
-                f"{self.folder}: no file is of the {len(piece.token)} tokens of row {piece.row} from place "
+                f"{self.folder}: no file is of the {len(piece.token)} tokens of row {piece.row} from position "
                 f"{piece.start} on; give vLLM the prompts that vllm_prompts=FILE writes for this data and data.length"
             )
-        found = _read(file, STATES)
-        if found.shape != (len(piece.token), self.count, width):
+        states = _read(file, STATES)
+        if states.shape != (len(piece.token), self.count, width):
             raise ValueError(
-                f"{file}: hidden states of shape {list(found.shape)}, not {[len(piece.token), self.count, width]} "
+                f"{file}: hidden states of shape {list(states.shape)}, not {[len(piece.token), self.count, width]} "
                 "(tokens, layer ids, width); check features.vllm_layers and the target, and let vLLM write it again"
             )
-        return found
+        return states
 
 
 def _key(token: Sequence[int]) -> bytes:
@@ -131,7 +132,7 @@ def _key(token: Sequence[int]) -> bytes:
 
 
 def _read(file: Path, name: str) -> Tensor:
-    """Return a tensor of a file, once vLLM has written it to its end."""
+    """Return a tensor of a file, once vLLM has finished writing it."""
     lock = file.with_name(f"{file.name}.lock")
     try:
         if lock.exists():

@@ -1,4 +1,4 @@
-"""What a hybrid run computes goes into the store: gathered to shards, written beside training, within a budget."""
+"""Writing the features that a hybrid run computes: gathered to shards, written beside training, within a budget."""
 
 import logging
 import shutil
@@ -11,18 +11,18 @@ from data.features.store_files import claim
 
 log = logging.getLogger(__name__)
 LOCK = "keep"
-WAITING = 2  # shards that wait to be written at most: a disk slower than the target must not fill the memory
+WAITING = 2  # shards that wait to be written at most, so that a disk slower than the target does not fill the memory
 
 
 class StoreWriter:
-    """Gathers rows to shards and writes those one at a time, whichever process has them.
+    """Gathers rows to shards and writes those one at a time, among all processes.
 
     Attributes:
         pending: the rows that wait to be written, or are being written.
     """
 
     def __init__(self, store: FeatureStore, budget: float | None) -> None:
-        """Take a store of its own object, since it is read in another thread, and the store's bytes at most."""
+        """Take a store object of its own, since it is used in another thread, and the limit of the store's bytes."""
         self.store, self.budget = store, budget
         self.pending: dict[int, Row] = {}
         self.kept, self.full = 0, False
@@ -32,13 +32,13 @@ class StoreWriter:
     _written: list[Future[None]]
 
     def keep(self, rows: dict[int, Row]) -> None:
-        """Take in rows, and write a shard once there are enough; wait while too many shards are still to be written."""
-        for done in [each for each in self._written if each.done()]:
+        """Add rows, and write a shard once there are enough; wait while too many shards are still to be written."""
+        for done in [future for future in self._written if future.done()]:
             self._written.remove(done)
             done.result()
         if self.full:
             return
-        fresh = {row: each for row, each in rows.items() if row not in self.pending}
+        fresh = {row: tensors for row, tensors in rows.items() if row not in self.pending}
         self.pending.update(fresh)
         self._gathered += list(fresh)
         while len(self._gathered) >= self.store.spec.shard_rows:
@@ -47,16 +47,16 @@ class StoreWriter:
             self._submit(self.store.spec.shard_rows)
 
     def close(self) -> str:
-        """Write what waits, and return how many rows were kept."""
+        """Write the pending rows, and describe how many rows were written."""
         if self._gathered and not self.full:
             self._submit(len(self._gathered))
         self._writer.shutdown()
-        for each in self._written:
-            each.result()
+        for future in self._written:
+            future.result()
         return f", {self.kept} kept in {self.store.folder}"
 
-    def _submit(self, many: int) -> None:
-        rows, self._gathered = self._gathered[:many], self._gathered[many:]
+    def _submit(self, size: int) -> None:
+        rows, self._gathered = self._gathered[:size], self._gathered[size:]
         self._written.append(self._writer.submit(self._write, rows))
 
     def _write(self, rows: list[int]) -> None:
@@ -74,7 +74,7 @@ class StoreWriter:
             self.pending.pop(row, None)
 
     def _name(self) -> str:
-        """Return the first name that is free: entries may have been removed, so their number would name another."""
+        """Return the first free name: entries may have been removed, so their number may be a name that is taken."""
         taken = self.store.entries.keys() | self.store.damaged.keys()
         return next(name for name in (f"{LOCK}-{number:06d}" for number in count()) if name not in taken)
 

@@ -5,15 +5,15 @@ from typing import NamedTuple
 from data.text.files import Raw
 from data.text.records import ANSWERS, IDS, QUESTIONS
 
-SUMMARIZE = "Summarize: {}"  # what Spec-Bench asks of CNN/DM's articles
-UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # what stands in SPEED-Bench for text under others' licences
+SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DM's articles
+UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under others' licences
 
 
 class Shape(NamedTuple):
-    """The keys that tell a set from others, those whose texts make up the prompt, in order, and the answer's."""
+    """The keys that identify a set, those whose texts make up the prompt, in order, and the answer's key."""
 
     keys: tuple[str, ...]
-    asked: tuple[str, ...]
+    prompt: tuple[str, ...]
     answer: str = ""
 
 
@@ -30,7 +30,7 @@ SETS = (
 )
 
 
-def readable(raw: Raw, place: int, path: str) -> Raw:
+def readable(raw: Raw, index: int, path: str) -> Raw:
     """Return a record of a published set in a shape that `parse` reads, and any other as it is.
 
     CNN/DM has an article and its highlights, question sets have lists of answers, dialogues without answers have turns.
@@ -44,22 +44,22 @@ def readable(raw: Raw, place: int, path: str) -> Raw:
     if isinstance(turns, list):
         turns = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns]  # a dict in Arena-Hard
         if all(isinstance(turn, str) for turn in turns):
-            return _dialogue(raw, turns, place, path)
+            return _dialogue(raw, turns, index, path)
     for shape in SETS:
-        if raw.keys() >= {*shape.keys} and all(isinstance(raw[key], str) for key in shape.asked):
-            kept = {key: raw[key] for key in (*IDS, "category") if key in raw}
-            prompt = "\n\n".join(raw[key] for key in shape.asked if raw[key])
-            return {**kept, "prompt": prompt, "answer": raw.get(shape.answer)}
+        if raw.keys() >= {*shape.keys} and all(isinstance(raw[key], str) for key in shape.prompt):
+            names = {key: raw[key] for key in (*IDS, "category") if key in raw}
+            prompt = "\n\n".join(raw[key] for key in shape.prompt if raw[key])
+            return {**names, "prompt": prompt, "answer": raw.get(shape.answer)}
     if any(isinstance(raw.get(key), str) for key in QUESTIONS):
         return {key: value for key, value in raw.items() if key not in ANSWERS or isinstance(value, str)}
     return raw
 
 
-def _dialogue(raw: Raw, turns: list[str], place: int, path: str) -> Raw:
+def _dialogue(raw: Raw, turns: list[str], index: int, path: str) -> Raw:
     if any(turn.startswith(UNFETCHED) for turn in turns):
         raise ValueError(
-            f"{path}: record {raw.get('question_id', place)} holds a placeholder in place of its text: fetch the "
+            f"{path}: record {raw.get('question_id', index)} holds a placeholder in place of its text: fetch the "
             "texts with SPEED-Bench's own prepare_data.py first"
         )
-    asked = [{"role": "user", "content": turn} for turn in turns]
-    return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": asked}
+    messages = [{"role": "user", "content": turn} for turn in turns]
+    return {key: value for key, value in raw.items() if key not in ("turns", "prompt")} | {"messages": messages}

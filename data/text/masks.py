@@ -1,8 +1,8 @@
 """Loss masks: 1 on the tokens that the target would produce, a chat's answers and the tokens that end them.
 
-Their one home. A plain text is all answer. In a chat, where an answer starts and ends is the chat template's own word
-where it has {% generation %}, else told by rendering the chat up to there. The tokens are those of the whole chat as
-the template renders it, never of its parts put together.
+Their one home. A plain text is all answer. In a chat, an answer starts and ends where the chat template's
+{% generation %} says, else where rendering the chat up to there ends. The tokens are those of the whole chat as the
+template renders it, never of its parts put together.
 """
 
 from collections import Counter
@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataConfig
 from data.text.files import HEAD
 from data.text.records import Record
-from data.text.template import Span, encode, encode_plain, encode_spans, turn_ends
+from data.text.template import Span, encode, encode_plain, encode_spans, turn_end_tokens
 from data.text.turns import BadSampleError, joined, turns_of
 from inference.chat_template import RenderError
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One document: its tokens, and for each 1 if the target would produce it, else 0."""
+    """One document: its tokens, and its loss mask: for each token 1 if the target would produce it, else 0."""
 
     id: str
     token: list[int]
@@ -29,7 +29,7 @@ class Sample:
 
 
 def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the record is read as running text: it is no chat, or has a text too and no template makes it a chat."""
+    """Whether the record is read as plain text: it is no chat, or has a text too and there is no chat template."""
     return not record.messages or bool(record.text and not tokenizer.chat_template)
 
 
@@ -39,11 +39,11 @@ def samples_of(
     """Return a record's samples: a text's pieces, or a chat, in some templates as several samples.
 
     Args:
-        record: what to mask.
+        record: the record to mask.
         tokenizer: the target's.
-        path: where the record stands, for errors.
+        path: the record's source, for errors.
         config: its turns, reasoning, max_tokens and on_bad are read.
-        seen: counts what was dropped by cause, and what was cut.
+        seen: counts of dropped records by cause, and of cut ones.
 
     Raises:
         ValueError: a chat for a tokenizer without a chat template; unless data.on_bad=drop, a chat without an answer,
@@ -66,7 +66,7 @@ def samples_of(
 
 
 def told(seen: Counter[str]) -> str:
-    """Return counts as words, the most frequent first."""
+    """Format counts as a line, the most frequent first."""
     return "; ".join(f"{count} {cause}" for cause, count in (+seen).most_common())
 
 
@@ -75,8 +75,8 @@ def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, 
         seen["dropped, no question and no text"] += 1
         return []
     if len(record.text) > HEAD:
-        what = f"its text has {len(record.text)} characters, at most {HEAD} are read; cut it, or write it as .txt"
-        raise BadSampleError("too long a text", what)
+        message = f"its text has {len(record.text)} characters, at most {HEAD} are read; cut it, or write it as .txt"
+        raise BadSampleError("too long a text", message)
     try:
         token = encode_plain(record.text, tokenizer)
     except UnicodeEncodeError as error:
@@ -89,16 +89,16 @@ def _plain(record: Record, tokenizer: PreTrainedTokenizerBase, max_tokens: int, 
 
 
 def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seen: Counter[str]) -> list[Sample]:
-    """Return the chat as one sample, or as several where the template writes a turn otherwise once it is past."""
+    """Return the chat as one sample, or as several where the template renders earlier turns differently."""
     try:
         turns = turns_of(record, tokenizer, config, seen)
     except RenderError as error:
-        raise BadSampleError("refused by the chat template", f"{error}; mend or remove the sample") from error
+        raise BadSampleError("refused by the chat template", f"{error}; fix or remove the sample") from error
     try:
-        made = [_settle(*_mask(text, spans, tokenizer), tokenizer) for text, spans in joined(turns)]
+        masked = [_end_turns(*_mask(text, spans, tokenizer), tokenizer) for text, spans in joined(turns)]
     except UnicodeEncodeError as error:
         raise _broken(error) from error
-    for _, mask in made:
+    for _, mask in masked:
         if len(set(mask)) < 2:
             value = "ones" if any(mask) else "zeros"
             raise BadSampleError(
@@ -106,10 +106,10 @@ def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig
                 f"the loss mask is all {value}; check its messages (is an answer empty?), and where the chat template "
                 "puts {% generation %}",
             )
-    names = [record.id if len(made) == 1 else f"{record.id}#{number}" for number in range(len(made))]
+    names = [record.id if len(masked) == 1 else f"{record.id}#{number}" for number in range(len(masked))]
     samples = [
         Sample(name, *_cut(token, mask, config.max_tokens))
-        for name, (token, mask) in zip(names, made, strict=True)
+        for name, (token, mask) in zip(names, masked, strict=True)
         if any(mask[: config.max_tokens])
     ]
     if not samples:
@@ -117,13 +117,13 @@ def _chat(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig
             "answers beyond data.max_tokens",
             f"data.max_tokens={config.max_tokens} cuts its answers away; raise it, shorten or remove the sample",
         )
-    seen["cut at data.max_tokens"] += any(len(token) > config.max_tokens for token, _ in made)
+    seen["cut at data.max_tokens"] += any(len(token) > config.max_tokens for token, _ in masked)
     return samples
 
 
 def _broken(error: UnicodeEncodeError) -> BadSampleError:
     half = ascii(error.object[error.start])
-    return BadSampleError("no text", f"it holds half a surrogate pair, {half}, which is no text; mend or remove it")
+    return BadSampleError("no text", f"it holds half a surrogate pair, {half}, which is no text; fix or remove it")
 
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -131,14 +131,14 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
     edges = [0, *chain.from_iterable(spans), len(text)]
     # Pieces that join to the whole's tokens show where each starts, and cost much less to encode than prefixes do.
     whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
-    ends = list(accumulate(len(piece) for piece in pieces))
+    bounds = list(accumulate(len(piece) for piece in pieces))
     if whole != list(chain.from_iterable(pieces)):
         prefixes = encode([text[:edge] for edge in edges[1:]], tokenizer)  # SentencePiece begins every text its own way
-        ends = [len(prefix) for prefix in prefixes]
+        bounds = [len(prefix) for prefix in prefixes]
         if any(whole[: len(prefix)] != prefix for prefix in prefixes):
             return _by_characters(text, spans, tokenizer)
     mask = [0] * len(whole)
-    for start, end in zip(ends[::2], ends[1::2], strict=False):
+    for start, end in zip(bounds[::2], bounds[1::2], strict=False):
         mask[start:end] = [1] * (end - start)
     return whole, mask
 
@@ -151,16 +151,16 @@ def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerB
             "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
             "use the model's fast tokenizer (tokenizer.json)",
         )
-    token, places = encode_spans(text, tokenizer)
-    return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in places]
+    token, offsets = encode_spans(text, tokenizer)
+    return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
 
 
-def _settle(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Make every answer end with the token that ends the target's turn, and not behind it.
+def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Make every answer end with the token that ends the target's turn, and not after it.
 
-    Templates write a newline after it, which nobody samples, or leave it to the next turn, or out.
+    Templates write a newline after it, which the target never samples, or leave it to the next turn, or out.
     """
-    special, eos = turn_ends(tokenizer), tokenizer.eos_token_id
+    special, eos = turn_end_tokens(tokenizer), tokenizer.eos_token_id
     token, mask = list(token), list(mask)
     for end in [i for i, (on, following) in enumerate(pairwise([*mask, 0]), 1) if on and not following]:
         last = end - 1
@@ -181,7 +181,7 @@ def _settle(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBas
 
 
 def _cut(token: list[int], mask: list[int], max_tokens: int) -> tuple[list[int], list[int]]:
-    """Cut at the limit, and behind what is trained before it: the rest would cost a forward pass and train nothing."""
+    """Cut after the last trained token within the limit: the rest would cost a forward pass and train nothing."""
     if len(token) <= max_tokens:
         return token, mask
     end = max(i for i, on in enumerate(mask[:max_tokens]) if on) + 1

@@ -24,13 +24,13 @@ from inference.chat_template import RenderError
 
 log = logging.getLogger(__name__)
 
-UNKNOWN_SHARE = 0.02  # of the tokens, above which the data does not fit the tokenizer
+MOST_UNKNOWN = 0.02  # the fraction of unknown tokens above which the data does not fit the tokenizer
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 OPENING = 128  # tokens of a plain text, at most, that serve as a prompt: enough words for contamination, even of bytes
 
 
 class Prompt(NamedTuple):
-    """Where generation starts: the tokens, and the user's (and the system's) words that they were made from."""
+    """A prompt to generate from: its tokens, and the user's (and the system's) text behind them."""
 
     id: str
     token: list[int]
@@ -39,21 +39,21 @@ class Prompt(NamedTuple):
     system: str = ""
 
     @classmethod
-    def read(cls, raw: Raw, place: int, path: str) -> "Prompt":
-        """Return the prompt that `save_prompts` wrote at a place of a file.
+    def read(cls, raw: Raw, index: int, path: str) -> "Prompt":
+        """Return the prompt that `save_prompts` wrote as a record of a file.
 
         Raises:
-            ValueError: a key is another, or a value of another type.
+            ValueError: a key is missing or unknown, or a value is of another type.
         """
         kinds = {key: list if key == "token" else str for key in cls._fields}
         right = raw.keys() == kinds.keys() and all(isinstance(raw[key], kind) for key, kind in kinds.items())
         if not right or any(type(token) is not int for token in raw["token"]):
-            raise ValueError(f"{path}: record {place} is no prompt as they are saved: mend or remove the record")
+            raise ValueError(f"{path}: record {index} is no prompt as they are saved: fix or remove the record")
         return cls(**raw | {key: label(raw[key]) for key in ("id", "category")})
 
 
 class TrainingData(NamedTuple):
-    """What a run trains on and is measured with, and what became of the records."""
+    """The samples that a run trains on, the prompts that measure it, and the counts of the records."""
 
     samples: Sequence[Sample]
     held_out: list[Prompt]
@@ -65,13 +65,13 @@ def load_training(
 ) -> TrainingData:
     """Return the samples of `config.path` and at most `prompts` prompts that they do not hold.
 
-    With `config.cache` one process makes the samples and the others map them; a later run with equal data maps them
+    With `config.cache` one process tokenises the samples and the others map them; a later run with equal data maps them
     too.
 
     Args:
-        config: which data, and what of it.
+        config: the data's configuration.
         tokenizer: the target's.
-        prompts: of the held-out prompts, how many to return; contamination is looked for in all of them.
+        prompts: how many of the held-out prompts to return; contamination is checked against all of them.
         workload: further evaluation prompts that no sample may hold, as `locate` takes them; None: none.
 
     Raises:
@@ -83,17 +83,18 @@ def load_training(
         held_out, counts, samples = _prepare(config, tokenizer, sources, evaluation)
         data = TrainingData(list(samples), _some(config, tokenizer, held_out, prompts), counts)
     else:
-        place = Path(config.cache).expanduser() / cache_key(config, tokenizer, _identities(config, sources, evaluation))
-        report = _cached(place, config, tokenizer, sources, evaluation)
+        key = cache_key(config, tokenizer, _identities(config, sources, evaluation))
+        folder = Path(config.cache).expanduser() / key
+        report = _cached(folder, config, tokenizer, sources, evaluation)
         counts = Counts.read(report)
-        held_out = load_prompts(str(place / PROMPTS), tokenizer, prompts) if counts.held_out else []
-        data = TrainingData(CachedSamples(place / SAMPLES), _some(config, tokenizer, held_out, prompts), counts)
+        held_out = load_prompts(str(folder / PROMPTS), tokenizer, prompts) if counts.held_out else []
+        data = TrainingData(CachedSamples(folder / SAMPLES), _some(config, tokenizer, held_out, prompts), counts)
     _warn(data.counts, tokenizer, config)
     return data
 
 
 def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> Sequence[Sample]:
-    """Return the training samples alone, at most the smaller limit; with a limit of the call's own, uncached."""
+    """Return the training samples alone, at most the smaller limit; uncached where `limit` is given."""
     if limit is not None:
         config = replace(config, limit=min(limit, config.limit or limit), cache=None)
     return load_training(config, tokenizer, 0).samples
@@ -102,11 +103,11 @@ def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
     """Return the prompts of a file or Hub dataset: the questions of chats, else pieces of plain texts.
 
-    What `save_prompts` wrote comes back as it was, token for token.
+    The prompts of `save_prompts` are read back token for token.
     """
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
-        return [Prompt.read(record, place, path) for place, record in enumerate(islice(source, limit))]
+        return [Prompt.read(record, index, path) for index, record in enumerate(islice(source, limit))]
     return [prompt_of(record, tokenizer) for _, record in islice(read_all(source), limit)]
 
 
@@ -141,7 +142,7 @@ def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, lim
 
 def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
     """Return the records that are trained on, whole, for the target to answer; at most the smaller limit."""
-    limits = [each for each in (limit, config.limit) if each is not None]
+    limits = [value for value in (limit, config.limit) if value is not None]
     return list(islice(_records(config, held_out=False), min(limits, default=None)))
 
 
@@ -156,45 +157,45 @@ def _some(config: DataConfig, tokenizer: PreTrainedTokenizerBase, held_out: list
 
 
 def _identities(config: DataConfig, sources: Sequence[Source], workload: str) -> list[str]:
-    """Return what tells the data from other data, and the evaluation prompts from others."""
+    """Return the identities of the data and of the evaluation prompts, which key the cache."""
     evaluation = [name for name in (config.prompts, workload) if name and config.contamination is not None]
     return [source.identity() for source in sources] + [open_source(name, "").identity() for name in evaluation]
 
 
 def _cached(
-    place: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], workload: str
+    folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], workload: str
 ) -> dict[str, Any]:
-    """Return the report of the cache folder, after making the folder where it is missing or damaged."""
+    """Return the report of the cache folder, which is written first where it is missing or damaged."""
     try:
-        found = read_cache(place)
+        report = read_cache(folder)
     except DamagedError:
-        found = None
-    if found is not None:
-        return found
-    with making(place) as writer:
+        report = None
+    if report is not None:
+        return report
+    with making(folder) as writer:
         if writer is not None:
             held_out, counts, samples = _prepare(config, tokenizer, sources, workload)
             save_prompts(held_out, writer.folder / PROMPTS)
             writer.write(samples)
             writer.close(counts.report())
-    made = read_cache(place)
-    assert made is not None
-    return made
+    report = read_cache(folder)
+    assert report is not None
+    return report
 
 
 def _prepare(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], workload: str
 ) -> tuple[list[Prompt], Counts, Iterator[Sample]]:
-    """Return the held-out prompts, the counts, which grow with the samples, and the samples as they are made."""
+    """Return the held-out prompts, the counts, which grow with the samples, and an iterator of the samples."""
     parts = divide(sources, config)
-    kept = [record for _, record in held_out_records(parts)]
-    held_out = [prompt_of(record, tokenizer) for record in kept]
+    withheld = [record for _, record in held_out_records(parts)]
+    held_out = [prompt_of(record, tokenizer) for record in withheld]
     evaluation = [prompt.text for prompt in held_out]
     if config.contamination is not None:
         others = [name for name in (config.prompts, workload) if name]
         evaluation += [prompt.text for name in others for prompt in load_prompts(name, tokenizer, None)]
-    filters = Filters(config, kept, evaluation)
-    filters.counts.held_out = len(kept)
+    filters = Filters(config, withheld, evaluation)
+    filters.counts.held_out = len(withheld)
     records = filters(training_records(parts, config))
     return held_out, filters.counts, islice(_samples(records, config, tokenizer, filters.counts), config.limit)
 
@@ -202,7 +203,7 @@ def _prepare(
 def _samples(
     records: Iterator[tuple[str, Record]], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
 ) -> Iterator[Sample]:
-    """Tokenise and mask records one after another, and count what comes of them."""
+    """Tokenise and mask records one after another, and count samples and tokens."""
     unknown = tokenizer.unk_token_id
     for source, record in records:
         for sample in samples_of(record, tokenizer, source, config, counts.chats):
@@ -222,20 +223,20 @@ def _samples(
 
 
 def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
-    """Say what was cut away, and where a tokenizer without byte fallback loses much of the text."""
+    """Warn of dropped and cut chats, and of a tokenizer without byte fallback that loses much of the text."""
     if +counts.chats:
         log.warning("%s: of its chats, %s", config.named, told(counts.chats))
-    share = counts.unknown / max(1, counts.tokens)
-    if tokenizer.unk_token_id != tokenizer.eos_token_id and share > UNKNOWN_SHARE:
+    unknown = counts.unknown / max(1, counts.tokens)
+    if tokenizer.unk_token_id != tokenizer.eos_token_id and unknown > MOST_UNKNOWN:
         log.warning(
             "%s: %.0f%% of the tokens are unknown to the tokenizer; is this the target's text?",
             config.named,
-            100 * share,
+            100 * unknown,
         )
 
 
 def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return the first question of a chat after the chat template, or without one, or a piece of a plain text.
+    """Return the prompt of a record: a chat's first question, by the chat template if any, or a piece of a plain text.
 
     Raises:
         ValueError: there is none, it is no text, or the chat template does not render it; the record is named.
@@ -243,13 +244,13 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     try:
         return _prompt_of(record, tokenizer)
     except RenderError as error:
-        raise ValueError(f"prompt {record.id}: {error}; mend or remove the record") from error
+        raise ValueError(f"prompt {record.id}: {error}; fix or remove the record") from error
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {record.id}: holds half a surrogate pair, which is no text; remove it") from error
 
 
 def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the tokens of a plain text that serve as a prompt, which end in its middle, and all that follow them.
+    """Split the tokens of a plain text in its middle: those that serve as a prompt, and all that follow them.
 
     Texts of one kind often begin alike, so a long one's first half is cut to its last words.
     """
@@ -271,9 +272,9 @@ def _prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     first = next((i for i, message in enumerate(record.messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError(f"prompt {record.id}: the chat has no user message; remove it")
-    asked = record.messages[: first + 1]
-    text, system = content_text(asked[first]), "\n\n".join(content_text(message) for message in asked[:first])
+    messages = record.messages[: first + 1]
+    text, system = content_text(messages[first]), "\n\n".join(content_text(message) for message in messages[:first])
     if tokenizer.chat_template:
-        (token,) = encode([render(asked, tokenizer, True, record.tools)], tokenizer)
+        (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
         return Prompt(record.id, token, record.category, text, system)
     return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)

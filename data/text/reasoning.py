@@ -1,4 +1,4 @@
-"""What a target thinks before it answers: a field of a message, or the block that its text begins with."""
+"""A target's reasoning before its answer: a field of a message, or the block that its text begins with."""
 
 import re
 
@@ -30,10 +30,10 @@ def under_all_names(message: Message) -> Message:
 
 def without(message: Message) -> Message:
     """Return the message without its reasoning, be it a field or the block that its content begins with."""
-    kept = {key: value for key, value in message.items() if key not in FIELDS}
-    if message["role"] == "assistant" and isinstance(kept["content"], str):
-        kept["content"] = BLOCK.sub("", kept["content"], count=1) if BLOCK.match(kept["content"]) else kept["content"]
-    return kept
+    answer = {key: value for key, value in message.items() if key not in FIELDS}
+    if message["role"] == "assistant" and isinstance(answer["content"], str) and BLOCK.match(answer["content"]):
+        answer["content"] = BLOCK.sub("", answer["content"], count=1)
+    return answer
 
 
 def skip(text: str, start: int, end: int, cut: bool) -> int:
@@ -46,7 +46,7 @@ def skip(text: str, start: int, end: int, cut: bool) -> int:
     patterns = [EMPTY_REST if opened else EMPTY]
     if cut:
         patterns += [REST if opened else BLOCK, ANALYSIS]
-    return next((found.end() for pattern in patterns if (found := pattern.match(text, start, end))), start)
+    return next((match.end() for pattern in patterns if (match := pattern.match(text, start, end))), start)
 
 
 def close_prompt(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""Raw records of the shapes that users have, and what they all become: a chat, or a plain text."""
+"""Parsing of raw records, in all shapes that users have, into one: a chat, or a plain text."""
 
 import json
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Record(NamedTuple):
     """One document.
 
     Attributes:
-        id: its own, or its place in its source.
+        id: its own, or its index in its source.
         category: its own, or empty.
         messages: a chat's, with OpenAI's keys and role names; empty for a plain text.
         text: a plain text's; of a chat, the same as one text where the record has it.
@@ -45,9 +45,9 @@ class Record(NamedTuple):
 
 
 def parse(raw: dict[str, Any], index: int, path: str) -> Record:
-    """Return the record of one raw record, whose shape is known by its keys.
+    """Parse one raw record, whose shape is known by its keys.
 
-    A chat starts at its first user message (system messages before it stay): what an assistant says before that
+    A chat starts at its first user message (system messages before it stay): an assistant's message before that
     answers nothing. Records without an answer are chats of one user message: prompts.
 
     Raises:
@@ -73,11 +73,11 @@ def content_text(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "".join(part.get("text") or "" for part in content)
+    return "".join(item.get("text") or "" for item in content)
 
 
 def parsed(value: Any) -> Any:
-    """Return what a string of JSON says, and anything else, nested too deeply too, as it is."""
+    """Return the value of a JSON string; anything else, or one nested too deeply, as it is."""
     try:
         return parse_json(value) if isinstance(value, str) else value
     except ValueError:
@@ -86,8 +86,8 @@ def parsed(value: Any) -> Any:
 
 def _messages(raw: dict[str, Any]) -> list[Message] | None:
     """Return a chat's messages, None where the record is no chat in a known shape."""
-    told = raw.get("system") if isinstance(raw.get("system"), str) else ""
-    system = [{"role": "system", "content": told}] if told else []
+    instruction = raw.get("system") if isinstance(raw.get("system"), str) else ""
+    system = [{"role": "system", "content": instruction}] if instruction else []
     for key in ("messages", "conversations"):
         if raw.get(key):
             chat = raw[key]
@@ -102,11 +102,11 @@ def _messages(raw: dict[str, Any]) -> list[Message] | None:
     answer = next((raw[key] for key in ANSWERS if raw.get(key) is not None), None)
     if question is None or not isinstance(answer, str | None):
         return None
-    asked = raw[question]
+    prompt = raw[question]
     if question == "instruction" and (raw.get("input") or raw.get("context")):
-        asked = f"{asked}\n\n{raw.get('input') or raw['context']}"
+        prompt = f"{prompt}\n\n{raw.get('input') or raw['context']}"
     answers = [] if answer is None else [{"role": "assistant", "content": answer}]
-    return [*system, {"role": "user", "content": asked}, *answers]
+    return [*system, {"role": "user", "content": prompt}, *answers]
 
 
 def _is_message(message: Any) -> bool:
@@ -115,7 +115,7 @@ def _is_message(message: Any) -> bool:
         return False
     content = message.get("value") if message.get("content") is None else message["content"]
     if isinstance(content, list):
-        right = all(isinstance(part, dict) and isinstance(part.get("text"), str | None) for part in content)
+        right = all(isinstance(item, dict) and isinstance(item.get("text"), str | None) for item in content)
     else:
         right = isinstance(content, str | None)
     calls = parsed(message.get("tool_calls")) or []
@@ -124,32 +124,32 @@ def _is_message(message: Any) -> bool:
 
 
 def _message(message: Message) -> Message:
-    """Give a message OpenAI's keys and roles. Empty fields go: Arrow fills them in, and templates look for them."""
+    """Give a message OpenAI's keys and roles, without empty fields: Arrow adds them, and templates look for them."""
     role = message.get("role") or message.get("from") or ""
-    kept = _filled({key: value for key, value in message.items() if key not in ("from", "value")})
-    made = {**kept, "role": ROLES.get(role, role), "content": kept.get("content", message.get("value") or "")}
-    said = parsed(made["content"]) if role == "function_call" else []
-    called = said if isinstance(said, list) else [said]
-    if called and all(isinstance(call, dict) and "name" in call for call in called):
-        made |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in called]}
-    elif "tool_calls" in made:
-        made["tool_calls"] = _filled(parsed(made["tool_calls"]))
-    for call in made.get("tool_calls") or []:
+    fields = _filled({key: value for key, value in message.items() if key not in ("from", "value")})
+    result = {**fields, "role": ROLES.get(role, role), "content": fields.get("content", message.get("value") or "")}
+    value = parsed(result["content"]) if role == "function_call" else []
+    calls = value if isinstance(value, list) else [value]
+    if calls and all(isinstance(call, dict) and "name" in call for call in calls):
+        result |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    elif "tool_calls" in result:
+        result["tool_calls"] = _filled(parsed(result["tool_calls"]))
+    for call in result.get("tool_calls") or []:
         function = call.get("function") or {}
-        if "arguments" in function:  # OpenAI has them as a string of JSON, chat templates as what it says
+        if "arguments" in function:  # OpenAI has them as a string of JSON, chat templates as its value
             function["arguments"] = parsed(function["arguments"])
-    return made
+    return result
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
-    found = parsed(value or [])
-    if not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
+    tools = parsed(value or [])
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return None
-    return tuple(_tool(_filled(tool)) for tool in found)
+    return tuple(_tool(_filled(tool)) for tool in tools)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a definition as OpenAI has it, which endpoints and many templates ask for; ShareGPT has the function."""
+    """Return a definition in OpenAI's shape, which endpoints and many templates expect; ShareGPT has the function."""
     if "function" in tool or "name" not in tool:
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

@@ -1,4 +1,4 @@
-"""The tokenizer's side of a text: its chat template, its encoding, and the tokens that end a turn."""
+"""Chat templates and tokenizers: rendering, encoding, and the tokens that end a turn."""
 
 import hashlib
 import json
@@ -29,15 +29,15 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the hash of the chat template, None without one, so that a change of it can be noticed later."""
-    found: Any = tokenizer.chat_template
-    if not found:
+    template: Any = tokenizer.chat_template
+    if not template:
         return None
-    text = found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def is_tagged(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> bool:
-    """Return whether the chat template marks its answers by {% generation %}."""
+    """Return whether the chat template encloses its answers in {% generation %}."""
     return _has_blocks(_template(tokenizer, tools))
 
 
@@ -53,7 +53,7 @@ def render(
     tools: Sequence[Message] = (),
     options: Mapping[str, Any] = NOTHING,
 ) -> str:
-    """Return the chat in the template's words, ready for the target's answer if `generation_prompt`.
+    """Return the chat as the template renders it, ready for the target's answer if `generation_prompt`.
 
     `options` are further values for the template, such as `enable_thinking`.
 
@@ -63,9 +63,9 @@ def render(
     return _as_it_takes_them(
         messages,
         tokenizer,
-        lambda told: str(
+        lambda chat: str(
             tokenizer.apply_chat_template(
-                told,
+                chat,
                 tools=_some(tools),
                 chat_template=_template(tokenizer, tools),
                 tokenize=False,
@@ -79,21 +79,21 @@ def render(
 def render_tagged(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
 ) -> tuple[str, list[Span]]:
-    """Return the chat in the template's words, and where in it each {% generation %} block starts and ends.
+    """Return the chat as the template renders it, and the start and end of each {% generation %} block in it.
 
     Raises:
         ValueError: as `render`.
     """
 
-    def call(told: list[Message]) -> tuple[str, list[Span]]:
-        made: Any = render_jinja_template(
-            conversations=[told],
+    def call(chat: list[Message]) -> tuple[str, list[Span]]:
+        output: Any = render_jinja_template(
+            conversations=[chat],
             tools=_some(tools),
             chat_template=_template(tokenizer, tools),
             return_assistant_tokens_mask=True,
             **{**tokenizer.special_tokens_map, **DATE},
         )
-        (rendered,), (blocks,) = made
+        (rendered,), (blocks,) = output
         return rendered, [(start, end) for start, end in blocks]
 
     return _as_it_takes_them(messages, tokenizer, call)
@@ -109,16 +109,16 @@ def _as_it_takes_them(
     """
     with rendering(tokenizer):
         try:
-            return call([_told(message, parsed) for message in messages])
+            return call([_converted(message, parsed) for message in messages])
         except TypeError:
-            return call([_told(message, lambda text: text) for message in messages])
+            return call([_converted(message, lambda text: text) for message in messages])
 
 
-def _told(message: Message, read: Callable[[str], Any]) -> Message:
-    told = {**message, "content": content_text(message)}
+def _converted(message: Message, read: Callable[[str], Any]) -> Message:
+    converted = {**message, "content": content_text(message)}
     if message.get("tool_calls"):
-        told["tool_calls"] = [_call(call, read) for call in message["tool_calls"]]
-    return told
+        converted["tool_calls"] = [_call(call, read) for call in message["tool_calls"]]
+    return converted
 
 
 def _call(call: Message, read: Callable[[str], Any]) -> Message:
@@ -135,7 +135,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> s
 
 @lru_cache(maxsize=8)
 def _of_one_day(template: str) -> str:
-    """Return the template with the day that it asks the clock for written in: it takes no clock of ours."""
+    """Return the template with a constant day instead of its calls of the clock: it takes no clock of ours."""
     return NOW.sub(lambda call: repr(TEMPLATE_DAY.strftime(call[2])), template)
 
 
@@ -177,8 +177,8 @@ def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 @lru_cache(maxsize=8)
-def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the special tokens, any of which may end a turn; the unknown one stands for words, and ends none."""
+def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special tokens, any of which may end a turn; the unknown one stands for words and is left out."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     return frozenset((added | set(tokenizer.all_special_ids)) - unknown)
@@ -186,18 +186,18 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 @lru_cache(maxsize=8)
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return what a turn's end reads like: a special token, perhaps behind blanks."""
+    """Return the pattern of a turn's end: a special token, perhaps behind blanks."""
     return re.compile(rf"\s*{_any_special(tokenizer)}")
 
 
 @lru_cache(maxsize=8)
 def text_end(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return what a text's end reads like where its last turn has ended before: the end token, once more."""
+    """Return the pattern of a text's end where its last turn has ended before: the end token, once more."""
     end = re.escape(str(tokenizer.eos_token)) if tokenizer.eos_token else "(?!)"
     return re.compile(rf"{_any_special(tokenizer)}\s+{end}\Z")
 
 
 def _any_special(tokenizer: PreTrainedTokenizerBase) -> str:
-    special = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(turn_ends(tokenizer)))]
+    special = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(turn_end_tokens(tokenizer)))]
     longest_first = sorted(special, key=len, reverse=True)
     return rf"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"

@@ -1,4 +1,4 @@
-"""Where a chat's answers stand in the text that the chat template makes of it."""
+"""The spans of a chat's answers in the text that the chat template renders."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -16,16 +16,16 @@ MOST_ANSWERS = 1_000  # of a chat
 
 
 class BadSampleError(ValueError):
-    """A record that no exact mask can be drawn for."""
+    """A record that no exact mask exists for."""
 
-    def __init__(self, cause: str, what: str) -> None:
-        super().__init__(f"{what}, or set data.on_bad=drop")
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(f"{message}, or set data.on_bad=drop")
         self.cause = cause
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A chat up to the end of one of its answers: the rendering, and the characters of it that this answer trains."""
+    """A chat up to the end of one of its answers: the rendering, and the character spans that this answer trains."""
 
     text: str
     spans: list[Span]
@@ -38,11 +38,11 @@ def turns_of(record: Record, tokenizer: PreTrainedTokenizerBase, config: DataCon
     if not answers:
         raise BadSampleError("no answer", "the loss mask is all zeros, for the chat has no answer; remove the sample")
     if len(answers) > MOST_ANSWERS:  # the chat is rendered anew for each
-        what = f"it has {len(answers)} answers, at most {MOST_ANSWERS} are read; cut it"
-        raise BadSampleError("too many answers", what)
+        message = f"it has {len(answers)} answers, at most {MOST_ANSWERS} are read; cut it"
+        raise BadSampleError("too many answers", message)
     if config.turns == "last":
-        asked = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
-        answers = [i for i in answers if i > asked]
+        question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
+        answers = [i for i in answers if i > question]
     change = without if config.reasoning == "cut" else under_all_names
     messages = [change(message) for message in record.messages]
     turns = [_turn(messages, i, tokenizer, record.tools, config.reasoning == "cut", seen) for i in answers]
@@ -59,86 +59,86 @@ def _turn(
     cut: bool,
     seen: Counter[str],
 ) -> Turn:
-    """Find one answer in the chat that ends with it: behind what the target is given, up to the chat's end.
+    """Find one answer in the chat that ends with it: behind the target's prompt, up to the chat's end.
 
-    A template's own blocks stand as they are, but for what the target writes too: the blanks before them, and the token
-    that ends the turn.
+    A template's own blocks stand as they are, but the target also writes the blanks before them, and the token that
+    ends the turn.
     """
-    asked = messages[:answer]
-    given = render(asked, tokenizer, True, tools)
+    before = messages[:answer]
+    prompt = render(before, tokenizer, True, tools)
     if is_tagged(tokenizer, tools):
         text, blocks = render_tagged(messages[: answer + 1], tokenizer, tools)
     else:
         text, blocks = render(messages[: answer + 1], tokenizer, False, tools), None
-    text = _ended(text, asked, tokenizer, tools)
-    start = len(given) if text.startswith(given) else None
+    text = _ended(text, before, tokenizer, tools)
+    start = len(prompt) if text.startswith(prompt) else None
     if start is None:
-        start = _start(given, text, render(asked, tokenizer, False, tools), content_text(asked[-1]).strip())
+        start = _start(prompt, text, render(before, tokenizer, False, tools), content_text(before[-1]).strip())
     if blocks is not None:
-        known = _common(given, text) if start is None else start
-        spans = _widened([block for block in blocks if block[1] >= known], known, text, tokenizer)
+        least = _common(prompt, text) if start is None else start
+        spans = _widened([block for block in blocks if block[1] >= least], least, text, tokenizer)
     elif start is None:
         raise BadSampleError(
             "answer not behind its generation prompt",
-            "the chat template writes the answer otherwise than after its generation prompt, so no loss mask "
-            "can be drawn; put {% generation %} and {% endgeneration %} around the answer in the template",
+            "the chat template writes the answer otherwise than after its generation prompt, so there is no exact "
+            "loss mask; put {% generation %} and {% endgeneration %} around the answer in the template",
         )
     else:
         spans = [(start, len(text))]
-    seen["with an answer behind another text than its generation prompt"] += not text.startswith(close_prompt(given))
+    seen["with an answer behind another text than its generation prompt"] += not text.startswith(close_prompt(prompt))
     return Turn(text, [(skip(text, a, b, cut), b) for a, b in spans])
 
 
-def _start(given: str, text: str, asked: str, told: str) -> int | None:
-    """Return where the answer to `told`, the end of `asked`, starts in the text: behind the prompt, or behind its end.
+def _start(generation_prompt: str, text: str, chat: str, question: str) -> int | None:
+    """Return the start of the answer to `question`, the end of `chat`: behind the prompt, or behind a suffix of it.
 
-    Some templates shorten what came before once there is an answer: Mistral's system prompt, gpt-oss's reasoning before
-    a tool call. The prompt's end is then the longest that the text holds, and has all of `told` in it.
+    Some templates shorten earlier messages once there is an answer: Mistral's system prompt, gpt-oss's reasoning before
+    a tool call. The suffix is then the longest that the text holds, and has all of `question` in it.
     """
-    for prompt in (given, close_prompt(given)):
+    for prompt in (generation_prompt, close_prompt(generation_prompt)):
         if text.startswith(prompt):
             return len(prompt)
-        if told and prompt.startswith(asked):
+        if question and prompt.startswith(chat):
             sizes = range(len(prompt) + 1)
             size = bisect_left(sizes, True, key=lambda size: prompt[len(prompt) - size :] not in text) - 1
-            if told in asked[len(prompt) - size :]:
+            if question in chat[len(prompt) - size :]:
                 return text.rfind(prompt[len(prompt) - size :]) + size
     return None
 
 
-def _widened(blocks: list[Span], known: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+def _widened(blocks: list[Span], least: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
     """Let an answer's blocks begin with the blanks before them and end with the token that ends the turn."""
     if not blocks:
         return []
     spans = list(blocks)
     start, end = spans[0]
-    if known < start and not text[known:start].strip():
-        spans[0] = known, end
+    if least < start and not text[least:start].strip():
+        spans[0] = least, end
     start, end = spans[-1]
     ended = turn_end(tokenizer).match(text, end)
     spans[-1] = start, ended.end() if ended else end
     return spans
 
 
-def _ended(text: str, asked: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
-    """Return the text without the end token that some templates (Phi-3) put behind any last turn that has ended."""
-    ends_twice = text_end(tokenizer)
-    if ends_twice.search(text) and ends_twice.search(render(asked, tokenizer, False, tools)):
+def _ended(text: str, before: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
+    """Return the text without the end token that some templates (Phi-3) append to any last turn that has ended."""
+    doubled = text_end(tokenizer)
+    if doubled.search(text) and doubled.search(render(before, tokenizer, False, tools)):
         return text.removesuffix(str(tokenizer.eos_token))
     return text
 
 
 def _common(a: str, b: str) -> int:
-    """Return how many characters two texts begin alike with."""
+    """Return the length of the common prefix of two texts."""
     if b.startswith(a):
         return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
 
 
 def joined(turns: list[Turn]) -> list[tuple[str, list[Span]]]:
-    """Join answers whose chats begin alike to one text with all their spans.
+    """Join the answers of chats that are prefixes of each other into one text with all their spans.
 
-    Some templates write a turn otherwise once it is past (Qwen3 drops its reasoning); then each answer stands where the
+    Some templates render earlier turns differently (Qwen3 drops their reasoning); then each answer stands where the
     target meets it, at the end of a text of its own.
     """
     texts: list[tuple[str, list[Span]]] = []

@@ -1,7 +1,7 @@
 """Served models measured as draft sources are.
 
-measure.py   served endpoints, measured like local drafters
-client.py    a served model as one asks it: requests, streamed answers, counters
-counters.py  what vLLM and SGLang count of their drafts, in our terms
-rows.py      served answers as rows, and the gate over their texts
+measure.py   measurement of served endpoints, like that of local drafters
+client.py    client of a served model: requests, streamed answers, counters
+counters.py  vLLM's and SGLang's counts of their drafts, in our terms
+rows.py      results of served answers, and the losslessness check of their texts
 """

@@ -8,7 +8,7 @@ from eval.config import SourcesConfig
 from eval.inputs.runs import find_heads
 from heads.common.typed import build
 from inference.drafters.head import load_drafter, saved_tree
-from inference.drafters.hybrid import Hybrid, Scored
+from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -53,7 +53,7 @@ def _hybrid(config: SourcesConfig, options: Mapping[str, Any], target: Target) -
     """Return the first run's head beside a model-free source."""
     own = build(Hybrid.Config, dict(options), "drafter.hybrid")
     lookup = make("hybrid.lookup", own.lookup, target)
-    if not isinstance(lookup, Scored):
+    if not lookup.scores:
         raise ValueError("drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix")
     return Hybrid(own, next(iter(_heads(config, target).values())), lookup, "hybrid")
 

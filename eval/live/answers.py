@@ -9,14 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from data.text.prompts import Prompt
-from eval.inputs.states import Around
 from eval.live.interleaved import Runs
 from eval.offline.teacher_forced import unrolled
 from heads.base import Features
 from heads.common.untrusted import visible
 from heads.modules.vocab import spread
 from inference.decode import Generation
-from inference.drafters.head import HeadDrafter
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.text_stream import TextStream
@@ -106,7 +104,7 @@ def chances(target: Target, drafter: Drafter, prompt: list[int], run: Generation
     token = torch.tensor(prompt + run.tokens, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], drafter.feature_layers)
     begin, found = len(prompt), []
-    head = head_of(drafter)
+    head = drafter.head
     q = {} if head is None or len(token) > LONGEST else drafted(head, features, begin, run, temperature)
     last = features.last[0, begin - 1 : -1]  # a row's law is that of the token after it
     for first in range(0, len(run.tokens), ROWS):
@@ -118,13 +116,6 @@ def chances(target: Target, drafter: Drafter, prompt: list[int], run: Generation
             top = [(text, rounded(share)) for text, share in zip(texts, likely[row], strict=True)]
             found.append(Chance(rounded(p), q.get(first + row), top))
     return found
-
-
-def head_of(drafter: Drafter) -> Any:
-    """Return the head that a source drafts with alone, None if there is none."""
-    while isinstance(drafter, Around):
-        drafter = drafter.inner
-    return drafter.head if isinstance(drafter, HeadDrafter) else None
 
 
 def drafted(head: Any, features: Features, begin: int, run: Generation, temperature: float) -> dict[int, float]:

@@ -9,8 +9,6 @@ from typing import Any
 
 from eval.live.interleaved import Runs
 from eval.measures.metrics import median_run
-from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import CONFIDENT
 from inference.protocol import Drafter
 
 METRICS = "metrics.jsonl"  # of a run's folder, by train/tracking/trackers.py
@@ -96,8 +94,8 @@ def nodes(drafter: Drafter, accepted: Counter[Ranks]) -> tuple[list[Ranks], str]
         drafter: a draft source.
         accepted: how often each node was accepted.
     """
-    if isinstance(drafter, HeadDrafter) and drafter.config.kind not in CONFIDENT:
-        return among_siblings(drafter.config.shape()), "The shape is fixed; empty nodes were never accepted."
+    if drafter.shape is not None:
+        return among_siblings(drafter.shape), "The shape is fixed; empty nodes were never accepted."
     often = sorted(accepted, key=lambda path: (-accepted[path], len(path), path))
     note = "The shape changes; drawn are the nodes that were accepted at least once"
     return often[:NODES], f"{note}, the {NODES} most frequent of {len(often)}." if len(often) > NODES else f"{note}."

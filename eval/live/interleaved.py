@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import track
 
 from data.text.prompts import Prompt
-from eval.inputs.states import state_of
 from eval.live.hf import hf_generate
 from eval.measures import metrics
 from eval.measures.builder import Request, Source, result, with_speedups
@@ -142,7 +141,7 @@ def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate],
         for name, each in requests.items():
             mine = [each[index] for index in part.indices]
             rule = metrics.rules_used([middle[name][index] for index in part.indices])
-            source = Source(name, rule, sources[name].tree, state_of(sources[name]))
+            source = Source(name, rule, sources[name].tree, sources[name].memory)
             gate = gates.get(labelled(name, session.batch_size), UNCHECKED)
             shown = gate if session.temperature == 0 else session.coupled.get(name, UNCHECKED)
             counts = shown.among([session.start + index for index in part.indices]).counts()

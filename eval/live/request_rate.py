@@ -75,14 +75,14 @@ def serve(
     begin, waiting = clock(), deque(range(len(prompts)))
     running: dict[int, Served] = {}
     done: dict[int, Served] = {}
-    while waiting or batch.rows:
+    while waiting or batch.running:
         now = clock() - begin
         if waiting and batch.free and when[waiting[0]] <= now:
             number = waiting.popleft()
             made = batch.admit(number, prompts[number], settings)
             arrived = when[number]
             running[number] = Served(made, arrived, now - arrived, clock() - begin - arrived)
-        elif batch.rows:
+        elif batch.running:
             batch.step()
         else:
             sleep(when[waiting[0]] - now)
@@ -124,7 +124,7 @@ def measure(
         for name in shuffle.sample(list(together), len(together)):
             drafter = together[name]
             drafter.forget()
-            batch = batch_of(target, drafter, tokens[0], min(batch_size, len(tokens)))
+            batch = batch_of(target, drafter, min(batch_size, len(tokens)))
             for each, served in zip(rounds[name], serve(batch, tokens, when, settings), strict=True):
                 each.append(served)
     return rounds

@@ -20,7 +20,6 @@ from eval.measures import chi_square
 from eval.measures.chi_square import Cells, LawTest
 from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate, verdict_of, worst
 from inference.decode import Generation, Settings
-from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.session import Session
@@ -149,7 +148,7 @@ def law_test(
         The test; or None, and why there is none.
     """
     found = [place for text in candidates if (place := _place(target, drafter, text, settings, tv)) is not None]
-    if any(place.proposal.q is not None for place in found) and not isinstance(drafter, HeadDrafter):
+    if any(place.proposal.q is not None for place in found) and not drafter.redraws:
         return None, "no draws: its drafts are drawn by a model with a state of its own"
     places = sorted(found, key=lambda place: -drafted_share(place.proposal.tree, place.law))[:PREFIXES]
     if not places:
@@ -159,10 +158,8 @@ def law_test(
     careless = Generator(hashed(f"{settings.seed} control"), target.device)
     total = control = 0.0
     for place in places:
-        # A head drafts after its last text, so what is drawn anew begins there again.
-        again = place if place.proposal.q is None else _placed(target, drafter, place.session, settings)
-        total += chi_square.statistic(again.cells, _draws(again, drafter, settings, each))
-        control += chi_square.statistic(again.cells, redrawn(again.law, careless, each))
+        total += chi_square.statistic(place.cells, _draws(place, settings, each))
+        control += chi_square.statistic(place.cells, redrawn(place.law, careless, each))
     p, draws = chi_square.p_value(total, freedom), each * len(places)
     caught = chi_square.p_value(control, freedom)
     return LawTest(draws, len(places), freedom, total, p, tv, chi_square.POWER, alpha, caught), ""
@@ -172,7 +169,7 @@ def _session(target: Target, drafter: Drafter, prompt: list[int], answer: list[i
     """Return a session that has the text of a prompt and of its answer so far, and no rows yet."""
     session = Session(target, drafter, prompt, how)
     session.context.extend(answer)
-    session.made.tokens.extend(answer)
+    session.generation.tokens.extend(answer)
     if session.seen is not None:
         session.seen[answer] = True
     return session
@@ -188,17 +185,17 @@ def _place(
 
 def _placed(target: Target, drafter: Drafter, of: Session, settings: Settings) -> Place:
     """Run a session's text, let the drafter read and draft, and let the target score the draft in one tree pass."""
-    made = len(of.made.tokens)
+    made = len(of.generation.tokens)
     text = of.context
     session = _session(target, drafter, text[: len(text) - made], text[len(text) - made :], settings)
-    drafter.reset(text[:-1])
+    session.state = drafter.start(text[:-1])
     token = torch.tensor(text, device=target.device)
     out = target.prefill(token[:-1], session.cache, drafter.feature_layers)
-    drafter.observe(Commit(token[1:], out, None))
+    session.state.update(Commit(token[1:], out, None))
     root = trees.root(text[-1], target.device)
     expected = distribution(_scored(session, Proposal(root)), settings.sampling)[0]
     proposal = session.draft()
-    if proposal.q is not None and isinstance(drafter, HeadDrafter):  # what is deep in a draft costs time alone
+    if proposal.q is not None and drafter.redraws:  # what is deep in a draft costs time alone
         session.limit = min(session.limit, made + 1 + DEPTH)
         proposal = session.draft()
     logits = _scored(session, proposal)
@@ -216,11 +213,11 @@ def _scored(session: Session, proposal: Proposal) -> Float[Tensor, "N V"]:
     return session.processed(out.logits[0, : len(proposal.tree.token)], proposal.tree)
 
 
-def _draws(place: Place, drafter: Drafter, settings: Settings, count: int) -> list[int]:
+def _draws(place: Place, settings: Settings, count: int) -> list[int]:
     """Return first tokens as the rule in use emits them."""
     session, sampling = place.session, settings.sampling
     device, start = session.target.device, len(session.context)
-    room = session.limit - len(session.made.tokens) - 1
+    room = session.limit - len(session.generation.tokens) - 1
     known: dict[tuple[int, ...], Tensor] = {(): place.logits[0]}
     drawn: list[int] = []
     rng: Rng = Generator(hashed(f"{settings.seed} law"), device)
@@ -229,7 +226,7 @@ def _draws(place: Place, drafter: Drafter, settings: Settings, count: int) -> li
         if settings.rule == COUPLED:  # its noise is the seed's, so every draw has a seed of its own
             rng = Coupled(hashed(f"{settings.seed} law {draw}"), device, lambda: start)
         if proposal.q is not None:
-            proposal = drafter.propose(Context(session.context, sampling, rng, room, session.cache))
+            proposal = session.state.propose(Context(session.context, sampling, rng, room, session.cache))
             logits = _looked_up(session, proposal, known)
         how = settings.rule, proposal.replacement
         path, token, _ = decide(proposal.tree, logits, proposal.q, sampling, rng, *how)
@@ -260,7 +257,7 @@ def redrawn(target_law: Float[Tensor, "V"], rng: Generator, count: int) -> list[
     """
     best = int(target_law.argmax())
     accepted = [rng.accept(float(target_law[best])) for _ in range(count)]
-    drawn = rng.draw(target_law.expand(count, -1))
+    drawn = rng.sample(target_law.expand(count, -1))
     return [best if kept else token for kept, token in zip(accepted, drawn, strict=True)]
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from eval.inputs.states import state_of
 from eval.inputs.texts import Text
 from eval.measures.builder import UNTIMED, Request, Source, text_results
 from eval.measures.metrics import counted
@@ -28,7 +27,7 @@ def replayed(drafters: Sequence[Drafter], texts: Sequence[Text], session: Sessio
     for drafter in drafters:
         drafter.forget()
         requests = [play(drafter, text) for text in texts]
-        made += text_results(Source(drafter.name, RULE, drafter.tree, state_of(drafter)), session, requests)
+        made += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), session, requests)
     return made
 
 
@@ -38,13 +37,13 @@ def play(drafter: Drafter, text: Text) -> Request:
     accepted: list[int] = []
     rng = Generator(0, torch.device("cpu"))  # none of them draws
     begin = time.perf_counter()
-    drafter.reset(text.token[: text.start])
+    state = drafter.start(text.token[: text.start])
     spent += time.perf_counter() - begin
     while made < text.made:
         end = text.start + made
         context = Context(text.token[:end], GREEDY, rng, text.limit - made - 1)
         begin = time.perf_counter()
-        tree = drafter.propose(context).tree
+        tree = state.propose(context).tree
         spent += time.perf_counter() - begin
         accepted.append(agreed(tree, text.token[end:]))
         drafted += len(tree.token) - 1

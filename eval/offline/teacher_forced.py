@@ -20,7 +20,7 @@ from eval.measures.cost_model import Step
 from eval.measures.metrics import Passes
 from heads.base import Draft, Features
 from heads.modules.vocab import spread
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import HeadState
 from inference.drafters.policy import CONFIDENT, TreeConfig, candidates
 from inference.protocol import Commit, Context
 from inference.target.model import TargetOutput
@@ -79,18 +79,18 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
     logits = (spread(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
     rank = torch.stack([ranks(each, token[begin:], d) for d, each in enumerate(logits, 1)], 1)
     grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
-    source = HeadDrafter(head, largest[0], "head") if largest else None
+    drafting = HeadState(head, largest[0]) if largest else None
     done = 0
-    for made in range(1, text.made) if source else ():
+    for made in range(1, text.made) if drafting else ():
         row = text.start + made - 1  # the rows before it are committed, its token is the root
-        assert source is not None
-        source.observe(Commit(token[done + 1 : row + 1], _rows(features, done, row), None))
+        assert drafting is not None
+        drafting.update(Commit(token[done + 1 : row + 1], _rows(features, done, row), None))
         done = row
         context = Context(text.token[: row + 1], GREEDY, Generator(0, target.device), depth)
         for tree in largest:
-            assert source.level is not None
+            assert drafting.level is not None
             tokens = text.token[row + 1 : row + 1 + depth]
-            tree_and_score = candidates(head, source.state, source.level, tree, context)
+            tree_and_score = candidates(head, drafting.state, drafting.level, tree, context)
             grown[growth(tree)].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
     return Record(text, rank[: text.made - 1].tolist(), grown)
 

@@ -18,12 +18,12 @@ import torch
 from eval.inputs.texts import Text
 from eval.measures.cost_model import Costs, draft_key, rising
 from eval.measures.machine import synchronize
-from inference.batch import Batch, clone
+from inference.batch import Batch
 from inference.decode import Settings, Step
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import HeadDrafter, HeadState
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Commit, Context, Drafter, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 
@@ -60,44 +60,46 @@ class Script:
         self.size = next(self.next_size)
 
 
-class Playback:
+class Playback(Drafter):
     """Times a head's proposals and commits, and drafts trees of given sizes that hold a recorded text's tokens.
 
-    One a sequence; a head of None has nothing to be timed.
+    A head of None has nothing to be timed.
     """
 
     name, tree = "playback", "playback"
 
     def __init__(self, target: Target, head: HeadDrafter | None, script: Script) -> None:
-        self.target, self.head, self.script = target, head, script
+        self.target, self.inner, self.script = target, head, script
         self.feature_layers = () if head is None else head.feature_layers
-        self.text = Text([], 0, 0)
 
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence."""
-        self.text = self.script.texts[tuple(prompt)]
-        if self.head is not None:
-            self.head.reset(prompt)
+    def start(self, prompt: list[int]) -> "PlaybackState":
+        """Begin the text with this prompt."""
+        head = None if self.inner is None else self.inner.start(prompt)
+        return PlaybackState(self.target, head, self.script, self.script.texts[tuple(prompt)])
 
-    def forget(self) -> None:
-        """Nothing outlives a sequence but the samples."""
 
-    def observe(self, commit: Commit) -> None:
+class PlaybackState(DrafterState):
+    """One recorded text played back."""
+
+    def __init__(self, target: Target, head: HeadState | None, script: Script, text: Text) -> None:
+        self.target, self.head, self.script, self.text = target, head, script, text
+
+    def update(self, commit: Commit) -> None:
         """Let the head commit rows, timed unless they are a prompt's."""
         if self.head is None:
             return
         start = self.clock()
-        self.head.observe(commit)
+        self.head.update(commit)
         if commit.verified is not None:
             self.script.commit[len(commit.token)].append(self.clock() - start)
 
     def propose(self, context: Context) -> Proposal:
         """Time one of the head's trees, and hand over one of the size to be measured."""
         if self.head is not None:
-            self.head.config = next(self.script.next_tree)
+            policy = next(self.script.next_tree)
             start = self.clock()
-            self.head.propose(context._replace(room=self.head.config.deepest))
-            self.script.draft[draft_key(self.head.config)].append(self.clock() - start)
+            self.head.grow(policy, context._replace(room=policy.deepest))
+            self.script.draft[draft_key(policy)].append(self.clock() - start)
         following = self.text.token[len(context.token) :][: max(context.room, 0)]
         accepted, size = next(self.script.next_accepted), self.script.size
         if context.room < 1 or not self.target.takes_trees:  # a node of a chain lies deep
@@ -149,7 +151,7 @@ def measure(
 
     Args:
         target: the target that wrote them.
-        head: the draft head as a draft source; its tree is overwritten. None: a draft that costs nothing.
+        head: the draft head as a draft source. None: a draft that costs nothing.
         texts: what is decoded again.
         measured: the trees whose proposals are timed; none without a head.
         sizes: the drafted nodes whose verification is timed; 0 is plain decoding's pass.
@@ -159,8 +161,7 @@ def measure(
     """
     script = Script(measured, sizes, settings.seed)
     script.texts = {tuple(text.token[: text.start]): text for text in texts}
-    heads = [head, *(clone(head) for _ in range(batch - 1))] if head is not None else [None] * batch
-    players = [Playback(target, each, script) for each in heads]
+    players = [Playback(target, head, script)] * batch
     verify: Samples = defaultdict(list)
     settle: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
     plain: list[float] = []
@@ -210,10 +211,10 @@ def decode(
             number, text = next(waiting)
             batch.admit(number, text.token[: text.start], settings)
         begin()
-        sessions = [row.session for row in batch.rows]
+        sessions = [sequence.session for sequence in batch.running]
         batch.step()
         batch.release()
-        yield [session.made.steps[-1] for session in sessions]
+        yield [session.generation.steps[-1] for session in sessions]
 
 
 @torch.inference_mode()

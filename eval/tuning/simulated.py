@@ -45,7 +45,7 @@ def simulate(grid: TunerConfig, target: Target, drafter: HeadDrafter, texts: Seq
         drafter: the head with its own tree.
         texts: their records are made one after the other; whoever watches sees how many are done.
     """
-    own, head = drafter.config, drafter.head
+    own, head = drafter.policy, drafter.head
     deepest = min(head.max_depth, max(own.deepest, *grid.depths))
     largest = unlimited(grid, own, deepest)
     chosen, held = halves([record(target, head, text, largest, deepest) for text in _progress(texts)])

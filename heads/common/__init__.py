@@ -1,13 +1,13 @@
-"""What every layer uses: typed configurations, one-line errors, redaction of secrets, parsing of untrusted files.
+"""Utilities of every layer: typed configurations, one-line errors, redaction of secrets, parsing of untrusted files.
 
-files.py          folders replaced whole or not at all
+files.py          atomic folder replacement
 ranges.py         ranges of numbers in configurations, stated beside their types
 typed.py          the one border between YAML or JSON and dataclasses
-resolvers.py      what values in conf/ may compute, as ${root:…} and ${by_device:…}
-command.py        what every command begins with: Hydra, without the secrets of the command line
-target_config.py  a target's configuration, looked at before it is believed
+resolvers.py      computed values in conf/, as ${root:…} and ${by_device:…}
+command.py        the entry point of every command: Hydra, without the secrets of the command line
+target_config.py  a target's configuration, checked before transformers reads it
 context.py        how many positions a target has, and how long rows may be for it
 errors.py         an error as one line for its user
-redact.py         secrets out of what is written or printed
-untrusted.py      what comes from outside is data: parsed, naming no code, no way out of its folder
+redact.py         removal of secrets from written and printed text
+untrusted.py      parsing untrusted files: depth limits, no code references, no path traversal
 """

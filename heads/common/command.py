@@ -1,4 +1,4 @@
-"""What every command begins with: Hydra's composition of its YAML, without the secrets of the command line.
+"""The entry point of every command: Hydra composes its YAML, without seeing the secrets of the command line.
 
 Hydra writes overrides into `multirun.yaml` and its errors, wandb into its files, and a launcher hands them on to other
 processes, where `ps` shows them. None of them sees a secret: it moves into the environment, and the override names the
@@ -25,9 +25,9 @@ VARIABLE = "HEADSTART_{}_SECRET"  # by which heads/common/redact.py knows its va
 
 
 def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
-    """Return the decorator that makes a function of a configuration the command that composes it from conf/CONFIG.yaml.
+    """Return a decorator that turns a function of a configuration into a command, which composes conf/CONFIG.yaml.
 
-    A mistake in the overrides ends it with one line, which has no value of theirs, and exit status 2.
+    A mistake in the overrides ends it with one line, which shows none of their values, and exit status 2.
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
@@ -49,7 +49,7 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:
-    """Return a command's words with an interpolation in the place of every secret, which moves into the environment."""
+    """Return a command's words with an interpolation instead of every secret, which moves into the environment."""
     return [replaced_word(word, _in_environment) for word in words]
 
 
@@ -58,25 +58,25 @@ def _in_environment(secret: str) -> str:
     if "${" in secret:
         return secret
     try:
-        said = OverridesParser.create().parse_override(f"x={secret}").value()
+        value = OverridesParser.create().parse_override(f"x={secret}").value()
     except HydraException:
-        said = None
+        value = None
     name = next(name for name in map(VARIABLE.format, itertools.count()) if name not in os.environ)
-    os.environ[name] = said if isinstance(said, str) else secret
+    os.environ[name] = value if isinstance(value, str) else secret
     return f"${{oc.env:{name}}}"
 
 
 def _mistake(error: Exception, words: Sequence[str]) -> str:
-    """Return what is wrong with the overrides, without their values but for the name of a missing option."""
+    """Describe the mistake in the overrides, without their values but for the name of a missing option."""
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")
         which = f"the override {key}=…" if sign else "a word without a ="
         return f"{which} cannot be read: give KEY=VALUE; a VALUE with blanks or signs such as , = ( stands in quotes"
     cause = str(error.__cause__).partition("\n")[0] if isinstance(error.__cause__, OmegaConfBaseException) else ""
-    said = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
+    message = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
     if isinstance(error, MissingConfigException):
-        return said
-    given = [part for word in words for part in re.split(r"[\s,'\"]+", word.partition("=")[2])]
-    for part in sorted({*given, *(part.strip("()[]{}") for part in given)} - {""}, key=len, reverse=True):
-        said = re.sub(rf"(?<![\w.]){re.escape(part)}(?!\.?\w)", "…", said)
-    return said
+        return message
+    given = [value for word in words for value in re.split(r"[\s,'\"]+", word.partition("=")[2])]
+    for value in sorted({*given, *(value.strip("()[]{}") for value in given)} - {""}, key=len, reverse=True):
+        message = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\.?\w)", "…", message)
+    return message

@@ -1,35 +1,35 @@
-"""How many positions a target has, as its configuration says, and how long a row of packed text may be for it."""
+"""The context length of a target, from its configuration, and the length of a row of packed text for it."""
 
 from typing import Any
 
 from heads.common.target_config import read_target_config
 
-UNBOUNDED = 2**31  # of a target that says nothing
+UNBOUNDED = 2**31  # of a target whose configuration does not say
 
 
 def context_of(config: Any) -> int:
     """Return the most tokens that a sequence may have, from a model's configuration."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else UNBOUNDED
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else UNBOUNDED
 
 
-def row_length(path: str, wanted: int) -> int:
-    """Return the length of packed rows: what is wanted, or the target's context where that is known to be less.
+def row_length(path: str, length: int) -> int:
+    """Return the length of packed rows: `length`, or the target's context where that is known to be less.
 
-    A target that has still to be downloaded is not known here; `check_rows` comes once it is.
+    A target that has still to be downloaded is not known here; `check_rows` runs once it is.
     """
     try:
         config = read_target_config(path, trust_remote_code=False, cached_alone=True)
     except ValueError:
-        return wanted
-    return min(wanted, context_of(config))
+        return length
+    return min(length, context_of(config))
 
 
 def check_rows(length: int, context: int, name: str) -> None:
     """Check that a target can read rows of this length.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the rows are longer than its context.
     """
     if length > context:
         raise ValueError(f"data.length is {length}, but {name} reads at most {context} tokens: give {context} or less")

@@ -1,4 +1,4 @@
-"""What a user sees of an error: one line on stderr and exit status 2, and the traceback only when asked for."""
+"""Errors as users see them: one line on stderr and exit status 2, and the traceback only on request."""
 
 import logging
 import os
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from heads.common.redact import redact_logs, redacted
 from heads.common.untrusted import visible
 
-# Of huggingface_hub, which log every request with its URL; and of what reads files from outside and says in lines of
-# its own what our one line says.
+# Loggers of huggingface_hub's clients, which log every request with its URL; and of libraries that read untrusted files
+# and repeat in lines of their own what our one line says.
 CHATTY = {
     "httpx": logging.WARNING, "httpx2": logging.WARNING, "transformers": logging.ERROR, "datasets": logging.CRITICAL,
 }  # fmt: skip
@@ -22,15 +22,15 @@ def one_line(error: BaseException) -> str:
 
 
 def panicked(error: BaseException) -> bool:
-    """Say whether this is of a library in Rust, as tokenizers is: its panic, no Exception of Python, or a mere one."""
+    """Say whether an error comes from a library in Rust, such as tokenizers: a panic, or a mere Exception."""
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn what a user can mend, raised in the block or the function it decorates, into one line and exit status 2.
+    """Turn an error that a user can fix, raised in the block or the decorated function, into one line and status 2.
 
-    That is a ValueError, an OSError, and a panic of a library in Rust, which files from outside set off.
+    That is a ValueError, an OSError, and a panic of a library in Rust, which untrusted files cause.
 
     HEADSTART_DEBUG=1 in the environment lets the error through with its traceback. Log lines are without secrets, and
     without every request to the Hub, from here on.

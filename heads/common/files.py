@@ -1,4 +1,4 @@
-"""Folders replaced whole: a finished one takes the place of the old one, which until then is found."""
+"""Atomic folder replacement: readers see the old folder until the new one is complete."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def last_good(folder: Path) -> Path:
-    """Return where the head of `folder` lies: set aside, if saving was cut off amid the swap."""
+    """Return the path of the last complete `folder`: the one set aside, if saving was cut off amid the swap."""
     aside = _aside(folder)
     return aside if aside.is_dir() and not folder.exists() else folder
 
@@ -19,22 +19,22 @@ def _aside(folder: Path) -> Path:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that a folder can be written, or made, and leave nothing behind.
+    """Check that a folder can be written, or created; nothing is left there.
 
     Raises:
-        ValueError: it cannot; `key` is where the user has named it.
+        ValueError: it cannot; `key` is the setting that names it.
     """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise ValueError(f"{key}={folder}: cannot be written ({there}: {error.strerror}); give another") from None
+        raise ValueError(f"{key}={folder}: cannot be written ({parent}: {error.strerror}); give another") from None
 
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to fill, which takes the place of `folder` whole when the block ends; an error drops it.
+    """Yield an empty folder to fill, which replaces `folder` whole when the block is done; an error deletes it.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
@@ -53,7 +53,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def swap(new: Path, folder: Path) -> None:
-    """Put `new` in the place of `folder`, the old one aside until then; between the two moves `last_good` finds it."""
+    """Move `new` to `folder`, setting the old one aside; between the two moves `last_good` finds the old one."""
     aside = _aside(folder)
     if folder.exists():
         shutil.rmtree(aside, ignore_errors=True)

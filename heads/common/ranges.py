@@ -12,7 +12,7 @@ class Within(NamedTuple):
     below: bool = False
 
     def remedy(self, value: int | float) -> str | None:
-        """Return what to give instead of a value, None where it is in the range."""
+        """Return the remedy for a value outside the range, None for one within."""
         if value < self.least or (self.above and value == self.least):
             return f"give a number above {self.least}" if self.above else f"give {self.least} or more"
         if value > self.most or (self.below and value == self.most):
@@ -20,7 +20,7 @@ class Within(NamedTuple):
         return None
 
 
-MACHINE = Within(-(2**63), 2**63 - 1)  # of every number whose type names no other
+MACHINE = Within(-(2**63), 2**63 - 1)  # the range of every number whose type states no other
 LARGEST = 2**31 - 1  # no tensor dimension of ours is larger
 
 Count = Annotated[int, Within(1, LARGEST)]

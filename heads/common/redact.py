@@ -1,4 +1,4 @@
-"""Secrets out of what is written or printed: of command lines, configurations, errors and log lines.
+"""Removal of secrets from written and printed text: command lines, configurations, errors and log lines.
 
 A secret is known by its shape (tokens of the Hub, of OpenAI, GitHub, AWS and wandb, `Bearer …`, a password in a URL),
 by the name that it is given under (`HF_TOKEN=…`, `api_key=…`), or by being a value of such a name in the environment.
@@ -29,14 +29,14 @@ SECRET_NAME = re.compile(rf"(?!(?:[\w.+-]*[_.])?{PLAIN}$){NAME}", re.IGNORECASE)
 NUMBER = r"(?:null|none|[\d.]+)(?![\w.-])"
 VALUE = rf"""(?!{NUMBER})(?P<value>"[^"]+"|'[^']+'|[^\s'"&,;)}}]+)"""
 GIVEN = re.compile(rf"(?<![\w.+-])(?![\w.+-]*{PLAIN}=)(?P<name>{NAME}=){VALUE}", re.IGNORECASE)
-ITEM = re.compile(  # of a mapping in an override
+ITEM = re.compile(  # an item of a mapping in an override
     rf"""(?P<name>(?<=[{{,])\s*["']?(?!(?:[\w.+-]*[_.])?{PLAIN}["']?\s*:){NAME}["']?\s*:\s*){VALUE}""", re.IGNORECASE
 )
-SHORTEST = 8  # characters of a value in the environment that is looked for in text
+SHORTEST = 8  # characters of a secret in the environment that is searched for in text
 
 
 def redacted(text: str) -> str:
-    """Return the text with `HIDDEN` in the place of every secret."""
+    """Return the text with `HIDDEN` instead of every secret."""
     return _replaced(text, lambda _: HIDDEN)
 
 
@@ -44,25 +44,25 @@ def _replaced(text: str, hide: Callable[[str], str]) -> str:
     for name, value in list(os.environ.items()):
         if len(value) >= SHORTEST and value in text and SECRET_NAME.fullmatch(name):
             text = text.replace(value, hide(value))
-    text = GIVEN.sub(lambda found: found["name"] + hide(found["value"]), text)
-    return SHAPES.sub(lambda found: hide(found[0]), text)
+    text = GIVEN.sub(lambda match: match["name"] + hide(match["value"]), text)
+    return SHAPES.sub(lambda match: hide(match[0]), text)
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:
-    """Return the words of a command line likewise; of `NAME=VALUE` with a secret's name the whole value goes."""
+    """Redact the words of a command line; of `NAME=VALUE` with a secret's name the whole value is hidden."""
     return [replaced_word(word, lambda _: HIDDEN) for word in words]
 
 
 def replaced_word(word: str, hide: Callable[[str], str]) -> str:
-    """Return a word of a command line with what `hide` gives in the place of every secret."""
+    """Return a word of a command line with every secret replaced by the result of `hide`."""
     name, _, value = word.partition("=")
     if SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE):
         return f"{name}={hide(value)}"
-    return _replaced(ITEM.sub(lambda found: found["name"] + hide(found["value"]), word), hide)
+    return _replaced(ITEM.sub(lambda match: match["name"] + hide(match["value"]), word), hide)
 
 
 def redacted_values(values: Any) -> Any:
-    """Return the same of a configuration: of every string in it, and of all that a secret's name is the key of."""
+    """Redact a configuration: every string in it, and every value whose key is a secret's name."""
     if isinstance(values, dict):
         return {
             redacted(key) if isinstance(key, str) else key: HIDDEN
@@ -76,16 +76,16 @@ def redacted_values(values: Any) -> Any:
 
 
 def redact_logs() -> None:
-    """Let every log line of this process be without secrets and `visible`, whoever logs it; again changes nothing."""
+    """Redact every log line of this process and make it `visible`, whoever logs it; idempotent."""
     logging.setLogRecordFactory(_record)
 
 
 def _record(*args: Any, **named: Any) -> logging.LogRecord:
     record = logging.LogRecord(*args, **named)
     try:
-        said = record.getMessage()
-    except (TypeError, ValueError):  # logging itself tells of what does not fit its format
+        message = record.getMessage()
+    except (TypeError, ValueError):  # logging itself reports arguments that do not fit the format
         return record
-    if (shown := visible(redacted(said))) != said:
+    if (shown := visible(redacted(message))) != message:
         record.msg, record.args = shown, ()
     return record

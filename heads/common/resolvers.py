@@ -1,4 +1,4 @@
-"""What values in conf/ may compute: a path in the checkout or the user's cache, a path's name, a default's company."""
+"""Resolvers for values in conf/: a path in the checkout or the user's cache, a path's name, a value by condition."""
 
 import hashlib
 import json
@@ -14,23 +14,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def register_resolvers() -> None:
-    """Make the functions below known to OmegaConf, as in `${root:PATH}`; again changes nothing.
+    """Register the functions below with OmegaConf, as in `${root:PATH}`; idempotent.
 
     `root` makes a path of the checkout absolute, so that every command works from any directory. `stem` names a run
     after its model: the last part of a folder's or a Hub model's path. `if_same` gives its third value where the first
     two agree, else nothing: a preset's prompts belong to the preset's data, not to data of the user's own. `by_device`
     gives its first value on a machine without an accelerator, else its second. `cache_folder` names a folder under
     HEADSTART_CACHE, which is ~/.cache/headstart unless the environment says otherwise. `digest` names a run after
-    all of its values. `row_length` gives the target's context where that is known to be less than a length. `made` is
-    a folder that is made when it is asked for, for a library that does not make it.
+    all of its values. `row_length` gives the target's context where that is known to be less than a length. `made`
+    creates a folder, for a library that does not, and gives its path.
     """
     OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)
-    OmegaConf.register_new_resolver("if_same", lambda given, own, value: value if given == own else "", replace=True)
+    OmegaConf.register_new_resolver("if_same", lambda a, b, value: value if a == b else "", replace=True)
     OmegaConf.register_new_resolver("stem", lambda path: os.path.basename(os.path.abspath(path)), replace=True)
     OmegaConf.register_new_resolver("by_device", _by_device, replace=True)
     OmegaConf.register_new_resolver("cache_folder", _cache_folder, replace=True)
     OmegaConf.register_new_resolver("digest", _digest, replace=True)
-    OmegaConf.register_new_resolver("made", _made, replace=True)
+    OmegaConf.register_new_resolver("made", _created, replace=True)
     OmegaConf.register_new_resolver("row_length", row_length, replace=True)
 
 
@@ -48,6 +48,6 @@ def _digest(*values: object) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _made(folder: str) -> str:
+def _created(folder: str) -> str:
     Path(folder).mkdir(parents=True, exist_ok=True)
     return folder

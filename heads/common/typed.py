@@ -1,4 +1,4 @@
-"""The one border between values in YAML or JSON and types in dataclasses."""
+"""Conversion of values in YAML or JSON to dataclasses, with their types and ranges checked."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from heads.common.ranges import MACHINE, Within
 from heads.common.untrusted import CUT, shown
 
 T = TypeVar("T")
-NUMBERS = (list[int], list[list[int]])  # which OmegaConf takes a third of a millisecond a number for
+NUMBERS = (list[int], list[list[int]])  # OmegaConf takes a third of a millisecond for each of their numbers
 
 
 def bracketed(words: Sequence[str], *keys: str) -> list[str]:
@@ -27,9 +27,9 @@ def bracketed(words: Sequence[str], *keys: str) -> list[str]:
 
 
 def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, object] = MappingProxyType({})) -> T:
-    """Build the dataclass `schema` from `cfg`, whose keys errors call by `prefix` too.
+    """Build the dataclass `schema` from `cfg`, whose keys are prefixed by `prefix` in errors.
 
-    `ready` has the fields that are built already, whatever `cfg` says of them. Interpolations of a DictConfig are
+    `ready` has the fields that are built already, which override those of `cfg`. Interpolations of a DictConfig are
     resolved against its root. Anything else, which may come from the Hub, must be a dict and have none: a resolver
     would let a foreign file read this machine's environment.
 
@@ -72,10 +72,10 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
     nested = {n: convert(hints[n], v, join(prefix, n)) for n, v in values.items() if holds_dataclass(hints[n])}
     leaves = {n: v for n, v in values.items() if n not in nested and v != "???"}
     for name, value in leaves.items():
-        check_numbers(value, None, join(prefix, name))  # OmegaConf cannot convert what is too large
+        check_numbers(value, None, join(prefix, name))  # OmegaConf cannot convert numbers that are too large
     right = {n: copy.deepcopy(v) for n, v in leaves.items() if hints[n] in NUMBERS and are_numbers(hints[n], v)}
-    own = [f for f in fields(schema) if f.init and f.name not in ready and not holds_dataclass(hints[f.name])]
-    blank = [(f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in own]
+    plain = [f for f in fields(schema) if f.init and f.name not in ready and not holds_dataclass(hints[f.name])]
+    blank = [(f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in plain]
     base = OmegaConf.structured(make_dataclass(schema.__name__, blank, kw_only=True))
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(base, {n: v for n, v in leaves.items() if n not in right}))
@@ -84,7 +84,7 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
         raise ValueError(f"{key}: {first_line(error)}; valid keys: {', '.join(names)}") from None
     assert isinstance(merged, dict)
     merged |= right
-    arguments = {f.name: merged[f.name] for f in own}
+    arguments = {f.name: merged[f.name] for f in plain}
     # OmegaConf hands a tuple field back as a list.
     arguments |= {n: tuple(v) for n, v in arguments.items() if v is not None and holds_tuple(hints[n])}
     ranges = get_type_hints(schema, include_extras=True)
@@ -115,19 +115,19 @@ def fits(hint: Any, value: Any) -> bool:
     if hint is Any or hint is object:
         return True
     if origin in (Union, UnionType):
-        return any(fits(each, value) for each in inner)
+        return any(fits(option, value) for option in inner)
     if origin is dict:
         return isinstance(value, dict) and all(fits(inner[0], k) and fits(inner[1], v) for k, v in value.items())
     if origin is tuple and inner[1:] != (...,):
         return isinstance(value, tuple) and len(value) == len(inner) and all(map(fits, inner, value))
     if origin in (list, tuple):
-        return isinstance(value, origin) and all(fits(inner[0], each) for each in value)
+        return isinstance(value, origin) and all(fits(inner[0], element) for element in value)
     return isinstance(value, (int, float) if hint is float else hint)
 
 
 def range_of(hint: Any) -> Within | None:
-    """Return the range that stands beside the numbers of a type, None without one."""
-    inner = (each if isinstance(each, Within) else range_of(each) for each in get_args(hint))
+    """Return the range that annotates the numbers of a type, None without one."""
+    inner = (arg if isinstance(arg, Within) else range_of(arg) for arg in get_args(hint))
     return next(filter(None, inner), None)
 
 
@@ -135,14 +135,14 @@ def check_numbers(value: Any, within: Within | None, key: str) -> None:
     """Check that every number of a value is finite, and in the range.
 
     Raises:
-        ValueError: naming the key, and the place within it.
+        ValueError: naming the key, and the item within it.
     """
     if isinstance(value, dict):
-        for name, each in value.items():
-            check_numbers(each, within, join(key, name))
+        for name, item in value.items():
+            check_numbers(item, within, join(key, name))
     elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            check_numbers(each, within, f"{key}[{i}]")
+        for i, item in enumerate(value):
+            check_numbers(item, within, f"{key}[{i}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key} is {value}: give a finite number")
     elif isinstance(value, int | float) and (remedy := (within or MACHINE).remedy(value)):
@@ -153,14 +153,14 @@ def are_numbers(hint: Any, value: Any) -> bool:
     """Say whether a value is of a type of NUMBERS."""
     (inner,) = get_args(hint)
     return isinstance(value, list) and all(
-        type(each) is int if inner is int else are_numbers(inner, each) for each in value
+        type(item) is int if inner is int else are_numbers(inner, item) for item in value
     )
 
 
 def holds_tuple(hint: Any) -> bool:
     """Say whether a type is a tuple, or an optional one."""
     inner = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return any(get_origin(each) is tuple for each in inner)
+    return any(get_origin(option) is tuple for option in inner)
 
 
 def holds_dataclass(hint: Any) -> bool:
@@ -169,11 +169,11 @@ def holds_dataclass(hint: Any) -> bool:
 
 
 def join(prefix: str, key: Any) -> str:
-    """Return the full name of a key; one that comes from outside stays one line."""
+    """Return the full name of a key; an untrusted one stays one line."""
     name = str(key) if str(key).isprintable() and len(str(key)) <= CUT else shown(key)
     return f"{prefix}.{name}" if prefix else name
 
 
 def first_line(error: Exception) -> str:
-    """Return what was wrong without OmegaConf's lines on its own types."""
+    """Return the first line of OmegaConf's error; the others are about its own types."""
     return str(error).splitlines()[0]

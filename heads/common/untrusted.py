@@ -1,7 +1,7 @@
-"""What comes from outside is data: parsed under limits, naming no code, and no file but those beside it.
+"""Parsing untrusted files: depth limits, no code references, no path traversal.
 
-A head, a run's folder, a report or a feature store may come from the Hub or from an archive. Nothing in them decides
-what is run, and a name in them leads nowhere else.
+A head, a run's folder, a report or a feature store may come from the Hub or from an archive. Nothing in them selects
+code to run, and a file name in them leads to no other folder.
 """
 
 import importlib
@@ -19,7 +19,7 @@ MOST_YAML = 1 << 20  # bytes: its parser takes a minute for twenty times that
 DEEPEST = 100  # lists and mappings in each other
 CUT = 200  # characters of a value in an error
 TOO_DEEP = "nested too deeply"
-UNSHOWN = (  # control characters but newline and tab, overrides of the direction, separators of lines, surrogates
+UNSHOWN = (  # control characters but newline and tab, direction overrides, line separators, surrogates
     *(*range(9), *range(11, 32), *range(127, 160)),
     *(*range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)),
 )
@@ -27,7 +27,7 @@ CONTROL = dict.fromkeys(UNSHOWN, "\N{REPLACEMENT CHARACTER}")
 
 
 def parse_json(content: bytes | str, deepest: int = DEEPEST) -> Any:
-    """Return what a JSON text says, with so many lists and mappings in each other at most.
+    """Return the value of a JSON text, nested at most `deepest` levels.
 
     Raises:
         ValueError: it is none, or nested too deeply; in one line, without the file's name.
@@ -41,7 +41,7 @@ def parse_json(content: bytes | str, deepest: int = DEEPEST) -> Any:
 
 
 def parse_yaml(content: bytes) -> Any:
-    """Return what a YAML text says.
+    """Return the value of a YAML text.
 
     Raises:
         ValueError: it is none, longer than MOST_YAML, holds more than plain values (a tag such as
@@ -52,7 +52,7 @@ def parse_yaml(content: bytes) -> Any:
         raise ValueError(f"{len(content)} bytes of YAML, at most {MOST_YAML} are read")
     try:
         text = content.decode("utf-8")
-        depth = 0  # checked as the parser goes: what it does with depth is quadratic
+        depth = 0  # checked as the parser goes: its time is quadratic in the depth
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("an alias (*name) is not read here, write its value out")
@@ -67,7 +67,7 @@ def parse_yaml(content: bytes) -> Any:
 
 
 def shallow(value: Any, deepest: int = DEEPEST) -> Any:
-    """Return a value that is nested no deeper than any file of ours, so that whoever walks through it may recurse.
+    """Return a value that is nested no deeper than any file of ours, so that its readers may recurse.
 
     Raises:
         ValueError: it is nested deeper.
@@ -75,10 +75,10 @@ def shallow(value: Any, deepest: int = DEEPEST) -> Any:
     level = [value]
     for _ in range(deepest):
         level = [
-            part
-            for held in level
-            if isinstance(held, dict | list)
-            for part in (held.values() if isinstance(held, dict) else held)
+            item
+            for container in level
+            if isinstance(container, dict | list)
+            for item in (container.values() if isinstance(container, dict) else container)
         ]
         if not level:
             return value
@@ -92,13 +92,13 @@ def names_code(value: Any) -> str | None:
     """
     waiting = [value]
     while waiting:
-        held = waiting.pop()
-        if isinstance(held, dict):
-            if found := next((key for key in NAMES_CODE if held.get(key)), None):
-                return found
-            waiting += held.values()
-        elif isinstance(held, list):
-            waiting += held
+        item = waiting.pop()
+        if isinstance(item, dict):
+            if key := next((key for key in NAMES_CODE if item.get(key)), None):
+                return key
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
     return None
 
 
@@ -108,14 +108,14 @@ def regular(path: Path) -> Path:
     Raises:
         ValueError: it is a pipe, a socket or a device, links followed: opening one may wait without end.
     """
-    for each in path.iterdir() if path.is_dir() else [path]:
-        if each.exists() and not (each.is_file() or each.is_dir()):
-            raise ValueError(f"{each}: a pipe, a socket or a device, which is not read; put a file in its place")
+    for file in path.iterdir() if path.is_dir() else [path]:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"{file}: a pipe, a socket or a device, which is not read; put a file in its place")
     return path
 
 
 def plain_name(name: object) -> bool:
-    """Say whether this is the name of a file in a folder, and no way out of it."""
+    """Say whether this is the name of a file in a folder, without a path out of it."""
     return (
         isinstance(name, str)
         and name.isprintable()
@@ -145,11 +145,11 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def visible(text: str) -> str:
-    """Return a text as it may be printed: its lines stay, what a terminal obeys and what is no character do not."""
+    """Return a text that is safe to print: its lines stay, control characters and surrogates are replaced."""
     return text.translate(CONTROL)
 
 
 def shown(value: object) -> str:
-    """Return a value as it may stand in an error: one line, not too long."""
+    """Return a value for an error message: one line, cut to a length."""
     text = repr(value)
     return text if len(text) <= CUT else text[:CUT] + "…"

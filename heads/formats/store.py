@@ -136,6 +136,15 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
     """
     content = read_config(folder)
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
+    return read_head(folder, content, embeddings)
+
+
+def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> nn.Module:
+    """Load a head whose config.json is read already; whether it is one of this target is not looked at.
+
+    Raises:
+        ValueError: it is damaged, or its tensors do not fit.
+    """
     kind, config = _kind(folder, content), head_config(folder, content)
     check_fit(last_good(folder) / WEIGHTS, outline(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
     head: nn.Module = kind(config, embeddings)

@@ -1,11 +1,11 @@
-"""What heads share: attention, decoder layers, positions, the draft vocabulary, the KV cache.
+"""Modules that heads share: attention, decoder layers, positions, the draft vocabulary, the KV cache.
 
-top_k.py           the target's law by its likeliest tokens
+top_k.py           the target's distribution by its top-k tokens
 rope.py            rotary positions, scaled as published heads' are
 layers.py          the decoder layer that heads share
-attention.py       attention of rows that draft on from their own row: exact, blockwise, in linear memory
+attention.py       training-time-test attention over packed sequences: exact, block-wise, in linear memory
 autoregressive.py  unroll, extend and expand of heads that draft one token after another
-kv_cache.py        the verified rows a head keeps, and how far back it looks
-fusion.py          hidden states of several target layers made one
-vocab.py           the pruned draft vocabulary, and the lm_head that is read out through
+kv_cache.py        the head's KV cache of verified rows, and how far back it looks
+fusion.py          fusing the hidden states of several target layers into one
+vocab.py           the pruned draft vocabulary, and the lm_head over it
 """

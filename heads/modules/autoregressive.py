@@ -1,8 +1,8 @@
 """The three methods of heads that draft one token after another: EAGLE's family and multi-token prediction.
 
-Such a head makes, from a token and the state before it, the next state and what its logits are read from. At depth 1
-the state comes from the target's features, from then on it is the head's own. Training unrolls all rows at once,
-decoding commits verified rows and grows a tree; the three differ in what a row attends to and in nothing else.
+Such a head computes, from a token and the state before it, the next state and the input of its lm_head. At depth 1 the
+state comes from the target's features, from then on it is the head's own. Training unrolls all rows at once, decoding
+commits verified rows and grows a tree; the three differ in what a row attends to and in nothing else.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from heads.modules.vocab import spread
 
 @runtime_checkable
 class Recurrent(Protocol):
-    """What such a head has: `config.length` is how far it looks back, `attentions` how many of its layers attend."""
+    """A head that drafts token after token; `config.length` is how far it looks back, `attentions` its layers."""
 
     config: Any
     attentions: int
@@ -34,9 +34,9 @@ class Recurrent(Protocol):
         ...
 
     def inject(self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], last: int) -> tuple[KeyValue, ...]:
-        """Return keys and values of the true rows, a pair a layer, made of what `begin` gave.
+        """Return keys and values of the context, a pair a layer, computed from the states of `begin`.
 
-        Empty where the head's own rows of depth 1 are what later rows attend to.
+        Empty where later rows attend to the head's rows of depth 1 instead.
         """
         ...
 
@@ -48,7 +48,7 @@ class Recurrent(Protocol):
         last: int,
         attend: list[Attend],
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
-        """Return the states that follow `state` once `token` is chosen, and what `score` reads.
+        """Return the states that follow `state` once `token` is chosen, and the inputs of `score`.
 
         Args:
             token: the rows' chosen tokens.
@@ -77,22 +77,22 @@ def unroll(head: Recurrent, features: Features, depths: int, *, predicts: bool, 
     position = rows.positions(features.document)
     last = position.shape[1] + depths
     state = head.begin(features)
-    true = list(head.inject(state, position, last))
-    own: list[list[KeyValue]] = [[] for _ in range(head.attentions)]
-    injected, drafts = bool(true), []
+    context = list(head.inject(state, position, last))
+    drafted: list[list[KeyValue]] = [[] for _ in range(head.attentions)]
+    injected, drafts = bool(context), []
     for depth in range(1, depths + 1):
         seen = pattern(position, head.config.length, depth - 1)
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor, depth: int = depth, seen: Any = seen) -> Tensor:
             if depth == 1 and not injected:
-                true.append((key, value))
+                context.append((key, value))
             else:
-                own[i].append((key, value))
-            return attend_rows(query, true[i], own[i], seen)
+                drafted[i].append((key, value))
+            return attend_rows(query, context[i], drafted[i], seen)
 
         token = rows.drafted_token(features.token, depth)
         entering = state.detach() if detach and depth > 1 else state
-        state, read = head.advance(token, entering, position + depth - 1, last, _each(attend, head))
+        state, read = head.advance(token, entering, position + depth - 1, last, _by_layer(attend, head))
         drafts.append(Draft(read, state if predicts else None))
     return drafts
 
@@ -102,20 +102,22 @@ def extend(head: Recurrent, state: Committed | None, features: Features, token: 
     end = (state.length if state else 0) + len(token)
     position = torch.arange(end - len(token), end, device=token.device)
     start = head.begin(features)
-    true = head.inject(start, position[None], end)
-    if not true:
-        kept, hidden, read = commit(head, state, start, token)
-        return kept, Level(spread(head.vocab, head.score(read[0, -1:], 1)), hidden[0, -1:], ())
-    kept = Committed(end, tuple(joined(state.layers[i] if state else None, pair) for i, pair in enumerate(true)))
+    context = head.inject(start, position[None], end)
+    if not context:
+        committed, hidden, read = commit(head, state, start, token)
+        return committed, Level(spread(head.vocab, head.score(read[0, -1:], 1)), hidden[0, -1:], ())
+    pairs = tuple(joined(state.layers[i] if state else None, pair) for i, pair in enumerate(context))
+    committed = Committed(end, pairs)
     alone = torch.ones(1, 0, dtype=torch.bool, device=token.device)
-    before = Level(start.new_zeros(1, 0), start[0, -1:], ())  # the root's own row is drafted, like any other
-    return kept.kept(head.config.length), _draft(head, kept, before, token[-1:], alone, start[:, -1:])
+    before = Level(start.new_zeros(1, 0), start[0, -1:], ())  # the root's row is drafted, like any other
+    level = _draft(head, committed, before, token[-1:], alone, start[:, -1:])
+    return committed.trimmed(head.config.length), level
 
 
 def commit(
     head: Recurrent, state: Committed | None, start: Float[Tensor, "1 T D"], token: Int[Tensor, "T"]
 ) -> tuple[Committed, Tensor, Tensor]:
-    """Append verified rows, which enter with the states `start`; return them with what `advance` makes of them."""
+    """Append verified rows, which enter with the states `start`; return the cache and the result of `advance`."""
     past = state.length if state else 0
     end = past + len(token)
     position = torch.arange(past, end, device=token.device)
@@ -129,8 +131,8 @@ def commit(
         grown.append(joined(state.layers[i], (key, value)))
         return masked_attention(query, *grown[i], sees)
 
-    hidden, read = head.advance(token[None], start, position[None], end, _each(attend, head))
-    return Committed(end, tuple(grown)).kept(head.config.length), hidden, read
+    hidden, read = head.advance(token[None], start, position[None], end, _by_layer(attend, head))
+    return Committed(end, tuple(grown)).trimmed(head.config.length), hidden, read
 
 
 def expand(
@@ -150,8 +152,8 @@ def _draft(
 ) -> Level:
     """Score drafted rows; those of an injected head have the root's row before the tree's."""
     position = state.length - 1 + mask.sum(-1)
-    own = level.drafted[0].shape[2] if level.drafted else 0
-    root = mask.new_ones(len(mask), own + len(token) - mask.shape[1])
+    count = level.drafted[0].shape[2] if level.drafted else 0
+    root = mask.new_ones(len(mask), count + len(token) - mask.shape[1])
     sees = torch.cat([near(position, state.position(), head.config.length), root, mask], 1)
     drafted: list[Tensor] = []
 
@@ -162,9 +164,9 @@ def _draft(
         return masked_attention(query, *joined(state.layers[i], pair), sees[None])
 
     last = state.length + mask.shape[1]
-    hidden, read = head.advance(token[None], above, position[None], last, _each(attend, head))
+    hidden, read = head.advance(token[None], above, position[None], last, _by_layer(attend, head))
     return Level(spread(head.vocab, head.score(read[0], 1)), hidden[0], tuple(drafted))
 
 
-def _each(attend: Callable[..., Tensor], head: Recurrent) -> list[Attend]:
+def _by_layer(attend: Callable[..., Tensor], head: Recurrent) -> list[Attend]:
     return [partial(attend, i) for i in range(head.attentions)]

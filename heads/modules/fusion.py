@@ -1,4 +1,4 @@
-"""From the hidden states of several target layers to one: which layers, and how they are joined."""
+"""Fusing the hidden states of several target layers into one: which layers, and how they are joined."""
 
 import torch
 from jaxtyping import Float
@@ -6,36 +6,40 @@ from torch import Tensor, nn
 
 from heads.modules.layers import RMSNorm
 
+EAGLE3, DFLASH = 3, 5  # how many layers each fuses
 
-def chosen_layers(wanted: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
-    """Return the feature layers of a head: those asked for, or `count` spread over the target's depth.
 
-    Three are EAGLE-3's: the outputs of layers 1, half of all minus 1, and all minus 4. More are spread evenly between
+def default_layers(count: int, num_layers: int) -> list[int]:
+    """Return the layers that a head reads by default, `count` distributed over the target's depth.
+
+    Three are EAGLE-3's: the outputs of layers 1, half of all minus 1, and all minus 4. More are spaced evenly between
     layer 1 and the one of all minus 3 (DFlash, arXiv 2602.06036).
+    """
+    if count == EAGLE3:
+        return [1, num_layers // 2 - 1, num_layers - 4]
+    return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+
+
+def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
+    """Return the feature layers of a head: those named, or `count` default ones.
 
     Raises:
-        ValueError: a layer does not exist, stands twice, or the target is too shallow for the default ones.
+        ValueError: a layer does not exist, is named twice, or the target is too shallow for the default ones.
     """
-    if wanted is None:
-        if count == FUSED:
-            found = [1, num_layers // 2 - 1, num_layers - 4]
-        else:
-            found = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
-        if found[0] < 0 or sorted(set(found)) != found or found[-1] >= num_layers:
+    if named is None:
+        layers = default_layers(count, num_layers)
+        if layers[0] < 0 or sorted(set(layers)) != layers or layers[-1] >= num_layers:
             raise ValueError(
-                f"head.feature_layers: the default choice, {found}, falls together on a target of {num_layers} layers; "
-                f"name them, from 0 to {num_layers - 1}, such as head.feature_layers={suggestion(num_layers)}"
+                f"head.feature_layers: the default choice, {layers}, falls together on a target of {num_layers} "
+                f"layers; name them, from 0 to {num_layers - 1}, such as head.feature_layers={suggestion(num_layers)}"
             )
-        return tuple(found)
-    if not wanted or sorted(set(wanted)) != sorted(wanted) or min(wanted) < 0 or max(wanted) >= num_layers:
+        return tuple(layers)
+    if not named or sorted(set(named)) != sorted(named) or min(named) < 0 or max(named) >= num_layers:
         raise ValueError(
-            f"head.feature_layers is {wanted}: give different layers from 0 to {num_layers - 1}, the target has "
+            f"head.feature_layers is {named}: give different layers from 0 to {num_layers - 1}, the target has "
             f"{num_layers}"
         )
-    return tuple(wanted)
-
-
-FUSED = 3  # how many EAGLE-3 fuses
+    return tuple(named)
 
 
 def suggestion(num_layers: int) -> str:
@@ -44,7 +48,7 @@ def suggestion(num_layers: int) -> str:
 
 
 class Fusion(nn.Module):
-    """fc of the layers' states one after the other; `normed` norms each by itself before (EAGLE-3.1)."""
+    """A linear layer (fc) over the concatenated states; `normed` norms each layer's by itself before (EAGLE-3.1)."""
 
     def __init__(self, width: int, layers: int, eps: float, *, normed: bool) -> None:
         super().__init__()

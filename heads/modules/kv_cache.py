@@ -1,8 +1,8 @@
-"""The verified rows that a head with attention keeps, and how far back it looks.
+"""The KV cache of a head with attention: its verified rows, and how far back it looks.
 
 Rotary positions enter attention as distances alone. A head that was trained on rows of `length` tokens has met no
 distance of `length` or more, so it looks at the last `length` rows, its own included, in training and in decoding: text
-of any length brings it no distance that it was not built for, and what lies further back is dropped. A sliding window
+of any length brings it no distance that it was not built for, and earlier rows are dropped. A sliding window
 as in Longformer (arXiv 2004.05150); a `length` of None looks at everything.
 """
 
@@ -16,18 +16,18 @@ from heads.modules.attention import KeyValue
 
 
 class Committed(NamedTuple):
-    """The verified rows: how many there are, and the keys and values "1 G S E" of the last S, one pair a layer."""
+    """The KV cache of verified rows: their number, and keys and values "1 G S E" of the last S, one pair a layer."""
 
     length: int
     layers: tuple[KeyValue, ...]
 
     def position(self) -> Int[Tensor, "S"]:
-        """Return the positions of the rows that are kept."""
-        kept = self.layers[0][0]
-        return torch.arange(self.length - kept.shape[2], self.length, device=kept.device)
+        """Return the positions of the cached rows."""
+        key = self.layers[0][0]
+        return torch.arange(self.length - key.shape[2], self.length, device=key.device)
 
-    def kept(self, length: int | None) -> "Committed":
-        """Return the same without the rows that no row to come looks at."""
+    def trimmed(self, length: int | None) -> "Committed":
+        """Return the cache without the rows that no later row looks at."""
         if length is None:
             return self
         return Committed(self.length, tuple((key[:, :, -length:], value[:, :, -length:]) for key, value in self.layers))
@@ -40,7 +40,7 @@ def near(query: Int[Tensor, "*n T"], key: Int[Tensor, "*n S"], length: int | Non
 
 
 def committing(state: Committed, position: Int[Tensor, "T"], length: int | None) -> Bool[Tensor, "T S"]:
-    """Return which of the S kept and new rows each new row looks at, the new ones being at `position`."""
+    """Return which of the S cached and new rows each new row looks at, the new ones being at `position`."""
     every = torch.cat([state.position(), position])
     return (every <= position[:, None]) & near(position, every, length)
 

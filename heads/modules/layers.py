@@ -23,17 +23,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Recomputing(nn.Module):
-    """A part whose `recompute` has the backward pass make its activations again, from what goes in."""
+    """A module whose `recompute` has the backward pass recompute its activations from its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recompute = False
 
-    def remade(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function of tensors; what it keeps for the backward pass is let go if it can be made again."""
+    def checkpointed(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Call a function of tensors; under `recompute` its activations are freed until the backward pass."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(function, *given, use_reentrant=False)
-        return function(*given)
+            return checkpoint(function, *inputs, use_reentrant=False)
+        return function(*inputs)
 
 
 class RMSNorm(Recomputing):
@@ -46,7 +46,7 @@ class RMSNorm(Recomputing):
 
     def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Normalise the last dimension."""
-        return self.remade(self.apply_to, x)
+        return self.checkpointed(self.apply_to, x)
 
     def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Apply the norm, keeping its activations."""
@@ -75,8 +75,8 @@ def masked_attention(
 class Attention(Recomputing):
     """Grouped-query self-attention whose input may be wider than the model (EAGLE-3 feeds two states).
 
-    `norm_eps` adds Qwen3's norms of queries and keys. `inject_width` adds projections that make keys and values of
-    other states than the input (`injected`).
+    `norm_eps` adds Qwen3's norms of queries and keys. `inject_width` adds projections of keys and values for other
+    states than the input (`injected`).
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Attention(Recomputing):
         self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int, attend: Attend
     ) -> Float[Tensor, "B T D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
-        out = attend(*self.remade(self.project, x, position, last))
+        out = attend(*self.checkpointed(self.project, x, position, last))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def project(self, x: Float[Tensor, "B T X"], position: Int[Tensor, "B T"], last: int) -> tuple[Tensor, ...]:
@@ -129,7 +129,7 @@ class Attention(Recomputing):
         return key, self.split(self.v_inject(c))
 
     def split(self, x: Float[Tensor, "B T X"]) -> Float[Tensor, "B H T E"]:
-        """Return a projection's result by heads."""
+        """Return a projection's output, split into heads."""
         return x.view(*x.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
 
 
@@ -144,7 +144,7 @@ class SwiGLU(Recomputing):
 
     def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Apply the layer."""
-        return self.remade(self.apply_to, x)
+        return self.checkpointed(self.apply_to, x)
 
     def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Apply the layer, keeping its activations."""

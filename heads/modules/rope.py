@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., arXiv 2104.09864), as heads are trained with and as published heads were."""
+"""Rotary positions (RoPE; Su et al., arXiv 2104.09864) of the heads trained here and of published ones."""
 
 import math
 from typing import Any, NamedTuple
@@ -10,13 +10,13 @@ from torch import Tensor
 SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}  # the kinds by the name that config.json has for them, with their numbers
+}  # the kinds by their names in config.json, with their numbers
 
 
-def scaling_of(said: dict[str, Any]) -> dict[str, Any] | None:
+def scaling_of(parameters: dict[str, Any]) -> dict[str, Any] | None:
     """Return a head's `rope_scaling` from a config.json's `rope_scaling` or `rope_parameters`."""
-    kind = said.get("rope_type", said.get("type", "default"))
-    return None if kind == "default" else {"rope_type": kind, **{n: said.get(n) for n in SCALINGS.get(kind, ())}}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    return None if kind == "default" else {"rope_type": kind, **{n: parameters.get(n) for n in SCALINGS.get(kind, ())}}
 
 
 def _positive(value: object) -> bool:
@@ -24,14 +24,14 @@ def _positive(value: object) -> bool:
 
 
 class Rope(NamedTuple):
-    """What a head's configuration says of positions: the base, and how frequencies are scaled, None for not at all."""
+    """A head's rotary settings: the base, and how frequencies are scaled, None for not at all."""
 
     theta: float
     scaling: dict[str, Any] | None
 
     @classmethod
     def of(cls, config: Any) -> "Rope":
-        """Return that of a head's configuration.
+        """Return the settings in a head's configuration.
 
         Raises:
             ValueError: a kind of scaling that is not in SCALINGS, or one without its numbers.
@@ -64,8 +64,8 @@ class Rope(NamedTuple):
             return slow
         low, high = self.scaling["low_freq_factor"], self.scaling["high_freq_factor"]
         waves = self.scaling["original_max_position_embeddings"] * plain / (2 * math.pi)  # in that context
-        kept = ((waves - low) / (high - low)).clamp(0, 1)
-        return kept * plain + (1 - kept) * slow
+        blend = ((waves - low) / (high - low)).clamp(0, 1)
+        return blend * plain + (1 - blend) * slow
 
 
 class Rotary:
@@ -80,7 +80,7 @@ class Rotary:
     ) -> Float[Tensor, "B H T E"]:
         """Rotate queries or keys to their positions, of which `last` is an upper bound."""
         if last >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
-            with torch.inference_mode(False):  # what is made while decoding may be needed in training
+            with torch.inference_mode(False):  # a table built while decoding may be needed in training
                 angle = torch.arange(2 * last + 64, dtype=torch.float64)[:, None] * self.frequency
                 angle = torch.cat([angle, angle], -1)
                 self.table = torch.stack([angle.cos(), angle.sin()]).to(x.device, x.dtype)

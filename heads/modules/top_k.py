@@ -1,4 +1,4 @@
-"""The target's law where only its likeliest tokens are known: smaller to keep than a hidden state of a wide target."""
+"""The target's distribution truncated to its top-k tokens: smaller to store than a hidden state of a wide target."""
 
 from typing import NamedTuple
 
@@ -6,42 +6,42 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-PLACES = 128  # a block that is looked through for the likeliest token's place
+BLOCK = 128  # tokens that are searched for the index of the maximum
 
 
-def likeliest(law: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
-    """Return each row's likeliest token, of equals the first: argmax, on a CPU several times faster.
+def likeliest(scores: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
+    """Return the argmax of each row, of equals the first, on a CPU several times faster than `argmax`.
 
-    There torch finds a maximum by vectors and its place number by number. So a row's best block is found first.
+    There torch finds a maximum by vectors and its index number by number. So a row's best block is found first.
     """
-    size = law.shape[-1]
-    if law.device.type != "cpu" or size % PLACES:
-        return law.argmax(-1)
-    blocks = law.unflatten(-1, (size // PLACES, PLACES))
+    size = scores.shape[-1]
+    if scores.device.type != "cpu" or size % BLOCK:
+        return scores.argmax(-1)
+    blocks = scores.unflatten(-1, (size // BLOCK, BLOCK))
     best = blocks.amax(-1).argmax(-1)
     block = blocks.take_along_dim(best[..., None, None], -2)[..., 0, :]
-    return best * PLACES + block.argmax(-1)
+    return best * BLOCK + block.argmax(-1)
 
 
 class TopLaw(NamedTuple):
-    """The K likeliest tokens of each row and their log probabilities; the others share evenly what is left."""
+    """The top-k tokens of each row and their log-probs; the other tokens share the remaining mass evenly."""
 
     ids: Int[Tensor, "*n K"]
     log_p: Float[Tensor, "*n K"]
 
 
-def top_law(logits: Float[Tensor, "*n V"], k: int) -> TopLaw:
-    """Return the `k` likeliest tokens of each row, the likeliest first."""
+def top_log_probs(logits: Float[Tensor, "*n V"], k: int) -> TopLaw:
+    """Return the top-k tokens of each row with their log-probs, the most likely first."""
     best = logits.float().log_softmax(-1).topk(k, -1)
     return TopLaw(best.indices, best.values)
 
 
 def whole_law(top: TopLaw, vocab_size: int) -> Float[Tensor, "*n V"]:
-    """Return log probabilities of all tokens: the known ones, and for the others an even share of the rest.
+    """Return the log-probs of all tokens: those in `top`, and for the others an even share of the remaining mass.
 
-    They are normed at the end, since rounding may leave the known ones with slightly more or less than 1.
+    They are normalised at the end, since rounding may leave the top ones with slightly more or less than 1.
     """
     others = vocab_size - top.ids.shape[-1]
     rest = (1 - top.log_p.exp().sum(-1, keepdim=True)).clamp_min(torch.finfo(top.log_p.dtype).tiny) / max(1, others)
-    law = rest.log().expand(*rest.shape[:-1], vocab_size).scatter(-1, top.ids, top.log_p)
-    return law.log_softmax(-1)
+    log_p = rest.log().expand(*rest.shape[:-1], vocab_size).scatter(-1, top.ids, top.log_p)
+    return log_p.log_softmax(-1)

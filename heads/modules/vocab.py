@@ -1,8 +1,8 @@
-"""The pruned draft vocabulary and its two maps, and the lm_head that a head reads out through.
+"""The pruned draft vocabulary and its two maps, and the lm_head of a draft head.
 
 With a vocabulary of 128k the lm_head is most of a small head's work. A head that drafts the W most frequent tokens
 alone (FR-Spec, arXiv 2502.14856; EAGLE-3) loses the rare ones to the target and is cheaper at every step. The maps go
-between a token's number in the target's vocabulary, its id, and its place among the W, which are sorted by id.
+between a token's id in the target's vocabulary and its index among the W, which are sorted by id.
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ from heads.base import DraftVocabulary, Embeddings
 
 
 def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None:
-    """Return the vocabulary that a head's configuration asks for: None where that is all of it."""
+    """Return the draft vocabulary of a head's configuration, None where it is the target's whole one."""
     return None if size is None or size >= full_size else DraftVocabulary(size, full_size)
 
 
 def spread(vocab: DraftVocabulary | None, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
-    """Return logits of the target's vocabulary."""
-    return logits if vocab is None else vocab.spread(logits)
+    """Return logits over the target's vocabulary."""
+    return logits if vocab is None else vocab.scatter(logits)
 
 
 class Readout(nn.Module):
-    """From final-normed states to logits over the draft vocabulary.
+    """The lm_head of a draft head: from final-normed states to logits over the draft vocabulary.
 
-    By the target's lm_head, shared and frozen, or by one of its own that starts as a copy of the target's and is
+    It is the target's, shared and frozen, or one of the head's own that starts as a copy of the target's and is
     trained: whole, or as the product of two matrices of rank `rank`, which starts at the best approximation.
     """
 
@@ -49,23 +49,20 @@ class Readout(nn.Module):
             raise ValueError(f"head.lm_head is {kind!r}: choose {' or '.join(self.KINDS)}")
         if rank is not None and kind == "shared":
             raise ValueError(f"head.lm_head_rank is {rank}: give null with lm_head=shared, or lm_head=own")
-        self._embeddings, self._vocab = (
-            (embeddings,),
-            (vocab,),
-        )  # in tuples, so that neither becomes a part of this module
+        self._embeddings, self._vocab = (embeddings,), (vocab,)  # in tuples, so that neither becomes a submodule
         width, size = embeddings.hidden_size, embeddings.vocab_size if vocab is None else len(vocab.ids)
         inner = width if rank is None else min(rank, width)
         self.down = None if rank is None else nn.Linear(width, inner, bias=False)
-        own = kind == "own"
-        self.weight = nn.Parameter(torch.empty(size, inner)) if own else None
+        trained = kind == "own"
+        self.weight = nn.Parameter(torch.empty(size, inner)) if trained else None
         self.sums: list[Tensor] | None = None  # while `adding`: the sum of the weight's gradients, once there is one
-        self.bias = nn.Parameter(torch.zeros(size)) if own and bias else None
+        self.bias = nn.Parameter(torch.zeros(size)) if trained and bias else None
         self.start()
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin at the target's own lm_head, of the tokens that the vocabulary holds now."""
-        if self.weight is None or self.weight.is_meta:  # shapes alone have nothing to start at
+        """Initialise from the target's lm_head, for the tokens that the vocabulary holds now."""
+        if self.weight is None or self.weight.is_meta:  # a meta tensor has no values to start from
             return
         weight, vocab = self._embeddings[0].head_weight().detach(), self._vocab[0]
         weight = (weight if vocab is None else weight[vocab.ids.to(weight.device)]).float()
@@ -90,22 +87,22 @@ class Readout(nn.Module):
 
     @contextmanager
     def adding(self) -> Iterator[list[Tensor]]:
-        """Add the weight's gradients up in one tensor, which the list that is returned gets, and give autograd none.
+        """Accumulate the weight's gradients in one tensor, which the yielded list receives, and give autograd none.
 
-        Autograd makes each as large as the weight before it adds. It keeps doing so where the weight is not trained or
-        autocast multiplies in another dtype: then the list stays empty.
+        Autograd allocates each as large as the weight before it adds. It keeps doing so where the weight is not trained
+        or autocast multiplies in another dtype: then the list stays empty.
         """
-        weight, found = self.weight, list[Tensor]()
+        weight, sums = self.weight, list[Tensor]()
         if weight is not None and weight.requires_grad and not torch.is_autocast_enabled(weight.device.type):
-            self.sums = found
+            self.sums = sums
         try:
-            yield found
+            yield sums
         finally:
             self.sums = None
 
 
 class _Adding(torch.autograd.Function):
-    """A product with a weight, whose gradient is added to the one in `sums`, or put there."""
+    """A product with a weight, whose gradient is accumulated in `sums`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, sums: list[Tensor]) -> Tensor:
@@ -118,16 +115,16 @@ class _Adding(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         """Return the gradient of `hidden`."""
         hidden, weight = ctx.saved_tensors
-        gone, rows = grads[0].flatten(0, -2).mT, hidden.flatten(0, -2)
+        d_logits, inputs = grads[0].flatten(0, -2).mT, hidden.flatten(0, -2)
         if ctx.sums:
-            torch.addmm(ctx.sums[0], gone, rows, out=ctx.sums[0])  # which counters of operations know, not addmm_
+            torch.addmm(ctx.sums[0], d_logits, inputs, out=ctx.sums[0])  # which counters of operations know, not addmm_
         else:
-            ctx.sums.append(gone @ rows)
+            ctx.sums.append(d_logits @ inputs)
         return grads[0] @ weight if ctx.needs_input_grad[0] else None, None, None
 
 
 def prune(head: nn.Module, counts: Int[Tensor, "V"]) -> None:
-    """Let a head with a pruned vocabulary choose its tokens by how often each occurs in the training text."""
+    """Choose the tokens of a head's pruned vocabulary by how often each occurs in the training text."""
     vocab = getattr(head, "vocab", None)
     if vocab is not None:
         vocab.choose(counts)

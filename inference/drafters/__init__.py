@@ -12,9 +12,9 @@ head.py           a trained head
 assistant.py      a smaller model, with the same tokenizer or by the tokens both know
 prompt_lookup.py  what followed the last n-gram before
 suffix.py         what most often followed the longest known suffix
-recycling.py      the likeliest followers of each token, from the target's own logits
-lookahead.py      n-grams from a Jacobi window that rides along
+recycling.py      the top candidates after each token, from the target's own logits
+lookahead.py      n-grams from a Jacobi window of look-ahead tokens
 mtp.py            the checkpoint's own MTP module
 hybrid.py         a model-free draft where it promises more than the head
-plain.py          none: plain decoding
+plain.py          none: autoregressive decoding
 """

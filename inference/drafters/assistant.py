@@ -17,7 +17,7 @@ from inference.drafters import runner
 from inference.drafters.policy import Growth, TreeConfig, grow
 from inference.drafters.runner import DraftModelRunner
 from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary, Vocabulary
-from inference.protocol import Commit, Context, Proposal, Verified
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.target import Target
 from inference.verification.sample import distribution
 from inference.verification.tree import root
@@ -33,12 +33,7 @@ class Length:
     """
 
     def __init__(self, schedule: str, start: int) -> None:
-        self.adapts, self.start = schedule == "heuristic", start
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a sequence."""
-        self.now = self.start
+        self.adapts, self.now = schedule == "heuristic", start
 
     def learn(self, verified: Verified | None) -> None:
         """Take in what became of a chain."""
@@ -64,11 +59,8 @@ def doubts(logits: Float[Tensor, "1 V"], token: Int[Tensor, "1"], confidence: fl
     return confidence > 0 and bool(logits[0].softmax(-1)[token] < confidence)
 
 
-class Assistant:
+class Assistant(Drafter):
     """Another causal LM as a draft source."""
-
-    feature_layers: tuple[int, ...] = ()
-    max_depth = 1 << 20  # the room in its context limits it, step by step
 
     @dataclass(frozen=True)
     class Config:
@@ -103,35 +95,43 @@ class Assistant:
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name = config, name
         self.tree = config.tree.label
-        model = runner.load(
+        self.model = runner.load(
             config.model, config.dtype, config.device, config.trust_remote_code, target, "drafter.assistant"
         )
-        if config.tree.kind != "chain" and not model.takes_trees:
+        if config.tree.kind != "chain" and not self.model.takes_trees:
             raise ValueError(
                 f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
                 "honour a tree mask: set tree.kind=chain"
             )
-        self.vocabulary: Vocabulary = MATCHES[config.match](target, model)
-        self.runner = DraftModelRunner(model)
+        self.vocabulary: Vocabulary = MATCHES[config.match](target, self.model)
         self.device, self.eos = target.device, target.eos
-        self.length = Length(config.schedule, config.tree.depth)
-        self.reset([])
 
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence."""
-        self.runner.clear()
-        self.length.reset()
+    def start(self, prompt: list[int]) -> "AssistantState":
+        """Begin a sequence with the prompt in the assistant's tokens."""
+        return AssistantState(self, prompt)
+
+
+class AssistantState(DrafterState):
+    """An assistant reading one sequence along: its text and KV cache, and its scores under the next root.
+
+    It is an `Expander`, so that every tree policy grows from it.
+    """
+
+    max_depth = 1 << 20  # the room in its context limits it, step by step
+
+    def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
+        self.config, self.vocabulary, self.device = drafter.config, drafter.vocabulary, drafter.device
+        self.eos = drafter.eos
+        self.runner = DraftModelRunner(drafter.model)
+        self.length = Length(self.config.schedule, self.config.tree.depth)
         self.text = self.vocabulary.prompt(prompt)
         self.level: Level | None = None
 
-    def forget(self) -> None:
-        """Nothing outlives a sequence."""
-
     @torch.inference_mode()
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Read on: what was drafted, accepted and expanded is in the cache already."""
         following = commit.token.tolist()
-        # A prefill's rows are the prompt's, which reset() took; only the last token is new.
+        # A prefill's rows are the prompt's, which start() took; only the last token is new.
         self.text += self.vocabulary.follow(following[-1:] if commit.verified is None else following)
         self.length.learn(commit.verified)
         fits = 0 < len(self.text) <= self.runner.model.context
@@ -149,34 +149,29 @@ class Assistant:
         return grow(self, None, self.level, tree, context._replace(room=room))
 
     def chain(self, level: Level, context: Context, depth: int) -> Proposal:
-        """Draw one token after another, up to an end of the answer or to one that the assistant doubts.
+        """Sample one token after another, up to an end of the answer or to one that the assistant doubts.
 
-        The chain ends after such a token and never without it: its law stays the one it was drawn from.
+        The chain ends after such a token and never without it: it stays a sample of its q.
         """
         growth = Growth(self, None, level, context)
         above = torch.zeros(1, dtype=torch.long, device=self.device)
-        laws = []
+        q: list[Tensor] = []
         while True:
-            law = distribution(growth.logits(), context.sampling)
-            laws.append(law)
-            token = context.rng.distinct(law, 1, len(laws))[:, 0]
+            q.append(distribution(growth.logits(), context.sampling))
+            token = context.rng.distinct(q[-1], 1, len(q))[:, 0]
             nodes = growth.add(token, above)
-            if (
-                len(laws) == depth
-                or int(token) in self.eos
-                or doubts(growth.level.logits, token, self.config.confidence)
-            ):
+            if len(q) == depth or int(token) in self.eos or doubts(growth.level.logits, token, self.config.confidence):
                 break
             growth.descend(token, above, nodes)
-        return Proposal(growth.tree(), torch.cat([*laws, torch.zeros_like(laws[-1])]))
+        return Proposal(growth.tree(), torch.cat([*q, torch.zeros_like(q[-1])]))
 
     def expand(
         self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
     ) -> Level:
-        """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the follower's cache."""
+        """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""
         return self.answer(self.runner.expand(self.vocabulary.to_assistant(token), parent))
 
     def answer(self, logits: Tensor) -> Level:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""
-        placed = self.vocabulary.to_target(logits).to(self.device)
-        return Level(placed, placed[:, :0], ())
+        logits = self.vocabulary.to_target(logits).to(self.device)
+        return Level(logits, logits[:, :0], ())

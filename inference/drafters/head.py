@@ -9,41 +9,53 @@ import torch
 from heads.base import DraftHead, Features, Level
 from heads.common.typed import typed
 from heads.formats.hub import load_found, tree_of
-from inference.drafters.policy import TreeConfig, check_masks, check_tree, grow
-from inference.protocol import Commit, Context, Proposal
+from inference.drafters.policy import CONFIDENT, TreeConfig, check_masks, check_tree, grow
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 
 
-class HeadDrafter:
-    """Commits every verified row with the target's true features, and grows a tree by the policy."""
+class HeadDrafter(Drafter):
+    """A head, and the policy by which its trees grow."""
 
-    def __init__(self, head: DraftHead, tree: TreeConfig, name: str) -> None:
-        self.head, self.config, self.name = head, tree, name
-        self.tree = tree.label
+    redraws = True
+    head: DraftHead
+    policy: TreeConfig
+
+    def __init__(self, head: DraftHead, policy: TreeConfig, name: str) -> None:
+        self.head, self.policy, self.name = head, policy, name
+        self.tree = policy.label
         self.feature_layers = head.feature_layers
+        self.shape = None if policy.kind in CONFIDENT else policy.shape()
+
+    def start(self, prompt: list[int]) -> "HeadState":
+        """Begin a sequence; its first commit brings the prompt's features."""
+        return HeadState(self.head, self.policy)
+
+
+class HeadState(DrafterState):
+    """A head's KV cache for one sequence, and its scores under the next root."""
+
+    def __init__(self, head: DraftHead, policy: TreeConfig) -> None:
+        self.head, self.policy = head, policy
         self.state: Any = None
         self.level: Level | None = None
 
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence."""
-        self.state, self.level = None, None
-
-    def forget(self) -> None:
-        """Nothing outlives a sequence."""
-
     @torch.inference_mode()
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Commit rows: the features are those of the verification pass, never the drafted ones."""
-        rows = commit.rows
         document = torch.zeros_like(commit.token)[None]
-        features = Features(commit.token[None], rows.hidden, rows.last, document)
+        features = Features(commit.token[None], commit.features.hidden, commit.features.last, document)
         self.state, self.level = self.head.extend(self.state, features, commit.token)
 
-    @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
-        """Grow the tree."""
-        assert self.level is not None, "propose before observe"
-        return grow(self.head, self.state, self.level, self.config, context)
+        """Grow the policy's tree."""
+        return self.grow(self.policy, context)
+
+    @torch.inference_mode()
+    def grow(self, policy: TreeConfig, context: Context) -> Proposal:
+        """Grow a tree of any policy; the state stays what it is."""
+        assert self.level is not None, "grow before update"
+        return grow(self.head, self.state, self.level, policy, context)
 
 
 def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:

@@ -6,23 +6,31 @@ each draft, corrected by what its drafts have turned out to be worth, and the he
 drafts lately, so that where the text decides, the head need not draft at all.
 """
 
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from inference.protocol import Commit, Context, Drafter, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.verification.tree import agreed, root
 
 
-@runtime_checkable
-class Scored(Drafter, Protocol):
-    """A draft source that knows how many of its last proposal's tokens it expects to be accepted."""
+@dataclass
+class Record:
+    """What both sources have been worth, in running means of tokens.
 
-    score: float
+    Attributes:
+        accepted: of the head's drafts.
+        lookup_expected: what the lookup expected to be accepted of its drafts.
+        lookup_accepted: what was, or would have been.
+    """
+
+    accepted: float
+    lookup_expected: float = 1.0
+    lookup_accepted: float = 1.0
 
 
-class Hybrid:
+class Hybrid(Drafter):
     """Chooses between two sources before each pass; both see everything that is committed."""
 
     @dataclass(frozen=True)
@@ -40,51 +48,59 @@ class Hybrid:
             if self.expected < 0:
                 raise ValueError(f"drafter.hybrid.expected is {self.expected}: give 0 or more tokens")
 
-    def __init__(self, config: Config, head: Drafter, lookup: Scored, name: str) -> None:
-        self.config, self.head, self.lookup, self.name = config, head, lookup, name
-        self.tree = f"{lookup.tree} or {head.tree}"
-        self.feature_layers = head.feature_layers
-        self.chosen: Drafter = head
-        self.found = Proposal(root(0, torch.device("cpu")))
-        self._begin()
+    def __init__(self, config: Config, main: Drafter, lookup: Drafter, name: str) -> None:
+        self.config, self.main, self.lookup, self.name = config, main, lookup, name
+        self.tree = f"{lookup.tree} or {main.tree}"
+        self.feature_layers = main.feature_layers
+        self.remembers = lookup.remembers
+        self.record = Record(config.expected)
 
-    def _begin(self) -> None:
-        """Begin both records. Of the lookup: what it promised and what came true, in running means."""
-        self.expected = self.config.expected
-        self.promised = self.kept = 1.0
-
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence; what the head is worth is learned over all of them."""
-        self.head.reset(prompt)
-        self.lookup.reset(prompt)
-        self.chosen = self.head
+    def start(self, prompt: list[int]) -> "HybridState":
+        """Begin a sequence with both sources; what the head is worth is learned over all of them."""
+        return HybridState(self, prompt)
 
     def forget(self) -> None:
-        """Forget both sources' memories and the head's record."""
-        self.head.forget()
+        """Forget both sources' memories and records."""
+        self.main.forget()
         self.lookup.forget()
-        self._begin()
+        self.record = Record(self.config.expected)
 
-    def observe(self, commit: Commit) -> None:
+    def clone(self) -> "Hybrid":
+        """Return a source with clones of both and a copy of their records."""
+        other = Hybrid(self.config, self.main.clone(), self.lookup.clone(), self.name)
+        other.record = replace(self.record)
+        return other
+
+
+class HybridState(DrafterState):
+    """One sequence: both sources' states, the lookup's last proposal, and whether it was taken."""
+
+    def __init__(self, drafter: Hybrid, prompt: list[int]) -> None:
+        self.drafter = drafter
+        self.main, self.lookup = drafter.main.start(prompt), drafter.lookup.start(prompt)
+        self.looked_up = Proposal(root(prompt[-1] if prompt else 0, torch.device("cpu")))
+        self.took_lookup = False
+
+    def update(self, commit: Commit) -> None:
         """Let both sources learn, the head's record if it drafted, and the lookup's in any case.
 
         What the lookup would have had accepted shows in the text; behind a short commit it is seen in part only.
         """
-        weight = self.config.weight
+        record, weight = self.drafter.record, self.drafter.config.weight
         if commit.verified is not None:
-            if self.chosen is self.head:
-                self.expected += weight * (len(commit.verified.path) - 1 - self.expected)
-            if self.lookup.score > 0:
-                self.promised += weight * (self.lookup.score - self.promised)
-                self.kept += weight * (agreed(self.found.tree, commit.token.tolist()) - self.kept)
-        self.head.observe(commit)
-        self.lookup.observe(commit)
+            if not self.took_lookup:
+                record.accepted += weight * (len(commit.verified.path) - 1 - record.accepted)
+            if self.looked_up.expected > 0:
+                accepted = agreed(self.looked_up.tree, commit.token.tolist())
+                record.lookup_expected += weight * (self.looked_up.expected - record.lookup_expected)
+                record.lookup_accepted += weight * (accepted - record.lookup_accepted)
+        self.main.update(commit)
+        self.lookup.update(commit)
 
     def propose(self, context: Context) -> Proposal:
         """Take the model-free draft if it promises more."""
-        self.found = self.lookup.propose(context)
-        if self.lookup.score * self.kept / self.promised > self.expected:
-            self.chosen = self.lookup
-            return self.found
-        self.chosen = self.head
-        return self.head.propose(context)
+        record = self.drafter.record
+        self.looked_up = self.lookup.propose(context)
+        worth = self.looked_up.expected * record.lookup_accepted / record.lookup_expected
+        self.took_lookup = worth > record.accepted
+        return self.looked_up if self.took_lookup else self.main.propose(context)

@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al., arXiv 2402.02057): n-grams that the target writes itself, by Jacobi iteration."""
+"""Lookahead decoding (Fu et al., arXiv 2402.02057): n-grams from Jacobi iteration of the target."""
 
 import random
 from dataclasses import dataclass
@@ -7,22 +7,13 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree, LookAhead
 
 
-class Lookahead:
-    """Lets a window of guesses ride along in every pass and drafts from the n-grams that it has turned up.
-
-    The window has `ngram` - 1 levels of `window` columns. The token of level j in column i stands i + j places after
-    the root; level 0 begins with the root itself. It follows the root, level 0 up to its column, and the levels
-    above it in its column. What the target writes below the last level completes an n-gram down each column and
-    becomes the last level, and level 0 leaves. At temperatures above 0 the window still takes the likeliest tokens;
-    what is drafted from it is verified like any other guess.
-
-    Memory: `guesses` n-grams for each token of the vocabulary at most, and at most `window` more with each pass.
-    """
+class Lookahead(Drafter):
+    """Sends a window of guesses along in every pass and drafts from the n-grams that it has turned up."""
 
     @dataclass(frozen=True)
     class Config:
@@ -43,8 +34,6 @@ class Lookahead:
                 if getattr(self, name) < least:
                     raise ValueError(f"drafter.lookahead.{name} is {getattr(self, name)}: give at least {least}")
 
-    feature_layers: tuple[int, ...] = ()
-
     def __init__(self, config: Config, target: Target, name: str) -> None:
         if not target.takes_trees:
             raise ValueError(
@@ -54,13 +43,26 @@ class Lookahead:
         self.config, self.name, self.device = config, name, target.device
         self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"
         self.windows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by width and tree nodes
-        self.reset([0])
 
-    def forget(self) -> None:
-        """Nothing outlives a sequence."""
+    def start(self, prompt: list[int]) -> "Window":
+        """Begin a sequence: fill the window with random tokens of the prompt."""
+        return Window(self, prompt)
 
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence: fill the window with random tokens of the prompt."""
+
+class Window(DrafterState):
+    """One sequence's window of guesses, and the n-grams that it has completed.
+
+    The window has `ngram` - 1 levels of `window` columns. The token of level j in column i stands i + j positions after
+    the root; level 0 begins with the root itself. It follows the root, level 0 up to its column, and the levels
+    above it in its column. What the target writes below the last level completes an n-gram down each column and
+    becomes the last level, and level 0 leaves. At temperatures above 0 the window still takes the argmax;
+    what is drafted from it is verified like any other guess.
+
+    Memory: `guesses` n-grams for each token of the vocabulary at most, and at most `window` more with each pass.
+    """
+
+    def __init__(self, drafter: Lookahead, prompt: list[int]) -> None:
+        self.drafter, self.config = drafter, drafter.config
         config = self.config
         chance = random.Random(0)
         self.levels = [chance.choices(prompt, k=config.window) for _ in range(config.ngram - 1)]
@@ -72,15 +74,15 @@ class Lookahead:
 
     def collect(self, ngram: list[int]) -> None:
         """Put an n-gram into the pool as its token's latest."""
-        known = self.pool.setdefault(ngram[0], {})
+        ngrams = self.pool.setdefault(ngram[0], {})
         rest = tuple(ngram[1:])
-        known.pop(rest, None)
-        known[rest] = None
-        if len(known) > self.config.guesses:
-            del known[next(iter(known))]
+        ngrams.pop(rest, None)
+        ngrams[rest] = None
+        if len(ngrams) > self.config.guesses:
+            del ngrams[next(iter(ngrams))]
 
     @torch.inference_mode()
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Take the n-grams that the pass completed, and move the window on by one level."""
         if commit.verified is None or commit.verified.look_ahead is None:
             return
@@ -94,41 +96,42 @@ class Lookahead:
 
     def propose(self, context: Context) -> Proposal:
         """Draft the root's n-grams as one tree, the latest first, and send the window along."""
-        root, room = context.token[-1], context.room
+        root, room, device = context.token[-1], context.room, self.drafter.device
         # Towards the end of the answer the columns that would reach beyond it fall away.
         width = max(0, min(len(self.levels[0]), room - self.config.ngram + 3))
         self.levels = [level[:width] for level in self.levels]
-        tree = merge(root, [rest[:room] for rest in reversed(self.pool.get(root, {}))], self.device)
+        tree = merge(root, [rest[:room] for rest in reversed(self.pool.get(root, {}))], device)
         if width == 0:
             return Proposal(tree)
         self.levels[0][0] = root
         token = [token for level in self.levels for token in level][1:]
         size = width, len(tree.token)
-        if size not in self.windows:
-            self.windows[size] = window(self.config.ngram - 1, *size, self.device)
-        return Proposal(tree, None, LookAhead(torch.tensor(token, device=self.device), *self.windows[size]))
+        windows = self.drafter.windows
+        if size not in windows:
+            windows[size] = window(self.config.ngram - 1, *size, device)
+        return Proposal(tree, None, LookAhead(torch.tensor(token, device=device), *windows[size]))
 
 
 def window(levels: int, width: int, nodes: int, device: torch.device) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R M"]]:
-    """Return for each rider, level by level, its distance from the root, and which tree nodes and riders it sees."""
-    place = torch.arange(1, levels * width, device=device)
-    level, column = place // width, place % width
+    """Return each look-ahead token's distance from the root, level by level, and which nodes and tokens it sees."""
+    index = torch.arange(1, levels * width, device=device)
+    level, column = index // width, index % width
     before = (level == 0) & (column <= column[:, None])
     above = (column == column[:, None]) & (level <= level[:, None])
-    root = (torch.arange(nodes, device=device) == 0).expand(len(place), -1)
+    root = (torch.arange(nodes, device=device) == 0).expand(len(index), -1)
     return level + column, torch.cat([root, before | above], 1)
 
 
 def merge(root: int, sequences: list[tuple[int, ...]], device: torch.device) -> DraftTree:
     """Return the tree of all the sequences, common beginnings once."""
     token, parent = [root], [-1]
-    known: dict[tuple[int, int], int] = {}
+    node_of: dict[tuple[int, int], int] = {}
     for sequence in sequences:
         node = 0
         for drafted in sequence:
-            if (node, drafted) not in known:
-                known[node, drafted] = len(token)
+            if (node, drafted) not in node_of:
+                node_of[node, drafted] = len(token)
                 token.append(drafted)
                 parent.append(node)
-            node = known[node, drafted]
+            node = node_of[node, drafted]
     return DraftTree(torch.tensor(token, device=device), torch.tensor(parent, device=device))

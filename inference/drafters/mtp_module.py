@@ -105,16 +105,16 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
     except ValueError as error:
         raise ValueError(f"drafter.mtp: a layer of {target.name} cannot run by itself ({error})") from None
     tensors = _fused({ours: _read(files[theirs], theirs) for theirs, ours in names.items()})
-    own: dict[str, Tensor] = head.state_dict(keep_vars=True)
-    wrong = sorted(own.keys() ^ tensors.keys())
-    wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+    state: dict[str, Tensor] = head.state_dict(keep_vars=True)
+    wrong = sorted(state.keys() ^ tensors.keys())
+    wrong += [name for name in state.keys() & tensors.keys() if state[name].shape != tensors[name].shape]
     if wrong:
         raise ValueError(
             f"drafter.mtp: the module in {checkpoint} is not built like the target's last layer, or is quantised "
             f"({wrong[0]}{f' and {len(wrong) - 1} more' if wrong[1:] else ''}); choose another drafter"
         )
     head.load_state_dict(
-        {name: tensor.to(target.device, own[name].dtype) for name, tensor in tensors.items()}, assign=True
+        {name: tensor.to(target.device, state[name].dtype) for name, tensor in tensors.items()}, assign=True
     )
     head.eval().requires_grad_(False)
     _try(head, target)
@@ -155,12 +155,12 @@ def _names(available: set[str], layers: int) -> dict[str, str]:
     """Return which of a checkpoint's tensors become which of the module's; nothing if it has no module."""
     behind = f"model.layers.{layers}."
     if f"{behind}eh_proj.weight" in available:
-        prefix, inner, own = behind, behind, BEHIND
+        prefix, inner, renamed = behind, behind, BEHIND
     else:
-        prefix, inner, own = "mtp.", "mtp.layers.0.", APART
+        prefix, inner, renamed = "mtp.", "mtp.layers.0.", APART
         if f"{prefix}fc.weight" not in available:
             return {}
-    apart = {f"{prefix}{theirs}": ours for theirs, ours in own.items() if f"{prefix}{theirs}" in available}
+    apart = {f"{prefix}{theirs}": ours for theirs, ours in renamed.items() if f"{prefix}{theirs}" in available}
     skipped = {*apart, *(f"{prefix}{name}" for name in SHARED)}
     block = {name: f"block.layer.{name.removeprefix(inner)}" for name in available if name.startswith(inner)}
     return apart | {theirs: ours for theirs, ours in block.items() if theirs not in skipped}
@@ -169,20 +169,20 @@ def _names(available: set[str], layers: int) -> dict[str, str]:
 def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stack what checkpoints hold expert by expert as transformers holds it: gate above up, and down."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
-    kept = {}
+    fused = {}
     for name, tensor in tensors.items():
-        if found := EXPERT.fullmatch(name):
-            experts.setdefault(found[1], {}).setdefault(found[3], {})[int(found[2])] = tensor
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
         else:
-            kept[name] = tensor
+            fused[name] = tensor
     for name, parts in experts.items():
         gate, up, down = (
-            torch.stack([tensor for _, tensor in sorted(parts.get(part, {}).items())] or [torch.empty(0)])
-            for part in ("gate_proj", "up_proj", "down_proj")
+            torch.stack([tensor for _, tensor in sorted(parts.get(matrix, {}).items())] or [torch.empty(0)])
+            for matrix in ("gate_proj", "up_proj", "down_proj")
         )
-        kept[f"{name}.gate_up_proj"] = torch.cat([gate, up], 1)
-        kept[f"{name}.down_proj"] = down
-    return kept
+        fused[f"{name}.gate_up_proj"] = torch.cat([gate, up], 1)
+        fused[f"{name}.down_proj"] = down
+    return fused
 
 
 def _files(checkpoint: str) -> dict[str, Path]:

@@ -1,28 +1,22 @@
-"""No drafting: the tree is its root, and the engine is a plain autoregressive decoder."""
+"""No drafting: the tree is its root, and the engine decodes autoregressively."""
 
 import torch
 
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.verification.tree import root
 
 
-class Plain:
-    """The baseline."""
+class Plain(Drafter, DrafterState):
+    """The baseline; a sequence has no state."""
 
     name, tree = "plain", "root"
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def reset(self, prompt: list[int]) -> None:
-        """Nothing to begin."""
-
-    def forget(self) -> None:
-        """Nothing is known."""
-
-    def observe(self, commit: Commit) -> None:
-        """Nothing to learn."""
+    def start(self, prompt: list[int]) -> "Plain":
+        """Return the state of any sequence: none."""
+        return self
 
     def propose(self, context: Context) -> Proposal:
         """Return the root alone."""

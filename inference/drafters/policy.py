@@ -4,16 +4,14 @@
     static   a list of rank paths: (0, 2) is the third child of the root's first child (Medusa, EAGLE-1).
     dynamic  EAGLE-2 (arXiv 2406.16858): expand the most probable nodes of each level, keep the best of all.
     best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_best_first`).
-    sampled  a fixed number of children a depth, drawn without replacement; their laws q are kept for verification.
+    sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
     independent  the same with replacement, so that siblings may repeat (SpecInfer, arXiv 2305.09781).
 
-At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one drawn child with p/q verification
+At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification
 is accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled
 noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
 """
 
-import math
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,84 +19,26 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import Level
-from heads.common.untrusted import shown
 from inference.limits import check_size
 from inference.protocol import Context, Proposal
 from inference.target.target import Target
+from inference.tree_config import CONFIDENT, TreeConfig, most_nodes
 from inference.verification import tree as trees
 from inference.verification.rng import Coupled, Rng
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
-KINDS = ("chain", "static", "dynamic", "best_first", "sampled", "independent")
-CONFIDENT = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
-
-
-@dataclass(frozen=True)
-class TreeConfig:
-    """A tree policy.
-
-    It reads: chain `depth`, static `paths`, dynamic `depth, top_k, nodes`, best_first `depth, nodes`, sampled and
-    independent `widths`.
-    """
-
-    kind: str
-    depth: int
-    top_k: int
-    nodes: int
-    paths: list[list[int]]
-    widths: list[int]
-
-    def __post_init__(self) -> None:
-        """Check that the numbers the kind reads are there."""
-        if self.kind not in KINDS:
-            raise ValueError(f"tree.kind is {self.kind!r}: choose one of {', '.join(KINDS)}")
-        needed = {
-            "chain": ("depth",),
-            "static": ("paths",),
-            "dynamic": ("depth", "top_k", "nodes"),
-            "best_first": ("depth", "nodes"),
-            "sampled": ("widths",),
-            "independent": ("widths",),
-        }
-        for name in needed[self.kind]:
-            value = getattr(self, name)
-            if not value or (isinstance(value, int) and value < 1):
-                raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
-        trees.check_shapes(self.paths, self.widths)
-        trees.check_numbers({"depth": [self.depth], "top_k": [self.top_k], "nodes": [self.nodes]}, 0)
-        trees.check_numbers({"widths": self.widths}, 1)
-        known = {tuple(path) for path in self.paths}
-        for path in known:
-            if path[:-1] and path[:-1] not in known:
-                held, parent = shown(list(path)), shown(list(path[:-1]))
-                raise ValueError(f"tree.paths holds {held} without its parent {parent}: add it")
-
-    @property
-    def label(self) -> str:
-        """A short name for tables."""
-        sizes = {
-            "chain": f"{self.depth}",
-            "static": f"{len(self.paths)}",
-            "dynamic": f"d{self.depth}k{self.top_k}n{self.nodes}",
-            "best_first": f"d{self.depth}n{self.nodes}",
-        }
-        return f"{self.kind}-{sizes.get(self.kind, 'x'.join(map(str, self.widths)))}"
-
-    @property
-    def deepest(self) -> int:
-        """The greatest depth of a node."""
-        return self.depth if self.kind in CONFIDENT else max(map(len, self.shape()))
-
-    def shape(self) -> list[tuple[int, ...]]:
-        """Return the rank paths of a fixed shape, by depth and then in order."""
-        if self.kind == "static":
-            return sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
-        widths = [1] * self.depth if self.kind == "chain" else self.widths
-        layers: list[list[tuple[int, ...]]] = [[()]]
-        for width in widths:
-            layers.append([(*path, rank) for path in layers[-1] for rank in range(width)])
-        return [path for layer in layers[1:] for path in layer]
+__all__ = [
+    "CONFIDENT",
+    "Expander",
+    "Growth",
+    "TreeConfig",
+    "candidates",
+    "check_masks",
+    "check_tree",
+    "grow",
+    "most_nodes",
+]
 
 
 @runtime_checkable
@@ -117,7 +57,7 @@ class Expander(Protocol):
 class Growth:
     """The tree that is being grown: its nodes so far, and which of them the head has expanded.
 
-    Drafts are ranked and drawn under the processors that the target is sampled with, as far as a rank notices them.
+    Drafts are ranked and sampled under the processors that the target is sampled with, as far as a rank notices them.
     """
 
     def __init__(self, head: Expander, state: Any, level: Level, context: Context) -> None:
@@ -127,7 +67,7 @@ class Growth:
         self.parent = [torch.tensor([-1], device=logits.device)]
         self.nodes = torch.zeros(1, dtype=torch.long, device=logits.device)  # tree indices of the level's nodes
         self.size, self.depth = 1, 0
-        self.lineage: Bool[Tensor, "N M"] = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)
+        self.ancestors: Bool[Tensor, "N M"] = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)
         self.seen: Tensor | None = None  # which tokens stand in the prefix of the level's nodes, for a penalty
         if context.sampling.repetition_penalty != 1:
             self.seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -139,7 +79,7 @@ class Growth:
         return logits if self.seen is None else penalize(logits, self.seen, self.context.sampling)
 
     def scores(self) -> Float[Tensor, "N V"]:
-        """Return what the level's tokens are ranked by: their logits, those of the law with its noise if coupled."""
+        """Return what the level's tokens are ranked by: their logits, or the probs with their noise if coupled."""
         sampling, rng = self.context.sampling, self.context.rng
         if sampling.temperature == 0 or not isinstance(rng, Coupled):
             return self.logits()
@@ -154,9 +94,9 @@ class Growth:
 
     def descend(self, token: Int[Tensor, "K"], parent: Int[Tensor, "K"], nodes: Int[Tensor, "K"]) -> None:
         """Let the head expand these nodes (parents: indices into the current level); they become the level."""
-        own = torch.eye(len(token), dtype=torch.bool, device=token.device)
-        self.lineage = torch.cat([self.lineage[parent], own], 1)
-        self.level = self.head.expand(self.state, self.level, token, parent, self.lineage)
+        itself = torch.eye(len(token), dtype=torch.bool, device=token.device)
+        self.ancestors = torch.cat([self.ancestors[parent], itself], 1)
+        self.level = self.head.expand(self.state, self.level, token, parent, self.ancestors)
         self.nodes = nodes
         self.depth += 1
         if self.seen is not None:
@@ -187,16 +127,15 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, context: 
     paths = [path for path in config.shape() if len(path) <= depth]
     sampled = config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, Coupled)
     replacement = config.kind == "independent"
-    laws = _fixed(growth, paths, sampled, replacement)
+    levels = _fixed(growth, paths, sampled, replacement)
     q = None
     if sampled:
-        q = torch.zeros(growth.size, level.logits.shape[-1], dtype=laws[0][1].dtype, device=level.logits.device)
-        for nodes, law in laws:
-            q[nodes] = law
+        q = torch.zeros(growth.size, level.logits.shape[-1], dtype=levels[0][1].dtype, device=level.logits.device)
+        for nodes, probs in levels:
+            q[nodes] = probs
     tree = growth.tree()
-    if bool(
-        (tree.token < 0).any()
-    ):  # a filtered law or a small vocabulary had fewer tokens than the shape has children
+    # Filtered probs or a small vocabulary may have fewer tokens than the shape has children.
+    if bool((tree.token < 0).any()):
         tree, index = trees.keep(tree, tree.token >= 0)
         q = None if q is None else q[index]
     return Proposal(tree, q, replacement=replacement)
@@ -205,8 +144,8 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, context: 
 def _fixed(
     growth: Growth, paths: list[tuple[int, ...]], sampled: bool, replacement: bool
 ) -> list[tuple[Tensor, Float[Tensor, "K V"]]]:
-    """Fill a fixed shape level by level, by rank or by drawing; return the levels' nodes and the laws drawn from."""
-    laws = []
+    """Fill a fixed shape level by level, by rank or by sampling; return the sampled levels' nodes and probs."""
+    levels = []
     device = growth.nodes.device
     inner = {path[:-1] for path in paths}
     level: list[tuple[int, ...]] = [()]
@@ -214,13 +153,13 @@ def _fixed(
         new = [path for path in paths if len(path) == depth]
         width = 1 + max(path[-1] for path in new)
         if sampled:
-            law = distribution(growth.logits(), growth.context.sampling)
-            laws.append((growth.nodes, law))
-            ranked = _drawn(law, width, depth, replacement, growth.context.rng)
+            probs = distribution(growth.logits(), growth.context.sampling)
+            levels.append((growth.nodes, probs))
+            ranked = _sampled(probs, width, depth, replacement, growth.context.rng)
         else:
             ranked = growth.scores().topk(min(width, growth.level.logits.shape[-1])).indices
-        place = {path: i for i, path in enumerate(level)}
-        parent = torch.tensor([place[path[:-1]] for path in new], device=device)
+        position = {path: i for i, path in enumerate(level)}
+        parent = torch.tensor([position[path[:-1]] for path in new], device=device)
         rank = torch.tensor([path[-1] for path in new], device=device)
         exhausted = rank >= ranked.shape[-1]  # a vocabulary smaller than the width
         token = torch.where(exhausted, -1, ranked[parent, rank.clamp_max(ranked.shape[-1] - 1)])
@@ -230,15 +169,15 @@ def _fixed(
             pick = torch.tensor(chosen, device=device)
             growth.descend(token[pick].clamp_min(0), parent[pick], nodes[pick])
             level = [new[i] for i in chosen]
-    return laws
+    return levels
 
 
-def _drawn(law: Float[Tensor, "K V"], width: int, depth: int, replacement: bool, rng: Rng) -> Int[Tensor, "K C"]:
-    """Draw each node's children, in order."""
+def _sampled(probs: Float[Tensor, "K V"], width: int, depth: int, replacement: bool, rng: Rng) -> Int[Tensor, "K C"]:
+    """Sample each node's children, in order."""
     if not replacement:
-        return rng.distinct(law, width, depth)
-    drawn = rng.draw(law.repeat_interleave(width, 0), depth)
-    return torch.tensor(drawn, device=law.device).view(-1, width)
+        return rng.distinct(probs, width, depth)
+    tokens = rng.sample(probs.repeat_interleave(width, 0), depth)
+    return torch.tensor(tokens, device=probs.device).view(-1, width)
 
 
 def candidates(
@@ -289,14 +228,14 @@ def _best_first(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Te
     best = score[:0]  # the nodes - 1 best scores so far
     width = min(config.nodes, growth.level.logits.shape[-1])
     for step in range(depth):
-        likely = growth.scores().float().log_softmax(-1).topk(width)
-        reached = (score[:, None] + likely.values).flatten()
+        top = growth.scores().float().log_softmax(-1).topk(width)
+        reached = (score[:, None] + top.values).flatten()
         reached, pick = reached.topk(min(config.nodes, len(reached)))
-        token, parent = likely.indices.flatten()[pick], pick // width
+        token, parent = top.indices.flatten()[pick], pick // width
         nodes = growth.add(token, parent)
         scores.append(reached)
-        known = torch.cat([best, reached])
-        best = known.topk(min(config.nodes - 1, len(known))).values
+        so_far = torch.cat([best, reached])
+        best = so_far.topk(min(config.nodes - 1, len(so_far))).values
         count = int((reached >= best[-1]).sum()) if len(best) else 0  # reached falls, so they come first
         if count == 0 or step + 1 == depth:
             break
@@ -322,13 +261,3 @@ def check_masks(target: Target, tree: TreeConfig) -> None:
     """
     if tree.kind != "chain" and not target.takes_trees:
         raise ValueError(f"{target.name}: {target.objection}, so no tree ({tree.label}) is verified: give tree=chain")
-
-
-def most_nodes(tree: TreeConfig) -> int:
-    """Return the most nodes of a policy's tree, the root included."""
-    if tree.kind in CONFIDENT:
-        return 1 + tree.nodes
-    if tree.kind == "static":
-        return 1 + len(tree.paths)
-    widths = [1] * tree.depth if tree.kind == "chain" else tree.widths
-    return sum(math.prod(widths[:depth]) for depth in range(len(widths) + 1))

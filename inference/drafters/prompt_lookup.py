@@ -4,19 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.tokenizer import Reads
 from inference.verification.tree import DraftTree
 
 MATCHES = ("first", "last")
 
 
-class PromptLookup:
-    """Drafts a chain copied from an earlier occurrence of the last n tokens, the longest n that occurs.
+class PromptLookup(Drafter):
+    """Drafts a chain copied from an earlier occurrence of the last n tokens, the longest n that occurs."""
 
-    An index from n-grams to what followed them grows with the text, so a step costs a few lookups whatever the
-    context's length. Memory: one entry for each length of n-gram and token of the text at most.
-    """
+    text_alone = True
 
     @dataclass(frozen=True)
     class Config:
@@ -44,40 +42,43 @@ class PromptLookup:
             if self.match not in MATCHES:
                 raise ValueError(f"drafter.prompt_lookup.match is {self.match!r}: choose one of {', '.join(MATCHES)}")
 
-    feature_layers: tuple[int, ...] = ()
-
     def __init__(self, config: Config, target: Reads, name: str) -> None:
         self.config, self.name = config, name
         self.tree = f"chain-{config.tokens}"
         self.device, self.eos = target.device, target.eos
         self.sizes = range(config.ngram_max, config.ngram_min - 1, -1)
-        self.reset([])
 
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence: index the prompt."""
+    def start(self, prompt: list[int]) -> "TextIndex":
+        """Begin a sequence: index the prompt."""
+        return TextIndex(self, prompt)
+
+
+class TextIndex(DrafterState):
+    """The text of one sequence, and an index from its n-grams to what followed them.
+
+    The index grows with the text, so a step costs a few lookups whatever the context's length. Memory: one entry for
+    each length of n-gram and token of the text at most.
+    """
+
+    def __init__(self, drafter: PromptLookup, prompt: list[int]) -> None:
+        self.drafter = drafter
         self.text: list[int] = []
         self.after: dict[tuple[int, ...], int] = {}  # where the text goes on after an n-gram
         self.extend(prompt)
 
-    def forget(self) -> None:
-        """Nothing outlives a sequence."""
-
-    def observe(self, commit: Commit) -> None:
-        """Learn nothing here: a proposal reads the text itself."""
-
     def propose(self, context: Context) -> Proposal:
         """Copy what followed the longest n-gram that occurred before."""
         self.extend(context.token[len(self.text) :])
-        draft = self.lookup(min(self.config.tokens, context.room))
-        token = torch.tensor([context.token[-1], *draft], device=self.device)
-        return Proposal(DraftTree(token, torch.arange(-1, len(draft), device=self.device)))
+        draft = self.lookup(min(self.drafter.config.tokens, context.room))
+        token = torch.tensor([context.token[-1], *draft], device=self.drafter.device)
+        return Proposal(DraftTree(token, torch.arange(-1, len(draft), device=self.drafter.device)))
 
     def extend(self, tokens: list[int]) -> None:
         """Append tokens; an n-gram is indexed once a token follows it, so that the text's end never finds itself."""
-        text, after, first = self.text, self.after, self.config.match == "first"
+        text, after, first = self.text, self.after, self.drafter.config.match == "first"
         for token in tokens:
             end = len(text)
-            for n in self.sizes:
+            for n in self.drafter.sizes:
                 if n <= end:
                     gram = tuple(text[end - n :])
                     if not (first and gram in after):
@@ -86,11 +87,11 @@ class PromptLookup:
 
     def lookup(self, count: int) -> list[int]:
         """Return up to `count` tokens that may follow the text, none from the end of the answer on."""
-        for n in self.sizes:
+        for n in self.drafter.sizes:
             start = self.after.get(tuple(self.text[-n:])) if n < len(self.text) else None
             if start is not None:
                 draft = self.text[start : start + count]
                 # After the end nothing can be accepted, and the end itself comes as well as the pass's own token.
-                end = next((i for i, token in enumerate(draft) if token in self.eos), len(draft))
+                end = next((i for i, token in enumerate(draft) if token in self.drafter.eos), len(draft))
                 return draft[:end]
         return []

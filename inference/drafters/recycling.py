@@ -1,23 +1,24 @@
 """Token Recycling (Luo et al., arXiv 2408.08696): what the target last found likely after each token."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 
 FOLD = 256  # tokens in a row of the folded vocabulary
 
 
-class Recycling:
+class Recycling(Drafter):
     """Fills a fixed tree, level by level, from the target's top candidates after each token.
 
     Every node of a verified tree, the rejected ones too, renews its token's row with the target's logits there; of
-    equal tokens the last node counts. Candidates that are not known yet are not drafted. Memory: `candidates` token
+    equal tokens the last node counts. A token that was not met yet has no candidates. Memory: `candidates` token
     ids for each token that was met, at most the vocabulary.
     """
 
@@ -37,17 +38,15 @@ class Recycling:
             """Check the tree and that the candidates can fill it."""
             if not self.paths:
                 raise ValueError("drafter.recycling.paths is empty: give at least one path")
-            known = {tuple(path) for path in self.paths}
+            paths = {tuple(path) for path in self.paths}
             for path in self.paths:
-                if len(path) > 1 and tuple(path[:-1]) not in known:
+                if len(path) > 1 and tuple(path[:-1]) not in paths:
                     raise ValueError(f"drafter.recycling.paths holds {path} without its parent {path[:-1]}: add it")
                 if not path or not 0 <= path[-1] < self.candidates:
                     raise ValueError(
                         f"drafter.recycling.paths holds {path}: a rank runs from 0 to candidates - 1, "
                         f"{self.candidates - 1}"
                     )
-
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         if not target.takes_trees:
@@ -63,45 +62,59 @@ class Recycling:
         self.config, self.name, self.device = config, name, target.device
         paths = sorted({tuple(path) for path in config.paths}, key=lambda path: (len(path), path))
         self.tree = f"static-{len(paths)}"
-        place = {path: node for node, path in enumerate([(), *paths])}
-        self.shape = [(len(path), place[path[:-1]], path[-1]) for path in paths]  # depth, parent, rank of each node
+        index = {path: node for node, path in enumerate([(), *paths])}
+        self.nodes = [(len(path), index[path[:-1]], path[-1]) for path in paths]  # depth, parent, rank of each
+        self.remembers = config.memory
         self.candidates: dict[int, list[int]] = {}
 
-    def forget(self) -> None:
-        """Forget past requests too, so that the next one starts cold."""
-        self.candidates = {}
+    def start(self, prompt: list[int]) -> "RecyclingState":
+        """Begin a sequence with the candidates of earlier ones, or with none."""
+        return RecyclingState(self, self.candidates if self.remembers else {})
 
-    def reset(self, prompt: list[int]) -> None:
-        """Keep the candidates for the next request, or start it cold."""
-        if not self.config.memory:
-            self.forget()
+    def forget(self) -> None:
+        """Forget past requests, so that the next one starts cold."""
+        self.candidates.clear()
+
+    def clone(self) -> "Recycling":
+        """Return a source with a copy of the candidates."""
+        other = copy.copy(self)
+        other.candidates = dict(self.candidates)
+        return other
+
+
+class RecyclingState(DrafterState):
+    """One sequence: the candidates after each token, which several may share one after the other."""
+
+    def __init__(self, drafter: Recycling, candidates: dict[int, list[int]]) -> None:
+        self.drafter, self.candidates = drafter, candidates
 
     @torch.inference_mode()
-    def observe(self, commit: Commit) -> None:
-        """Renew the rows of all tokens in the verified tree."""
+    def update(self, commit: Commit) -> None:
+        """Renew the candidates of all tokens in the verified tree."""
         if commit.verified is None:
             return
         # On the host, where trees are filled: for so few numbers a tensor's operations cost more than they do.
-        likely = likeliest(commit.verified.logits, self.config.candidates).tolist()
-        self.candidates.update(zip(commit.verified.tree.token.tolist(), likely, strict=True))
+        top = top_tokens(commit.verified.logits, self.drafter.config.candidates).tolist()
+        self.candidates.update(zip(commit.verified.tree.token.tolist(), top, strict=True))
 
     def propose(self, context: Context) -> Proposal:
         """Fill the tree from its root on."""
         token, parent = [context.token[-1]], [-1]
         number: dict[int, int] = {0: 0}  # of the shape's nodes in the tree
-        for node, (depth, above, rank) in enumerate(self.shape, 1):
+        for node, (depth, above, rank) in enumerate(self.drafter.nodes, 1):
             if depth > context.room:
                 break
-            known = self.candidates.get(token[number[above]]) if above in number else None
-            if known is not None:
+            followers = self.candidates.get(token[number[above]]) if above in number else None
+            if followers is not None:
                 number[node] = len(token)
-                token.append(known[rank])
+                token.append(followers[rank])
                 parent.append(number[above])
-        return Proposal(DraftTree(torch.tensor(token, device=self.device), torch.tensor(parent, device=self.device)))
+        device = self.drafter.device
+        return Proposal(DraftTree(torch.tensor(token, device=device), torch.tensor(parent, device=device)))
 
 
-def likeliest(logits: Float[Tensor, "N V"], count: int) -> Int[Tensor, "N K"]:
-    """Return the `count` likeliest tokens of each row, the likeliest first.
+def top_tokens(logits: Float[Tensor, "N V"], count: int) -> Int[Tensor, "N K"]:
+    """Return the top `count` tokens of each row, the best first.
 
     On a CPU a maximum is cheap and a search for the k largest is not. So the columns of the vocabulary, folded into
     rows of `FOLD`, are searched by their maxima: only those that are among the `count` highest can hold what is sought.

@@ -12,7 +12,7 @@ from inference.drafters.contrib.mirror import Mirror
 from inference.drafters.contrib.streams import StreamsDrafter
 from inference.drafters.lookahead import Lookahead
 from inference.drafters.mtp import MtpDrafter
-from inference.drafters.policy import TreeConfig, check_tree
+from inference.drafters.policy import check_tree
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.drafters.recycling import Recycling
 from inference.drafters.suffix import Suffix
@@ -20,12 +20,8 @@ from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.target.tokenizer import Reads
 
-# Those that draft from the text alone: no pass of the target teaches them anything.
-READING: dict[str, Any] = {"prompt_lookup": PromptLookup, "suffix": Suffix}
-
-# Each has a `Config` and is made of one, the target and a name.
+# Each has a `Config` and is made of one, the target (a `Reads` is enough for `text_alone`) and a name.
 SOURCES: dict[str, Any] = {
-    **READING,
     "assistant": Assistant,
     "assistant_slem": AssistantSlem,
     "early_exit": EarlyExit,
@@ -33,8 +29,10 @@ SOURCES: dict[str, Any] = {
     "lookahead": Lookahead,
     "mirror": Mirror,
     "mtp": MtpDrafter,
+    "prompt_lookup": PromptLookup,
     "recycling": Recycling,
     "streams": StreamsDrafter,
+    "suffix": Suffix,
 }
 
 
@@ -49,16 +47,17 @@ def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     Raises:
         ValueError: an unknown source, or an option that it does not have or cannot take.
     """
-    made, config = configured(name, options)
-    if isinstance(tree := getattr(config, "tree", None), TreeConfig):
-        check_tree(target, tree, f"drafter.{name}")
-    drafter: Drafter = made(config, target, name)
+    source, config = configured(name, options)
+    if hasattr(config, "tree"):
+        check_tree(target, config.tree, f"drafter.{name}")
+    drafter: Drafter = source(config, target, name)
     return drafter
 
 
 def reads_text_alone(name: str, options: Mapping[str, Any]) -> bool:
     """Whether a source of a configuration needs no target; false for `head` and others that are none of SOURCES."""
-    return options.get("source", name) in READING
+    source = SOURCES.get(options.get("source", name))
+    return source is not None and source.text_alone
 
 
 def make_reading(name: str, options: Mapping[str, Any], reads: Reads) -> Drafter:
@@ -67,8 +66,8 @@ def make_reading(name: str, options: Mapping[str, Any], reads: Reads) -> Drafter
     Raises:
         ValueError: an option that it does not have or cannot take.
     """
-    made, config = configured(name, options)
-    drafter: Drafter = made(config, reads, name)
+    source, config = configured(name, options)
+    drafter: Drafter = source(config, reads, name)
     return drafter
 
 

@@ -22,7 +22,7 @@ class DraftModelRunner:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything read."""
+        """Begin with no text."""
         self.cache = self.model.cache()
         self.token: list[int] = []
         self._forget_drafts()
@@ -34,13 +34,13 @@ class DraftModelRunner:
 
     def read(self, token: list[int]) -> Float[Tensor, "1 V"]:
         """Take `token`, one or more, as the whole text from now on; return the logits of what follows."""
-        known = len(self.token)
-        if token[:known] != self.token:
-            known = next(i for i in range(known) if self.token[i : i + 1] != token[i : i + 1])
-        known = min(known, len(token) - 1)  # the last one is run for its logits in any case
-        nodes = self._drafted(token[known:-1]) if known == len(self.token) else []
-        self.cache.keep(known, nodes)
-        missing = torch.tensor(token[known + len(nodes) :], device=self.model.device)
+        common = len(self.token)
+        if token[:common] != self.token:
+            common = next(i for i in range(common) if self.token[i : i + 1] != token[i : i + 1])
+        common = min(common, len(token) - 1)  # the last one is run for its logits in any case
+        nodes = self._drafted(token[common:-1]) if common == len(self.token) else []
+        self.cache.keep(common, nodes)
+        missing = torch.tensor(token[common + len(nodes) :], device=self.model.device)
         logits = self.model.prefill(missing, self.cache).logits
         assert logits is not None
         self.token = list(token)
@@ -74,28 +74,28 @@ class DraftModelRunner:
             self.path.append([*(self.path[parent] if parent != ROOT else []), node])
         depth = torch.tensor([len(path) for path in self.path], device=device)
         column = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
-        own = column[:, self.cache.length :]
+        position = column[:, self.cache.length :]
         seen = None
         # A chain sees all that is before it, which needs no attention that takes a mask.
         if any(len(self.path[node]) < len(self.path) for node in self.level):
             seen = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
             seen[..., :text] = True
             for row, node in enumerate(self.level):
-                seen[0, row, [text + one for one in self.path[node]]] = True
-        logits = model.embeddings.logits(model.run(token[None].to(device), own, seen, self.cache, column=column).last)
-        return logits[0]
+                seen[0, row, [text + ancestor for ancestor in self.path[node]]] = True
+        last = model.run(token[None].to(device), position, seen, self.cache, column=column).last
+        return model.embeddings.logits(last)[0]
 
     def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:
         """Read on by expanded nodes alone: `nodes` become text, now `token`, and the chain `live` stays drafted.
 
         A chain begins under the last of the nodes; the other drafts are dropped.
         """
-        known = len(self.token)
-        assert token[:known] == self.token
-        assert len(token) == known + len(nodes)
+        size = len(self.token)
+        assert token[:size] == self.token
+        assert len(token) == size + len(nodes)
         number = {node: new for new, node in enumerate(live)} | {nodes[-1]: ROOT}
         below = {(number[a], t): number[n] for (a, t), n in self.below.items() if n in live}
-        self.cache.keep(known, [*nodes, *live])
+        self.cache.keep(size, [*nodes, *live])
         self.token = list(token)
         self._forget_drafts()
         self.below = below
@@ -104,7 +104,7 @@ class DraftModelRunner:
 
 
 def load(path: str, dtype: str | None, device: str | None, trust_remote_code: bool, target: Target, key: str) -> Target:
-    """Load the model that follows a target.
+    """Load a draft model for a target.
 
     Args:
         path: folder or Hub name.
@@ -117,15 +117,15 @@ def load(path: str, dtype: str | None, device: str | None, trust_remote_code: bo
     Raises:
         ValueError: no such model, dtype or device.
     """
-    own = next(name for name, kind in DTYPES.items() if kind == target.dtype)
-    place = device or str(target.device)
+    same = next(name for name, kind in DTYPES.items() if kind == target.dtype)
+    where = device or str(target.device)
     try:
-        torch.empty(0, device=place)
+        torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"{key}.device is {place!r}, which is not to be had here: give cpu, cuda:N or null for the target's"
+            f"{key}.device is {where!r}, which is not to be had here: give cpu, cuda:N or null for the target's"
         ) from error
     try:
-        return Target.load(path, dtype or own, place, trust_remote_code)
+        return Target.load(path, dtype or same, where, trust_remote_code)
     except ValueError as error:
         raise ValueError(f"{key}.model={path} cannot be used: {error}") from error

@@ -1,5 +1,6 @@
 """SuffixDecoding (Oliaro et al., arXiv 2411.04975): what most often followed the longest known suffixes of the text."""
 
+import copy
 import heapq
 import itertools
 from dataclasses import dataclass
@@ -7,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from inference.drafters.suffix_tree import Place, SuffixTree
-from inference.protocol import Commit, Context, Proposal
+from inference.drafters.suffix_tree import Locus, SuffixTree
+from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.tokenizer import Reads
 from inference.verification.tree import DraftTree
 
@@ -23,17 +24,18 @@ class Draft(NamedTuple):
     score: float
 
 
-class Suffix:
+class Suffix(Drafter):
     """Drafts from two counted suffix trees: of this request, prompt and output, and of past requests' outputs.
 
     Every suffix of the text that occurs in a tree may be continued, by a budget that grows with its length; the
-    continuation with the highest score stands, this request's before the past's. `score` holds it for the last
-    proposal.
+    continuation with the highest score stands, this request's before the past's.
 
     Memory: the request's tree grows linearly with its text. The past's holds at most `memory_nodes` nodes of about
     0.3 KB, forgetting the oldest outputs first. What a request's last pass commits is not remembered: the engine does
     not report it.
     """
+
+    text_alone = scores = True
 
     @dataclass(frozen=True)
     class Config:
@@ -63,8 +65,6 @@ class Suffix:
             if not 0 <= self.min_probability <= 1:
                 raise ValueError(f"drafter.suffix.min_probability is {self.min_probability}: give a number from 0 to 1")
 
-    feature_layers: tuple[int, ...] = ()
-
     def __init__(self, config: Config, target: Reads, name: str) -> None:
         if config.mode == "tree" and not target.takes_trees:
             raise ValueError(
@@ -74,58 +74,78 @@ class Suffix:
         self.config, self.name, self.device = config, name, target.device
         self.tree = f"{config.mode}-{config.tokens}"
         self.draft = _path if config.mode == "path" else _tree
-        self.score = 0.0
-        self.text: list[int] = []
-        self.answer = 0  # where the text's output begins
-        self.forget()
-        self.reset([])
+        self.remembers = config.memory
+        self.past = SuffixTree(config.depth)
+        self.current: SuffixState | None = None  # the sequence whose output comes next into the past's tree
+
+    def start(self, prompt: list[int]) -> "SuffixState":
+        """Remember the last request's output and index a new prompt."""
+        self._remember()
+        self.current = SuffixState(self, prompt)
+        return self.current
 
     def forget(self) -> None:
-        """Forget past requests too, so that the next one starts cold: the order of requests matters to a warm start."""
+        """Forget past requests, so that the next one starts cold: the order of requests matters to a warm start."""
         self.past = SuffixTree(self.config.depth)
-        self.found: list[Place] = []  # the text's suffixes in the past's tree
-        self.answer = len(self.text)  # what the text says so far is forgotten with the rest
+        if self.current is not None:
+            self.current.forget()
 
-    def reset(self, prompt: list[int]) -> None:
-        """Remember the last request's output and index a new prompt."""
-        output = self.text[self.answer :]
-        if self.config.memory and output:
+    def clone(self) -> "Suffix":
+        """Return a source with a copy of the past's tree."""
+        self._remember()
+        other = copy.copy(self)
+        other.past = copy.deepcopy(self.past)
+        return other
+
+    def _remember(self) -> None:
+        """Take the output of the last sequence into the past's tree."""
+        output = [] if self.current is None else self.current.text[self.current.answer :]
+        self.current = None
+        if self.remembers and output:
             self.past.start()
             self.past.extend(output)
             while self.past.nodes > self.config.memory_nodes:
                 self.past.forget_oldest()
-        self.text = []
-        self.found = []
-        self.answer = len(prompt)
-        self.own = SuffixTree(self.config.depth)
-        self.own.start()
+
+
+class SuffixState(DrafterState):
+    """One request's text with its suffix tree, and where its suffixes end in the past's tree."""
+
+    def __init__(self, drafter: Suffix, prompt: list[int]) -> None:
+        self.drafter, self.config = drafter, drafter.config
+        self.text: list[int] = []
+        self.answer = len(prompt)  # where the output begins that will be remembered
+        self.past_matches: list[Locus] = []
+        self.suffixes = SuffixTree(self.config.depth)
+        self.suffixes.start()
         self.extend(prompt)
 
-    def observe(self, commit: Commit) -> None:
-        """Learn nothing here: a proposal reads the text itself."""
+    def forget(self) -> None:
+        """Leave the past's old tree; the text so far will not be remembered either."""
+        self.past_matches = []
+        self.answer = len(self.text)
 
     def propose(self, context: Context) -> Proposal:
         """Return the draft of the highest score."""
         self.extend(context.token[len(self.text) :])
         best = Draft([], [], 0.0)
-        for matches in (self.own.matches(), self.found):
+        for matches in (self.suffixes.matches(), self.past_matches):
             best = self.improve(best, matches, context.room)
-        self.score = best.score
-        token = torch.tensor([context.token[-1], *best.token], device=self.device)
-        parent = torch.tensor([-1, *(above + 1 for above in best.parent)], device=self.device)
-        return Proposal(DraftTree(token, parent))
+        token = torch.tensor([context.token[-1], *best.token], device=self.drafter.device)
+        parent = torch.tensor([-1, *(above + 1 for above in best.parent)], device=self.drafter.device)
+        return Proposal(DraftTree(token, parent), expected=best.score)
 
     def extend(self, tokens: list[int]) -> None:
         """Append tokens to the text, its tree, and the search in the past's tree."""
         self.text.extend(tokens)
-        self.own.extend(tokens)
+        self.suffixes.extend(tokens)
         if len(tokens) > self.config.depth:  # what came before no longer matters
-            self.found, tokens = [], tokens[-self.config.depth :]
+            self.past_matches, tokens = [], tokens[-self.config.depth :]
         for token in tokens:
-            self.found = self.past.advance(self.found, token)
+            self.past_matches = self.drafter.past.advance(self.past_matches, token)
 
-    def improve(self, best: Draft, matches: list[Place], room: int) -> Draft:
-        """Return the best draft from the places where suffixes of the text end, shortest first, or the one at hand.
+    def improve(self, best: Draft, matches: list[Locus], room: int) -> Draft:
+        """Return the best draft from the loci where suffixes of the text end, shortest first, or the one at hand.
 
         Of equal scores the longer match's stands, and the one at hand before all.
         """
@@ -138,15 +158,15 @@ class Suffix:
         for budget, length in sorted(budgets, reverse=True):
             if budget < max(best.score, 1):
                 break
-            draft = self.draft(matches[length - 1], budget, config.min_probability)
+            draft = self.drafter.draft(matches[length - 1], budget, config.min_probability)
             if (draft.score, length) > (best.score, longest):
                 best, longest = draft, length
         return best
 
 
-def _path(place: Place, budget: int, floor: float) -> Draft:
+def _path(locus: Locus, budget: int, floor: float) -> Draft:
     """Follow the most frequent child while the path stays likely enough."""
-    (node, used), probability, score = place, 1.0, 0.0
+    (node, used), probability, score = locus, 1.0, 0.0
     token: list[int] = []
     while len(token) < budget:
         if used == node.length:
@@ -163,29 +183,29 @@ def _path(place: Place, budget: int, floor: float) -> Draft:
     return Draft(token, list(range(-1, len(token) - 1)), score)
 
 
-def _tree(place: Place, budget: int, floor: float) -> Draft:
-    """Take the likeliest continuations first, wherever they branch off."""
+def _tree(locus: Locus, budget: int, floor: float) -> Draft:
+    """Take the most probable continuations first, wherever they branch off."""
     token: list[int] = []
     parent: list[int] = []
-    queue: list[tuple[float, int, Place, int]] = []  # of equals the one that was found first
+    queue: list[tuple[float, int, Locus, int]] = []  # of equals the one that was found first
     serial = itertools.count()
     probability, score, at = 1.0, 0.0, -1
     while True:
-        for share, below in _continuations(place):
+        for share, below in _continuations(locus):
             if probability * share >= floor:
                 heapq.heappush(queue, (-probability * share, next(serial), below, at))
         if not queue or len(token) >= budget:
             return Draft(token, parent, score)
-        negative, _, place, above = heapq.heappop(queue)
+        negative, _, locus, above = heapq.heappop(queue)
         probability, at = -negative, len(token)
-        token.append(place.node.text[place.node.start + place.used - 1])
+        token.append(locus.node.text[locus.node.start + locus.used - 1])
         parent.append(above)
         score += probability
 
 
-def _continuations(place: Place) -> list[tuple[float, Place]]:
-    """Return the places one token further, each with its share of the occurrences."""
-    node, used = place
+def _continuations(locus: Locus) -> list[tuple[float, Locus]]:
+    """Return the loci one token further, each with its share of the occurrences."""
+    node, used = locus
     if used < node.length:
-        return [(1.0, Place(node, used + 1))]
-    return [(child.count / node.count, Place(child, 1)) for child in node.children.values()]
+        return [(1.0, Locus(node, used + 1))]
+    return [(child.count / node.count, Locus(child, 1)) for child in node.children.values()]

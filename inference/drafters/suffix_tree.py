@@ -36,19 +36,19 @@ class Node:
             self.best = child
 
 
-class Place(NamedTuple):
-    """Where a substring ends: after `used` tokens of a node's edge."""
+class Locus(NamedTuple):
+    """Where a substring ends in the tree: after `used` tokens of a node's edge."""
 
     node: Node
     used: int
 
-    def follow(self, token: int) -> "Place | None":
-        """Return the place one token further, None where that never occurred."""
+    def follow(self, token: int) -> "Locus | None":
+        """Return the locus one token further, None where that never occurred."""
         node, used = self
         if used < node.length:
-            return Place(node, used + 1) if node.text[node.start + used] == token else None
+            return Locus(node, used + 1) if node.text[node.start + used] == token else None
         child = node.children.get(token)
-        return None if child is None else Place(child, 1)
+        return None if child is None else Locus(child, 1)
 
 
 class SuffixTree:
@@ -162,31 +162,31 @@ class SuffixTree:
         parent.children[label[0]] = child
         self.nodes -= 1
 
-    def matches(self) -> list[Place]:
+    def matches(self) -> list[Locus]:
         """Return where the suffixes of the newest text end that occur elsewhere too, shortest first."""
-        return [Place(node, node.length) for node in self.active]
+        return [Locus(node, node.length) for node in self.active]
 
-    def advance(self, places: list[Place], token: int) -> list[Place]:
+    def advance(self, loci: list[Locus], token: int) -> list[Locus]:
         """Return where the suffixes of some other text end, shortest first, once `token` has followed it.
 
         Args:
             places: the same before the token, [] for an empty text.
             token: the text's next token.
         """
-        followed = (place.follow(token) for place in [Place(self.root, 0), *places])
-        return [place for place in followed if place is not None][: self.depth - 1]
+        followed = (locus.follow(token) for locus in [Locus(self.root, 0), *loci])
+        return [locus for locus in followed if locus is not None][: self.depth - 1]
 
     def count(self, tokens: list[int]) -> int:
         """Return how often a substring occurs, for one of at most `depth` tokens."""
-        place: Place | None = Place(self.root, 0)
+        locus: Locus | None = Locus(self.root, 0)
         for token in tokens:
-            place = None if place is None else place.follow(token)
-        return 0 if place is None else place.node.count
+            locus = None if locus is None else locus.follow(token)
+        return 0 if locus is None else locus.node.count
 
 
 def _size(node: Node) -> int:
-    nodes, open_ = 0, [node]
-    while open_:
+    nodes, pending = 0, [node]
+    while pending:
         nodes += 1
-        open_ += open_.pop().children.values()
+        pending += pending.pop().children.values()
     return nodes

@@ -18,8 +18,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, token: list[int]) -> str:
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[Span]]:
     """Return the tokens of a text, without special tokens, and which characters each covers."""
-    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return list(made["input_ids"]), list(made["offset_mapping"])
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -76,9 +76,9 @@ class GrowingText:
         encoded, spans = encode(self.other, self.text[begin:])
         starts = [begin + start for start, _ in spans]
         old = {(self.starts[i], self.token[i]): i for i in range(keep, len(self.token))}
-        for i, found in enumerate(zip(starts, encoded, strict=True)):
-            if found in old and found[0] > begin:
-                self.token[old[found] :], self.starts[old[found] :] = encoded[i:], starts[i:]
+        for i, start_and_token in enumerate(zip(starts, encoded, strict=True)):
+            if start_and_token in old and start_and_token[0] > begin:
+                self.token[old[start_and_token] :], self.starts[old[start_and_token] :] = encoded[i:], starts[i:]
                 return None
         return self._encode_all()
 

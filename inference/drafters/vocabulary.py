@@ -62,7 +62,7 @@ class SameVocabulary:
         return [t for t in token if t < self.theirs]
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-        """Return the tokens; -inf keeps those that only the padding numbers out of every law, rank does not."""
+        """Return the tokens; -inf keeps those that only the padding numbers out of every q, rank does not."""
         return token.clamp_max(self.theirs - 1)
 
     def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
@@ -74,8 +74,8 @@ class SameVocabulary:
 class SharedVocabulary:
     """Token-level intersection (TLI; Timor et al., arXiv 2502.05202): the assistant drafts tokens that both know.
 
-    Its law is renormalised over them, and so is a law on the target's tokens: p/q verification stays exact. What the
-    target writes outside is spelled with the assistant's tokens.
+    Its q is renormalised over them, and so is a distribution of the target's tokens: p/q verification stays exact. What
+    the target writes outside is spelled with the assistant's tokens.
 
     Raises:
         ValueError: no token is shared, or a tokenizer is of a kind whose tokens cannot be read as bytes.
@@ -109,9 +109,9 @@ class SharedVocabulary:
 
     def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
         """Put the shared columns where the target has them."""
-        placed = logits.new_full((len(logits), self.size), float("-inf"))
-        placed[:, self.ours] = logits[:, self.theirs]
-        return placed
+        scattered = logits.new_full((len(logits), self.size), float("-inf"))
+        scattered[:, self.ours] = logits[:, self.theirs]
+        return scattered
 
     def _spell(self, token: int) -> list[int]:
         rest, spelled = self.bytes.get(token, b""), []

@@ -163,7 +163,9 @@ def _forms(key: str, value: Any) -> list[tuple[str, bool]]:
     """Return the regular expressions that peft makes of a key's value, and whether each is to match a whole name."""
     several = [] if key in NAMES or not isinstance(value, list | dict) else list(value)
     given = [value] if isinstance(value, str) else several
-    return [(PATTERNS[key].replace("{}", each), PATTERNS[key] == "{}") for each in given if isinstance(each, str)]
+    return [
+        (PATTERNS[key].replace("{}", pattern), PATTERNS[key] == "{}") for pattern in given if isinstance(pattern, str)
+    ]
 
 
 def _check_patterns(forms: list[tuple[str, bool]], modules: list[str]) -> None:
@@ -172,11 +174,11 @@ def _check_patterns(forms: list[tuple[str, bool]], modules: list[str]) -> None:
     Raises:
         ValueError: they are none, or do not.
     """
-    said = json.dumps([forms, modules])
+    request = json.dumps([forms, modules])
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", MATCHING],
-            input=said, capture_output=True, text=True, timeout=SECONDS, check=False,
+            input=request, capture_output=True, text=True, timeout=SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ValueError(f"the patterns of its {CONFIG} do not end on the model's modules") from None

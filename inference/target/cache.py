@@ -188,13 +188,13 @@ class TargetCache:
 
 def _maker(stores: list[Store], store: Callable[[], Store], slot: int) -> Callable[[], SequenceLayer]:
     """Return what makes a sequence's next layer over the next store."""
-    made: list[SequenceLayer] = []
+    layers: list[SequenceLayer] = []
 
     def make() -> SequenceLayer:
-        if len(made) == len(stores):
+        if len(layers) == len(stores):
             stores.append(store())
-        made.append(SequenceLayer(stores[len(made)], slot))
-        return made[-1]
+        layers.append(SequenceLayer(stores[len(layers)], slot))
+        return layers[-1]
 
     return make
 

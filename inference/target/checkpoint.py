@@ -37,8 +37,8 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
     index = cached_file(checkpoint, INDEX, _raise_exceptions_for_missing_entries=False)
     if index is not None:
         shards = _shards(Path(index))
-        found = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*shards.values()}}
-        return {name: found[shard] for name, shard in shards.items()}
+        paths = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*shards.values()}}
+        return {name: paths[shard] for name, shard in shards.items()}
     file = Path(str(cached_file(checkpoint, "model.safetensors")))
     with safe_open(file, "pt") as opened:
         return dict.fromkeys(opened.keys(), file)
@@ -65,15 +65,15 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
     if cached_file(checkpoint, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None:
         raise ValueError(f"it holds an {ADAPTER} too: move the adapter out, and give it as model.adapter")
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
     files = tensor_files(checkpoint)
     shards = {*files.values()}
-    count, size = sum(each.numel() for each in made.parameters()), sum(file.stat().st_size for file in shards)
+    count, size = sum(each.numel() for each in model.parameters()), sum(file.stat().st_size for file in shards)
     if count > MOST_OF_A_BYTE * size:
         raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
     if getattr(config, "quantization_config", None) is not None:
         return
-    floating = {name for name, each in made.named_parameters() if each.is_floating_point()}
+    floating = {name for name, each in model.named_parameters() if each.is_floating_point()}
     for file in shards:
         with safe_open(file, "pt") as opened:
             kinds = {name: str(opened.get_slice(name).get_dtype()) for name in floating.intersection(opened.keys())}
@@ -88,12 +88,12 @@ def check_tokenizer(checkpoint: str) -> None:
         ValueError: its steps make every character many, or every text long.
     """
     file = cached_file(checkpoint, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    told = parse_json(Path(file).read_bytes()) if file is not None else {}
-    parts = {key: list(_mappings(told.get(key))) for key in STEPS} if isinstance(told, dict) else {}
+    content = parse_json(Path(file).read_bytes()) if file is not None else {}
+    parts = {key: list(_mappings(content.get(key))) for key in STEPS} if isinstance(content, dict) else {}
     for key, steps in parts.items():
-        contents = [each["content"] for each in steps if isinstance(each.get("content"), str)]
-        ids = [each["ids"] for each in steps if isinstance(each.get("ids"), list)]
-        if prod(max(1, len(each)) for each in contents) > MOST_OF_ONE or sum(map(len, ids)) > MOST_OF_ONE:
+        contents = [step["content"] for step in steps if isinstance(step.get("content"), str)]
+        ids = [step["ids"] for step in steps if isinstance(step.get("ids"), list)]
+        if prod(max(1, len(text)) for text in contents) > MOST_OF_ONE or sum(map(len, ids)) > MOST_OF_ONE:
             raise ValueError(f"the {key} of its tokenizer.json makes more than {MOST_OF_ONE} of a single character")
 
 
@@ -170,10 +170,10 @@ def _originals(checkpoint: str, names: set[str]) -> dict[str, Shaped[Tensor, "N"
     files, few = tensor_files(checkpoint), {}
     for name in names:
         with safe_open(files[name], "pt") as opened:
-            part = opened.get_slice(name)
-            shape = part.get_shape()
+            tensor = opened.get_slice(name)
+            shape = tensor.get_shape()
             rows = -(-FEW // max(1, prod(shape[1:])))
-            few[name] = part[: min(rows, shape[0])].flatten()[:FEW]
+            few[name] = tensor[: min(rows, shape[0])].flatten()[:FEW]
         if not _plain(nn.Parameter(few[name], requires_grad=False)):
             raise ValueError(f"{checkpoint}: {name} is quantised there")
     return few

@@ -114,7 +114,7 @@ def padded(
     seen[:, count:, 0] = True
     seen[batch:, :, 0] = True
     behind = rows.columns[:, -1:] + torch.arange(1, more + 1, device=token.device)
-    own = torch.arange(width, device=token.device).expand(idle, -1)
-    rows = rows._replace(columns=torch.cat([torch.cat([rows.columns, behind], 1), own]), end=reach)
+    unused = torch.arange(width, device=token.device).expand(idle, -1)
+    rows = rows._replace(columns=torch.cat([torch.cat([rows.columns, behind], 1), unused]), end=reach)
     token, position = (pad(each, (0, more, 0, idle)) for each in (token, position))
     return token, position, seen, rows, None if column is None else pad(column, (0, reach - end, 0, idle))

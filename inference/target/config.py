@@ -64,7 +64,7 @@ class ModelConfig:
     @property
     def where(self) -> Placement:
         """How the target is placed."""
-        return Placement(**{each.name: getattr(self, each.name) for each in fields(Placement)})
+        return Placement(**{field.name: getattr(self, field.name) for field in fields(Placement)})
 
     @property
     def as_saved(self) -> bool:
@@ -78,8 +78,8 @@ def model_config(**given: Any) -> ModelConfig:
     Raises:
         ValueError: a value is not one of a target's.
     """
-    said = {key: value for key, value in given.items() if value is not None}
-    return typed(ModelConfig, UNSAID | said, "model")
+    values = {key: value for key, value in given.items() if value is not None}
+    return typed(ModelConfig, UNSAID | values, "model")
 
 
 def default_device() -> str:
@@ -94,19 +94,19 @@ def device_named(wanted: str | None) -> torch.device:
         ValueError: torch knows no such device, or sees none here.
     """
     try:
-        place = torch.device(wanted or default_device())
+        device = torch.device(wanted or default_device())
     except RuntimeError:
         raise ValueError(f"model.device is {wanted!r}: give cpu, cuda or cuda:N, or null") from None
     here = torch.accelerator.current_accelerator()
-    if place.type not in ("cpu", "cuda", here.type if here else "cpu"):
+    if device.type not in ("cpu", "cuda", here.type if here else "cpu"):
         raise ValueError(f"model.device is {wanted!r}, which this machine has not: give cpu, or null for what there is")
     count = torch.cuda.device_count()
-    if place.type == "cuda" and (place.index or 0) >= count:
+    if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(
             f"model.device is {wanted}, and torch sees {count} accelerators on this machine: give cpu, or null for "
             "what there is"
         )
-    return place
+    return device
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:

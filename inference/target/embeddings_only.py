@@ -79,16 +79,16 @@ class EmbeddingsOnly:
             raise ValueError(f"model.path={path}: its ends cannot be loaded without its layers ({why})") from error
 
 
-def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtype, place: torch.device) -> None:
+def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtype, device: torch.device) -> None:
     """Give some modules of a model on the meta device their weights from the checkpoint; tied ones stay tied."""
     if any(len(list(part.buffers())) for part in parts):
         raise ValueError("they compute with more than weights")
-    wanted = {id(parameter) for part in parts for parameter in part.parameters()}
+    parameters = {id(parameter) for part in parts for parameter in part.parameters()}
     files, loaded = tensor_files(path), {}
     for name, parameter in model.named_parameters():
-        if id(parameter) in wanted:
+        if id(parameter) in parameters:
             with safe_open(files[name], "pt") as opened:
-                tensor = opened.get_tensor(name).to(place, dtype)
+                tensor = opened.get_tensor(name).to(device, dtype)
             loaded[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
     for part in parts:
         for name, parameter in list(part.named_parameters(recurse=False)):

@@ -2,7 +2,7 @@
 
 A quantised target has its linear layers in fewer bits. Embedding and lm_head stay as they are: heads read them. All
 methods here treat each row of a pass by itself, so that a token's logits do not depend on the nodes beside it, and
-verification keeps the quantised target's own law.
+verification keeps the quantised target's own distribution.
 """
 
 import logging
@@ -167,10 +167,10 @@ def configuration(path: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 def note_dtype(path: str, trust_remote_code: bool, dtype: torch.dtype) -> None:
     """Say that a model runs in another dtype than its checkpoint's, where nobody has asked for it."""
-    own = getattr(configuration(path, trust_remote_code).get_text_config(), "dtype", None)
-    if own not in (None, dtype):
-        its, ours = (str(each).removeprefix("torch.") for each in (own, dtype))
-        log.warning("%s: a checkpoint in %s, run in %s, fast here; model.dtype=%s keeps it", path, its, ours, its)
+    saved = getattr(configuration(path, trust_remote_code).get_text_config(), "dtype", None)
+    if saved not in (None, dtype):
+        theirs, ours = (str(each).removeprefix("torch.") for each in (saved, dtype))
+        log.warning("%s: a checkpoint in %s, run in %s, fast here; model.dtype=%s keeps it", path, theirs, ours, theirs)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -185,9 +185,9 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
 def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     check_tokenizer(path)
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    found("a b")  # a damaged one loads, and fails at a text
-    return found
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    tokenizer("a b")  # a damaged one loads, and fails at a text
+    return tokenizer
 
 
 def _method(quantize: str | None) -> Method | None:

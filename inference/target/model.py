@@ -85,13 +85,13 @@ def switch_of(model: PreTrainedModel) -> Switch | None:
     """Return where a model's rope switches; None where it does not."""
     config: Any = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    each = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one for a kind of layer
-    lengths = [one["original_max_position_embeddings"] for one in each if one.get("rope_type") == "longrope"]
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one for a kind of layer
+    lengths = [kind["original_max_position_embeddings"] for kind in ropes if kind.get("rope_type") == "longrope"]
     if not lengths:
         return None
-    kind: Any = type(model)
-    own = kind.prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-    return Switch(min(lengths), own and hasattr(config, "original_max_position_embeddings"))
+    model_type: Any = type(model)
+    renews = model_type.prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return Switch(min(lengths), renews and hasattr(config, "original_max_position_embeddings"))
 
 
 class LayerOutputs:
@@ -111,8 +111,8 @@ class LayerOutputs:
     def note(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Take in a layer's output."""
         if self.outputs is not None:
-            kept = torch.compiler.is_compiling() or len(self.outputs) in self.wanted
-            self.outputs.append((output[0] if isinstance(output, tuple) else output) if kept else None)
+            is_read = torch.compiler.is_compiling() or len(self.outputs) in self.wanted
+            self.outputs.append((output[0] if isinstance(output, tuple) else output) if is_read else None)
 
 
 class TargetModel:
@@ -202,7 +202,7 @@ class TargetModel:
     def score(
         self, drafted: DraftTree, cache: TargetCache, look_ahead: LookAhead | None = None, layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Verify a tree in one pass: append its N nodes, then the riders, to the cache and return the logits of all.
+        """Verify a tree in one pass: append its N nodes, then look-ahead tokens, to the cache; return all logits.
 
         The caller compacts the cache to the accepted path afterwards.
         """
@@ -228,15 +228,15 @@ class TargetModel:
         cache: BatchCache,
         layers: tuple[int, ...] = (),
     ) -> list[TargetOutput]:
-        """Verify a tree with its riders of each active sequence in one pass; the caller compacts the caches afterwards.
+        """Verify the tree of each active sequence in one pass; the caller compacts the caches afterwards.
 
-        A sequence's nodes and riders stand behind its own prefix, padded behind to the widest. Padding is seen by
-        nobody, but sees the prefix: a row that saw nothing would be NaN, and NaN comes through a mask.
+        A sequence's nodes and look-ahead tokens stand behind its own prefix, padded behind to the widest. Padding is
+        seen by nobody, but sees the prefix: a row that saw nothing would be NaN, and NaN comes through a mask.
         """
-        prefixes = [each.length for each in cache.active]
+        prefixes = [sequence.length for sequence in cache.active]
         tokens = [
-            each.token if look_ahead is None else torch.cat([each.token, look_ahead.token])
-            for each, look_ahead in drafted
+            nodes.token if look_ahead is None else torch.cat([nodes.token, look_ahead.token])
+            for nodes, look_ahead in drafted
         ]
         counts = [len(token) for token in tokens]
         width, end = max(counts), max(prefixes) + max(counts)
@@ -244,17 +244,17 @@ class TargetModel:
         position = torch.zeros_like(token)
         seen = torch.zeros(len(drafted), width, end, dtype=torch.bool, device=self.device)
         column = torch.arange(end, device=self.device).repeat(len(drafted), 1)
-        for row, (each, prefix, count) in enumerate(zip(drafted, prefixes, counts, strict=True)):
-            place, visible = tree.layout(each[0], prefix, each[1])
+        for row, ((nodes, look_ahead), prefix, count) in enumerate(zip(drafted, prefixes, counts, strict=True)):
+            where, visible = tree.layout(nodes, prefix, look_ahead)
             token[row, :count] = tokens[row]
-            position[row, :count] = place
+            position[row, :count] = where
             seen[row, :count, : prefix + count] = visible
             seen[row, count:, :prefix] = True
-            column[row, prefix : prefix + count] = place
+            column[row, prefix : prefix + count] = where
         written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
         out = self.run(token, position, seen, cache.over(written, end), layers, column)
-        for own, count in zip(cache.active, counts, strict=True):
-            own.append(count)
+        for sequence, count in zip(cache.active, counts, strict=True):
+            sequence.append(count)
         logits = self.embeddings.logits(out.last)
         return [
             TargetOutput(
@@ -344,13 +344,13 @@ class TargetModel:
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
 
 
-def note_unknown(tokenizer: PreTrainedTokenizerBase, known: int, name: str) -> None:
+def note_unknown(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str) -> None:
     """Say where a tokenizer has tokens, added ones mostly, that the model has no embedding for."""
-    beyond = sorted((place, token) for token, place in tokenizer.get_vocab().items() if place >= known)
+    beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= vocab_size)
     if beyond:
         log.warning(
             "%s: knows %d tokens, and its tokenizer has %d more, from %r on: text that holds one is refused",
-            name, known, len(beyond), beyond[0][1],
+            name, vocab_size, len(beyond), beyond[0][1],
         )  # fmt: skip
 
 

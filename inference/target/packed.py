@@ -90,8 +90,8 @@ def _attend(
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
     for row, begin, end in spans:
         here = (slice(row, row + 1), slice(None), slice(begin, end))
-        made = within(query[here], key[here], value[here], scale, window)
-        out[row, begin:end] = made[0].transpose(0, 1)
+        attended = within(query[here], key[here], value[here], scale, window)
+        out[row, begin:end] = attended[0].transpose(0, 1)
     return out, None
 
 

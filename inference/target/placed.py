@@ -53,7 +53,7 @@ def placed(model: PreTrainedModel, where: Placement, path: str, place: torch.dev
             f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
         )
     config = read_target_config(path, trust)
-    embeddings, mark = _embeddings(model, config, place, trust), _mark(model, path)
+    embeddings, digest_of_target = _embeddings(model, config, place, trust), _mark(model, path)
     group = None
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
         group = mesh(where.group_size, place)["tp"].get_group()
@@ -61,7 +61,7 @@ def placed(model: PreTrainedModel, where: Placement, path: str, place: torch.dev
         # The first call makes a module the root of those sharded in it; later the decoder stack is called by itself.
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=place), use_cache=False)
-    return Placed(place, embeddings, mark, group, together=where.together)
+    return Placed(place, embeddings, digest_of_target, group, together=where.together)
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
@@ -93,30 +93,30 @@ def _mark(model: PreTrainedModel, path: str) -> str:
         return digest({name: value.flatten()[:FEW].clone() for name, value in _whole(model) if name in names})
 
 
-def _embeddings(model: PreTrainedModel, config: Any, place: torch.device, trust: bool) -> TargetEmbeddings:
+def _embeddings(model: PreTrainedModel, config: Any, device: torch.device, trust: bool) -> TargetEmbeddings:
     """Return the ends: the model's own where they are whole and on the device, else whole copies there."""
-    own = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if all(_is_here(each, place) for each in own):
+    originals = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if all(_is_here(each, device) for each in originals):
         return TargetEmbeddings(model)
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     bare.tie_weights()
     copies = [bare.get_input_embeddings(), bare.get_output_embeddings()]
     tied = copies[0].weight is copies[1].weight
-    for source, copy in zip(own, copies, strict=True):
+    for source, copy in zip(originals, copies, strict=True):
         for name, value in whole(source).items():
-            there = value if _is_here(source, place) else value.to(place, copy=True)
-            setattr(copy, name, nn.Parameter(there, requires_grad=False))
+            copied = value if _is_here(source, device) else value.to(device, copy=True)
+            setattr(copy, name, nn.Parameter(copied, requires_grad=False))
         for name, buffer in source.named_buffers():
-            setattr(copy, name, buffer.to(place))
+            setattr(copy, name, buffer.to(device))
     if tied:
         copies[1].weight = copies[0].weight
     return TargetEmbeddings(bare.eval())
 
 
-def _is_here(part: nn.Module, place: torch.device) -> bool:
+def _is_here(module: nn.Module, device: torch.device) -> bool:
     """Return whether all of a module lies whole on a device."""
-    return all(not isinstance(each, DTensor) and each.device == place for each in part.parameters())
+    return all(not isinstance(parameter, DTensor) and parameter.device == device for parameter in module.parameters())
 
 
 def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
@@ -135,12 +135,12 @@ def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document
     mine, size = distributed.get_rank(group), distributed.get_world_size(group)
     shapes = [torch.zeros(2, dtype=torch.long, device=token.device) for _ in range(size)]
     distributed.all_gather(shapes, torch.tensor(token.shape, device=token.device), group=group)
-    kept = None
+    own_result = None
     for turn, shape in enumerate(torch.stack(shapes).tolist()):
         both = torch.stack([token, document]) if turn == mine else token.new_empty(2, *shape)
         distributed.broadcast(both, group=group, group_src=turn)
-        made = run(both[0], both[1])
+        result = run(both[0], both[1])
         if turn == mine:
-            kept = made
-        del made  # else it would stand beside what the next turn makes
-    return kept
+            own_result = result
+        del result  # else it would stand beside what the next turn makes
+    return own_result

@@ -145,12 +145,12 @@ def check_offload(where: Placement, device: str) -> None:
         )
 
 
-def _check_here(where: Placement, place: torch.device) -> None:
-    found = torch._C._get_accelerator().type
-    if place.type != found:
+def _check_here(where: Placement, device: torch.device) -> None:
+    accelerator = torch._C._get_accelerator().type
+    if device.type != accelerator:
         raise ValueError(
-            f"model.placement={where.placement} uses this machine's {found} devices, but model.device is {place.type}: "
-            "leave model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
+            f"model.placement={where.placement} uses this machine's {accelerator} devices, but model.device is "
+            f"{device.type}: leave model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
         )
 
 
@@ -234,7 +234,7 @@ def mesh(size: int, place: torch.device) -> Any:
     return init_device_mesh(place.type, (_world() // size, size), mesh_dim_names=("copy", "tp"))
 
 
-def devices_of(where: Placement, place: torch.device) -> list[int]:
+def devices_of(where: Placement, device: torch.device) -> list[int]:
     """Return the devices of this process's target: its share of the node's, its own first where it is among them.
 
     Raises:
@@ -250,8 +250,8 @@ def devices_of(where: Placement, place: torch.device) -> list[int]:
             f"model.placement=device_map has {len(numbers)} devices for {processes} processes: start fewer, or give "
             "more model.devices"
         )
-    own = numbers[mine::processes]
-    return sorted(own, key=lambda n: n != place.index)
+    share = numbers[mine::processes]
+    return sorted(share, key=lambda n: n != device.index)
 
 
 def _offloaded(empty: PreTrainedModel, where: Placement, place: str, dtype: torch.dtype) -> Iterator[tuple[str, str]]:

@@ -75,12 +75,12 @@ def _check_finite(target: TargetModel) -> None:
             raise ValueError(f"{whose}: {name} holds what is no finite number: download its weights again")
 
 
-def _length(target: TargetModel, known: Iterable[int]) -> int:
+def _length(target: TargetModel, sizes: Iterable[int]) -> int:
     """Return the length of the prompt: beyond the windows that can be run, within what one pass may hold."""
     room = target.context - len(PARENTS) - 1
     if target.switch is not None:  # a session keeps its passes on one side of it
         room = min(room, target.switch.length - DEPTH - 2)
-    return max(1, min(PROMPT + max((each for each in known if each <= LONGEST), default=0), room))
+    return max(1, min(PROMPT + max((size for size in sizes if size <= LONGEST), default=0), room))
 
 
 def _by_mask(target: TargetModel, key: str) -> bool:
@@ -138,8 +138,8 @@ def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
     target.prefill(prompt, split)
     position, seen = tree.layout(chain, PROMPT)
     hidden, _ = parts.enter(layers, nodes, position, seen, split)
-    found = parts.score_from(Entered(layers, hidden), chain, split).logits
-    return _close(found, target.score(chain, whole).logits)
+    resumed = parts.score_from(Entered(layers, hidden), chain, split).logits
+    return _close(resumed, target.score(chain, whole).logits)
 
 
 @torch.no_grad()
@@ -148,8 +148,8 @@ def packs(target: TargetModel) -> bool:
     token = torch.arange(2 * PROMPT, device=target.device)[None] % target.embeddings.vocab_size
     document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
     alone = [
-        target.run(part, torch.arange(part.shape[1], device=target.device)[None], None, None).last
-        for part in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
+        target.run(one, torch.arange(one.shape[1], device=target.device)[None], None, None).last
+        for one in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
     ]
     try:
         packed = target.own_features(token, document, ()).last
@@ -178,28 +178,28 @@ def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> b
 def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
     """Compare a pass over the trees of a short and a long sequence with the plain passes of each."""
     cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
-    for each in prompts:
-        target.prefill(each, cache.enter())
-    for each, out in zip(prompts, target.score_all([(drafted, None)] * 2, cache), strict=True):
+    for sequence in prompts:
+        target.prefill(sequence, cache.enter())
+    for sequence, out in zip(prompts, target.score_all([(drafted, None)] * 2, cache), strict=True):
         assert out.logits is not None
         path = _outer_paths(drafted)[-1]
-        alone = target.prefill(torch.cat([each, drafted.token[path]]), target.cache()).logits
+        alone = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache()).logits
         if not _close(out.logits[0, path[-1]], alone):
             return False
     return True
 
 
 def _outer_paths(drafted: DraftTree) -> list[list[int]]:
-    """Return a tree's first path and its last one, whose rows lie farthest from their places in a sequence."""
-    found = tree.paths(drafted)
-    return [found[0], found[-1]] if len(found) > 1 else found
+    """Return a tree's first path and its last one, whose entries lie farthest from their positions in a sequence."""
+    paths = tree.paths(drafted)
+    return [paths[0], paths[-1]] if len(paths) > 1 else paths
 
 
-def _close(found: Tensor | None, expected: Tensor | None) -> bool:
-    assert found is not None
+def _close(actual: Tensor | None, expected: Tensor | None) -> bool:
+    assert actual is not None
     assert expected is not None
-    found, expected = found.float().flatten(), expected.float().flatten()
-    return bool((found - expected).abs().max() < TOLERANCE * expected.std().clamp_min(1e-6))
+    actual, expected = actual.float().flatten(), expected.float().flatten()
+    return bool((actual - expected).abs().max() < TOLERANCE * expected.std().clamp_min(1e-6))
 
 
 def windows(model: PreTrainedModel, context: int) -> dict[str, int]:

@@ -69,8 +69,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **option
         UnicodeEncodeError: one holds half a surrogate pair, which is no text; tokenizers call it a TypeError.
         ValueError: the tokenizer fails at it.
     """
-    for each in [text] if isinstance(text, str) else text:
-        each.encode()
+    for one_text in [text] if isinstance(text, str) else text:
+        one_text.encode()
     try:
         return tokenizer(text, verbose=False, **options)
     except BaseException as error:
@@ -82,6 +82,6 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **option
 
 def end_tokens(configured: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end an answer: those of the generation config, and the tokenizer's."""
-    own = configured.eos_token_id if configured else None
-    ends = own if isinstance(own, list) else [own]
-    return frozenset(token for token in [*ends, tokenizer.eos_token_id] if isinstance(token, int))
+    ends = configured.eos_token_id if configured else None
+    tokens = ends if isinstance(ends, list) else [ends]
+    return frozenset(token for token in [*tokens, tokenizer.eos_token_id] if isinstance(token, int))

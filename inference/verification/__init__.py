@@ -1,8 +1,8 @@
 """Trees, verification rules, sampling and random numbers: pure functions of tensors.
 
 tree.py    draft trees and pure functions on them
-sample.py  logits to the law that is sampled: repetition penalty, temperature, top-k, top-p, min-p
+sample.py  logits to the probs that are sampled: repetition penalty, temperature, top-k, top-p, min-p
 rng.py     randomness: seeded, or coupled to seed and position alone
 rules.py   the acceptance rules: which path stands, which token follows
-verify.py  which rule is right for which draft, and its verdict
+verify.py  the registry of rules, which drafts each is right for, and the verdict on a draft
 """

@@ -1,6 +1,6 @@
 """The acceptance rules as pure functions: which drafted path stands, and which token comes after it.
 
-Every rule takes the tree, the target's laws p, where it reads them the laws q that drafts were drawn from, and the
+Every rule takes the tree, the target's probs p, where it reads them the probs q that drafts were sampled from, and the
 randomness. It returns the accepted nodes from the root on, and the next token, the bonus or correction, which is not
 part of the tree. Which drafts a rule is right for stands in `verify.RULES`. The lossy ones stand at the end.
 """
@@ -25,11 +25,11 @@ LEAST = 1e-30  # stands in for a probability of 0 under a logarithm
 
 
 @runtime_checkable
-class Laws(Protocol):
-    """The target's law "V" after each node: a tensor "N V", or something that works a row out when it is asked for."""
+class Distributions(Protocol):
+    """The target's probs "V" after each node: a tensor "N V", or something that computes a row on access."""
 
     def __getitem__(self, node: int, /) -> Tensor:
-        """Return the law after a node."""
+        """Return the probs after a node."""
         ...
 
 
@@ -45,39 +45,39 @@ def follow(tree: DraftTree, choose: Callable[[int, int], int]) -> Chosen:
         path.append(child)
 
 
-def match(tree: DraftTree, p: Laws, rng: Rng) -> Chosen:
-    """Sample and match: draw the target's own token at each node and follow it while it was drafted.
+def match(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:
+    """Sample and match: sample the target's own token at each node and follow it while it was drafted.
 
     Right for all drafts. With coupled noise it is drafter-invariant decoding (arXiv 2408.07978).
     """
-    return follow(tree, lambda node, depth: rng.draw(p[node][None], depth)[0])
+    return follow(tree, lambda node, depth: rng.sample(p[node][None], depth)[0])
 
 
-def point_mass(tree: DraftTree, p: Laws, rng: Rng) -> Chosen:
-    """Accept each child with the probability p has left for it, as if it were drawn from a point mass.
+def point_mass(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:
+    """Accept each child with the probability p has left for it, as if it were sampled from a point mass.
 
-    The same law and acceptance as `match`, but a whole vocabulary is drawn from once, at the end of the path.
+    The same distribution and acceptance as `match`, but a whole vocabulary is sampled once, at the end of the path.
     """
     below, token = children(tree), tree.token.tolist()
     path = [0]
     while True:
-        law = p[path[-1]]
+        probs = p[path[-1]]
         tried: dict[int, int] = {}
         for child in below[path[-1]]:
             tried.setdefault(token[child], child)
         tokens = list(tried)
         left = 1.0
-        for x, weight in zip(tokens, law[tokens].tolist() if tokens else [], strict=True):
+        for x, weight in zip(tokens, probs[tokens].tolist() if tokens else [], strict=True):
             if weight > 0 and rng.accept(weight / max(left, weight)):
                 path.append(tried[x])
                 break
             left -= weight
         else:
-            return path, rng.draw(_without(law, tokens)[None])[0]
+            return path, rng.sample(_without(probs, tokens)[None])[0]
 
 
-def recursive(tree: DraftTree, p: Laws, q: Float[Tensor, "N V"], rng: Rng, replacement: bool) -> Chosen:
-    """Recursive rejection: try siblings in drawn order, each against what the target's law has left.
+def recursive(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: Rng, replacement: bool) -> Chosen:
+    """Recursive rejection: try siblings in sampled order, each against the residual of the target's probs.
 
     Without replacement as in Sequoia (arXiv 2402.12374), with it as in SpecInfer (arXiv 2305.09781); on a chain it is
     speculative sampling (arXiv 2211.17192, 2302.01318).
@@ -94,7 +94,7 @@ def recursive(tree: DraftTree, p: Laws, q: Float[Tensor, "N V"], rng: Rng, repla
             target = _residual(target, draft)
             draft = draft if replacement else _without(draft, [x])
         else:
-            return path, rng.draw(target[None])[0]
+            return path, rng.sample(target[None])[0]
 
 
 @dataclass
@@ -108,19 +108,19 @@ class Frame:
     draft: Tensor | None = None
 
 
-def traversal(tree: DraftTree, p: Laws, q: Float[Tensor, "N V"], rng: Rng, replacement: bool) -> Chosen:
+def traversal(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: Rng, replacement: bool) -> Chosen:
     """Traversal verification (arXiv 2505.12398), from the leaves up: a path stands or falls as a whole.
 
-    A rejected leaf is deleted, its parent's laws keep what is left, and the next leaf is tried. On a chain it is block
-    verification (arXiv 2403.10444). The root's alpha is 1, so it is accepted at the latest.
+    A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
+    block verification (arXiv 2403.10444). The root's alpha is 1, so it is accepted at the latest.
     """
     below, token = children(tree), tree.token.tolist()
     frames = [Frame(0, 1.0, below[0])]
     while True:
         top = frames[-1]
         if not top.waiting and rng.accept(top.alpha):
-            law = p[top.node] if top.target is None else top.target
-            return [frame.node for frame in frames], rng.draw(law[None])[0]
+            probs = p[top.node] if top.target is None else top.target
+            return [frame.node for frame in frames], rng.sample(probs[None])[0]
         if not top.waiting:
             frames.pop()
             _reject(frames[-1], token[top.node], replacement)
@@ -151,46 +151,46 @@ def _reject(frame: Frame, x: int, replacement: bool) -> None:
 
 
 def _residual(target: Float[Tensor, "V"], draft: Float[Tensor, "V"]) -> Float[Tensor, "V"]:
-    """Return what the target's law has left after a rejected draft."""
+    """Return the residual of the target's probs after a rejected draft."""
     left = (target - draft).clamp_min(0)
     total = left.sum()
-    # Equal laws never reject in exact arithmetic; where rounding did, nothing is left and the target's law stands.
+    # Equal distributions never reject in exact arithmetic; where rounding did, nothing is left and p stands.
     return torch.where(total > 0, left / total, target)
 
 
-def _without(law: Float[Tensor, "V"], tokens: list[int]) -> Float[Tensor, "V"]:
-    """Return the law given that none of the tokens is drawn; the law itself where nothing else is possible."""
+def _without(probs: Float[Tensor, "V"], tokens: list[int]) -> Float[Tensor, "V"]:
+    """Return the probs given that none of the tokens is sampled; unchanged where nothing else is possible."""
     if not tokens:
-        return law
-    left = law.clone()
+        return probs
+    left = probs.clone()
     left[tokens] = 0.0
     total = left.sum()
-    return torch.where(total > 0, left / total, law)
+    return torch.where(total > 0, left / total, probs)
 
 
-def typical(tree: DraftTree, p: Laws, rng: Rng) -> Chosen:
-    """LOSSY. Medusa's typical acceptance: what the entropy of the target's law makes likely enough stands."""
+def typical(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:
+    """LOSSY. Medusa's typical acceptance: what the entropy of the target's distribution makes likely enough stands."""
 
-    def bar(law: Tensor) -> float:
-        entropy = -(law * law.clamp_min(LEAST).log()).sum()
+    def bar(probs: Tensor) -> float:
+        entropy = -(probs * probs.clamp_min(LEAST).log()).sum()
         return min(EPSILON, float(DELTA * torch.exp(-entropy)))
 
     return _lenient(tree, p, rng, bar)
 
 
-def threshold(tree: DraftTree, p: Laws, rng: Rng) -> Chosen:
+def threshold(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:
     """LOSSY. A drafted token to which the target gives more than a fixed probability stands."""
     return _lenient(tree, p, rng, lambda _: THRESHOLD)
 
 
-def _lenient(tree: DraftTree, p: Laws, rng: Rng, bar: Callable[[Tensor], float]) -> Chosen:
-    """Accept the longest path whose tokens are all above the bar of the law they follow."""
+def _lenient(tree: DraftTree, p: Distributions, rng: Rng, bar: Callable[[Tensor], float]) -> Chosen:
+    """Accept the longest path whose tokens are all above the bar of the distribution they follow."""
     below, token = children(tree), tree.token.tolist()
     paths = [[0]]
     for path in paths:  # grows meanwhile: breadth first, so that the last one is the longest
         if below[path[-1]]:
-            law = p[path[-1]]
-            high = bar(law)
-            paths += [[*path, child] for child in below[path[-1]] if float(law[token[child]]) > high]
+            probs = p[path[-1]]
+            high = bar(probs)
+            paths += [[*path, child] for child in below[path[-1]] if float(probs[token[child]]) > high]
     longest = max(paths, key=len)
-    return longest, rng.draw(p[longest[-1]][None])[0]
+    return longest, rng.sample(p[longest[-1]][None])[0]

@@ -1,4 +1,4 @@
-"""From logits to the law that is sampled, in the order of transformers' processors.
+"""From logits to the probabilities that are sampled from, in the order of transformers' processors.
 
 The repetition penalty on the raw logits, then temperature, top-k, top-p, min-p.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; the same for target and draft, for drafting, verification and the bonus token alike.
+    """How tokens are sampled; the same for target and draft, for drafting, verification and the bonus token alike.
 
     Raises:
         ValueError: naming the value that is out of range.
@@ -41,16 +41,16 @@ class Sampling:
 GREEDY = Sampling(0.0, 0, 1.0)
 
 
-# Most laws reach top-p within this many tokens, so that the rest of the vocabulary needs no sorting.
-LIKELIEST = 1024
+# Most distributions reach top-p within this many tokens, so that the rest of the vocabulary needs no sorting.
+FIRST = 1024
 
 
 def distribution(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
-    """Return the law of the next token, in fp32 (fp64 stays).
+    """Return the probabilities of the next token, in fp32 (fp64 stays).
 
-    Temperature 0 is the one-hot law of the largest logit. Top-k keeps ties with the k-th logit; top-p keeps the
+    Temperature 0 is one-hot at the largest logit. Top-k keeps ties with the k-th logit; top-p keeps the
     smallest set of most likely tokens that reaches p (Holtzman et al., 2020); min-p keeps what has that share of the
-    likeliest token's probability (arXiv 2407.01082). The repetition penalty is `penalize`'s: it reads more than logits.
+    best token's probability (arXiv 2407.01082). The repetition penalty is `penalize`'s: it reads more than logits.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0:
@@ -59,23 +59,23 @@ def distribution(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Ten
     if 0 < sampling.top_k < logits.shape[-1]:
         floor = logits.topk(sampling.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
-    law = logits.softmax(-1)
+    probs = logits.softmax(-1)
     if sampling.top_p < 1:
-        law = _nucleus(law, sampling.top_p)
+        probs = _nucleus(probs, sampling.top_p)
     if sampling.min_p > 0:
-        law = law.masked_fill(law < sampling.min_p * law.amax(-1, keepdim=True), 0.0)
-        law = law / law.sum(-1, keepdim=True)
-    return law
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
 
 
-def _nucleus(law: Float[Tensor, "*n V"], top_p: float) -> Float[Tensor, "*n V"]:
-    """Return the law of the most likely tokens that together reach p."""
-    likely, index = law.topk(min(LIKELIEST, law.shape[-1]))
-    if likely.sum(-1).min() < top_p:
-        likely, index = law.sort(descending=True, stable=True)
-    inside = likely.cumsum(-1) - likely < top_p
-    kept = torch.zeros_like(law).scatter(-1, index, likely * inside)
-    return kept / kept.sum(-1, keepdim=True)
+def _nucleus(probs: Float[Tensor, "*n V"], top_p: float) -> Float[Tensor, "*n V"]:
+    """Return the probabilities of the most likely tokens that together reach p."""
+    best, index = probs.topk(min(FIRST, probs.shape[-1]))
+    if best.sum(-1).min() < top_p:
+        best, index = probs.sort(descending=True, stable=True)
+    inside = best.cumsum(-1) - best < top_p
+    nucleus = torch.zeros_like(probs).scatter(-1, index, best * inside)
+    return nucleus / nucleus.sum(-1, keepdim=True)
 
 
 def penalize(logits: Float[Tensor, "*n V"], seen: Bool[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:

@@ -1,7 +1,7 @@
 """Draft trees: a frozen pair of tensors, and pure functions on it.
 
-Node 0 is the root, the last committed token, whose target law is not known yet. Parents come before children.
-N counts the nodes, the root included; P the committed tokens before the root; R the riders.
+Node 0 is the root, the last committed token, after which the target has not run yet. Parents come before children.
+N counts the nodes, the root included; P the committed tokens before the root; R the look-ahead tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +25,11 @@ class DraftTree(NamedTuple):
 
 
 class LookAhead(NamedTuple):
-    """Tokens that ride along in a verification pass and are neither verified nor committed.
+    """Look-ahead tokens: they run in a verification pass beside the tree and are neither verified nor committed.
 
-    They see all committed rows and what `seen` says of the N tree nodes and the R riders; nodes never see riders, so
-    the target's answer at the nodes, and with it the output, is what it would be without them. `stack` is called in
-    the place of the target's decoder stack; it must treat the nodes' rows as that does, and gives no feature layers.
+    They see all committed positions and what `seen` says of the N tree nodes and the R look-ahead tokens; nodes never
+    see these, so the target's logits at the nodes, and with them the output, are what they would be without. `stack` is
+    called instead of the target's decoder stack; it must treat the nodes as that does, and gives no feature layers.
     """
 
     token: Int[Tensor, "R"]
@@ -38,13 +38,13 @@ class LookAhead(NamedTuple):
     stack: Callable[..., Any] | None = None
 
 
-def check_numbers(held: Mapping[str, Sequence[int]], least: int) -> None:
+def check_numbers(numbers_of: Mapping[str, Sequence[int]], least: int) -> None:
     """Check the numbers of a tree that is asked for, maybe by a file of somebody else's.
 
     Raises:
         ValueError: one is below `least`, or larger than any tree.
     """
-    for name, numbers in held.items():
+    for name, numbers in numbers_of.items():
         most = DEEPEST if name == "depth" else LARGEST
         if any(not least <= number <= most for number in numbers):
             raise ValueError(f"tree.{name} is {shown(list(numbers))}: give numbers from {least} to {most}")
@@ -71,7 +71,7 @@ def check_shapes(paths: Sequence[Sequence[int]], widths: Sequence[int]) -> None:
 
 
 def root(token: int, device: torch.device) -> DraftTree:
-    """Return the tree that drafts nothing: plain decoding."""
+    """Return the tree that drafts nothing: autoregressive decoding."""
     return DraftTree(torch.tensor([token], device=device), torch.tensor([-1], device=device))
 
 
@@ -98,29 +98,29 @@ def depth(tree: DraftTree) -> Int[Tensor, "N"]:
 def seen_tokens(tree: DraftTree, before: Bool[Tensor, "V"]) -> Bool[Tensor, "N V"]:
     """Return for each node which tokens stand in its prefix: those `before` the tree's and those on its path."""
     node, above = ancestors(tree).nonzero(as_tuple=True)
-    found = before.expand(len(tree.token), -1).clone()
-    found[node, tree.token[above]] = True
-    return found
+    seen = before.expand(len(tree.token), -1).clone()
+    seen[node, tree.token[above]] = True
+    return seen
 
 
 def layout(
     tree: DraftTree, prefix: int, look_ahead: LookAhead | None = None, window: int | None = None
 ) -> tuple[Int[Tensor, "M"], Bool[Tensor, "M S"]]:
-    """Return the position of each of the M = N + R nodes and riders, and which of the S = P + M rows it attends to.
+    """Return positions of the M = N + R nodes and look-ahead tokens, and which of S = P + M entries each attends to.
 
     Args:
         tree: the draft tree.
-        prefix: committed rows before the root.
-        riders: tokens that ride along behind the nodes.
+        prefix: committed positions before the root.
+        look_ahead: tokens behind the nodes.
         window: sliding-window width in positions, the query's own included; None for full attention.
     """
-    lineage = ancestors(tree)
-    position = prefix + lineage.sum(-1) - 1
+    on_path = ancestors(tree)
+    position = prefix + on_path.sum(-1) - 1
     if look_ahead is not None:
         position = torch.cat([position, prefix + look_ahead.offset])
-        blind = lineage.new_zeros(len(lineage), len(look_ahead.token))  # nodes never see riders
-        lineage = torch.cat([torch.cat([lineage, blind], 1), look_ahead.seen])
-    seen = torch.cat([lineage.new_ones(len(lineage), prefix), lineage], 1)
+        blind = on_path.new_zeros(len(on_path), len(look_ahead.token))  # nodes never see look-ahead tokens
+        on_path = torch.cat([torch.cat([on_path, blind], 1), look_ahead.seen])
+    seen = torch.cat([on_path.new_ones(len(on_path), prefix), on_path], 1)
     if window is not None:
         key = torch.cat([torch.arange(prefix, device=position.device), position])
         seen = seen & (position[:, None] - key < window)
@@ -145,8 +145,8 @@ def ranks(tree: DraftTree, path: list[int]) -> tuple[int, ...]:
 def agreed(tree: DraftTree, following: list[int]) -> int:
     """Return how many of the following tokens lie on a path of the tree."""
     node, below, token = 0, children(tree), tree.token.tolist()
-    for count, wanted in enumerate(following):
-        child = next((one for one in below[node] if token[one] == wanted), None)
+    for count, expected in enumerate(following):
+        child = next((child for child in below[node] if token[child] == expected), None)
         if child is None:
             return count
         node = child
@@ -166,10 +166,10 @@ def paths(tree: DraftTree) -> list[list[int]]:
     return result
 
 
-def keep(tree: DraftTree, wanted: Bool[Tensor, "N"]) -> tuple[DraftTree, Int[Tensor, "K"]]:
-    """Return the subtree of the nodes that are wanted together with all their ancestors, and their old indices."""
-    lineage = ancestors(tree)
-    alive = (lineage & ~wanted).sum(-1) == 0
+def keep(tree: DraftTree, selected: Bool[Tensor, "N"]) -> tuple[DraftTree, Int[Tensor, "K"]]:
+    """Return the subtree of the selected nodes together with all their ancestors, and their old indices."""
+    on_path = ancestors(tree)
+    alive = (on_path & ~selected).sum(-1) == 0
     index = alive.nonzero()[:, 0]
     renumber = alive.cumsum(0) - 1
     parent = tree.parent[index]

@@ -1,6 +1,6 @@
-"""Verification: which rule is right for which drafts, and its verdict on what the target made of them.
+"""Verification: the registry of rules, which drafts each is right for, and the verdict on a draft.
 
-At temperature 0 the target's law is one-hot and every lossless rule is the same walk along its best tokens.
+At temperature 0 the target's distribution is one-hot and every lossless rule is the same walk along its best tokens.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.modules.top_k import likeliest
 from inference.verification import rules
 from inference.verification.rng import Generator, Rng
-from inference.verification.rules import Chosen, Laws
+from inference.verification.rules import Chosen, Distributions
 from inference.verification.sample import Sampling, distribution
 from inference.verification.tree import DraftTree
 
@@ -23,10 +23,10 @@ __all__ = ["RULES", "Generator", "Rng", "Rule", "Verdict", "check_rule", "decide
 AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"
 
 
-Walk = Callable[[DraftTree, Laws, Any, Rng], Chosen]  # tree, p, q, rng
+Walk = Callable[[DraftTree, Distributions, Any, Rng], Chosen]  # tree, p, q, rng
 
 
-def blind(rule: Callable[[DraftTree, Laws, Rng], Chosen]) -> Walk:
+def blind(rule: Callable[[DraftTree, Distributions, Rng], Chosen]) -> Walk:
     """Return a rule that reads no q in the form of those that do."""
     return lambda tree, p, _, rng: rule(tree, p, rng)
 
@@ -37,14 +37,14 @@ class Rule:
 
     Attributes:
         walk: the rule itself.
-        drawn: whether it needs drafts that were drawn from known laws q; without, any choice will do.
+        sampled: whether it needs drafts that were sampled from known probs q; without, any choice will do.
         chain: whether it takes at most one child a node.
-        replacement: how siblings must have been drawn, with replacement or without; None where it does not matter.
-        lossy: whether it changes the target's law.
+        replacement: how siblings must have been sampled, with replacement or without; None where it does not matter.
+        lossy: whether it changes the target's distribution.
     """
 
     walk: Walk
-    drawn: bool
+    sampled: bool
     chain: bool
     replacement: bool | None
     lossy: bool
@@ -74,14 +74,14 @@ class Verdict(NamedTuple):
     rule: str
 
 
-class Rows:
-    """The target's laws, each worked out when a rule looks at it: most nodes of a tree are never visited."""
+class LazyDistributions:
+    """Lazy target distributions: the softmax of a node is computed when a rule visits it; most are never visited."""
 
     def __init__(self, logits: Float[Tensor, "N V"], sampling: Sampling) -> None:
         self.logits, self.sampling = logits, sampling
 
     def __getitem__(self, node: int, /) -> Float[Tensor, "V"]:
-        """Return the law after a node."""
+        """Return the probs after a node."""
         return distribution(self.logits[node], self.sampling)
 
 
@@ -94,11 +94,13 @@ def check_rule(rule: str, lossy: bool) -> None:
     if rule != AUTO and rule not in RULES:
         raise ValueError(f"rule is {rule!r}: choose {AUTO} or one of {', '.join(RULES)}")
     if is_lossy(rule) and not lossy:
-        raise ValueError(f"rule={rule} changes the target's law: set lossy=true to allow it, or choose rule={AUTO}")
+        raise ValueError(
+            f"rule={rule} changes the target's distribution: set lossy=true to allow it, or choose rule={AUTO}"
+        )
 
 
 def is_lossy(rule: str) -> bool:
-    """Return whether a rule changes the target's law."""
+    """Return whether a rule changes the target's distribution."""
     return rule != AUTO and RULES[rule].lossy
 
 
@@ -121,11 +123,11 @@ def decide(
     Args:
         tree: the draft tree.
         logits: the target's at each node, the repetition penalty applied.
-        q: the laws from which each node's children were drawn; None if they were chosen in any other way.
+        q: the probs from which each node's children were sampled; None if they were chosen in any other way.
         sampling: how the target is sampled.
         rng: the randomness; a `Coupled` one for the coupled rule.
         rule: a key of `RULES`, or auto.
-        replacement: whether siblings were drawn with replacement.
+        replacement: whether siblings were sampled with replacement.
 
     Raises:
         ValueError: the rule is not right for such a draft.
@@ -135,11 +137,11 @@ def decide(
     else:
         rule = fitting(rule, tree, q is not None, replacement, sampling.temperature == 0)
         shown = label(rule)
-    chosen = RULES[rule]
+    entry = RULES[rule]
     if sampling.temperature > 0:
-        return Verdict(*chosen.walk(tree, Rows(logits, sampling), q, rng), shown)
-    if chosen.lossy:  # a one-hot law leaves nothing to be lenient about: they judge by the law at temperature 1
-        path, _ = chosen.walk(tree, Rows(logits, replace(sampling, temperature=1.0)), q, rng)
+        return Verdict(*entry.walk(tree, LazyDistributions(logits, sampling), q, rng), shown)
+    if entry.lossy:  # one-hot probs leave nothing to be lenient about: they judge by those at temperature 1
+        path, _ = entry.walk(tree, LazyDistributions(logits, replace(sampling, temperature=1.0)), q, rng)
         return Verdict(path, int(logits[path[-1]].argmax()), shown)
     best = likeliest(logits).tolist()
     return Verdict(*rules.follow(tree, lambda node, _: best[node]), NOTHING if shown == NOTHING else GREEDY_WALK)
@@ -153,32 +155,32 @@ def verify(
     rule: str = AUTO,
     replacement: bool = False,
 ) -> Chosen:
-    """Verify a draft by the target's laws p after each node; otherwise as `decide`."""
+    """Verify a draft by the target's probs p after each node; otherwise as `decide`."""
     return RULES[fitting(rule, tree, q is not None, replacement, False)].walk(tree, p, q, rng)
 
 
-def fitting(rule: str, tree: DraftTree, drawn: bool, replacement: bool, greedy: bool) -> str:
+def fitting(rule: str, tree: DraftTree, sampled: bool, replacement: bool, greedy: bool) -> str:
     """Return the rule for a draft: the one that accepts most for auto (`benchmarks/rules.py` measures them).
 
     Raises:
         ValueError: a rule that is not right for the draft. At temperature 0 any choice of drafts will do.
     """
-    if rule == AUTO and not drawn:
+    if rule == AUTO and not sampled:
         return "point_mass"
     chain = tree.parent.tolist() == list(range(-1, len(tree.parent) - 1))
     if rule == AUTO:
         return "block" if chain else "traversal_replacement" if replacement else "traversal"
-    asked = RULES[rule]
-    if asked.chain and not chain:
+    entry = RULES[rule]
+    if entry.chain and not chain:
         raise ValueError(f"rule={rule} verifies chains, and this draft is a tree: choose rule={AUTO}, or tree=chain")
     if greedy:
         return rule
-    if asked.drawn and not drawn:
+    if entry.sampled and not sampled:
         raise ValueError(
-            f"rule={rule} needs drafts drawn from known laws, and these are chosen without drawing: choose "
+            f"rule={rule} needs drafts sampled from known probs, and these are chosen without sampling: choose "
             f"rule={AUTO}, or a chain or sampled tree"
         )
-    if asked.drawn and not chain and asked.replacement is not replacement:
-        drawn_how = "with" if replacement else "without"
-        raise ValueError(f"rule={rule} is not for siblings drawn {drawn_how} replacement: choose rule={AUTO}")
+    if entry.sampled and not chain and entry.replacement is not replacement:
+        how = "with" if replacement else "without"
+        raise ValueError(f"rule={rule} is not for siblings sampled {how} replacement: choose rule={AUTO}")
     return rule

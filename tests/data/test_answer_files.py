@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from data.answers.chats import Outcome
-from data.answers.files import Answers, Part, replace, whole_lines
-from data.answers.write import Share, write_answers
+from data.answers.files import Answers, Part, complete_bytes, replace
+from data.answers.write import Worker, write_answers
 from tests.data.answering import Quick, quick_bytes, records, settings, work
 
 COUNT = 24
@@ -70,7 +70,7 @@ def attempt(out: Path, world: int, event: int) -> bool:
             if rank == 0:
                 around(dies_at(event), patch)
             how = work(records(COUNT), settings(keep_unfinished=False))
-            write_answers(how, Quick(), out, Share(rank, world, barrier.wait))
+            write_answers(how, Quick(), out, Worker(rank, world, barrier.wait))
 
     processes = [context.Process(target=run, args=(rank,)) for rank in range(world)]
     for process in processes:
@@ -145,7 +145,7 @@ def test_a_file_is_whole_up_to_its_last_newline(
 ) -> None:
     monkeypatch.setattr("data.answers.files.CHUNK", 3)
     (tmp_path / "a").write_text(content)
-    assert whole_lines(tmp_path / "a") == size
+    assert complete_bytes(tmp_path / "a") == size
 
 
 PART = {"id": "1", "chat": {"id": "1"}, "answers": 1, "cause": "", "failed": False}
@@ -167,13 +167,13 @@ def test_a_line_of_other_kinds_is_no_answer(name: str, line: dict[str, Any], tmp
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match=rf"{file}: byte 0 begins a line that is no answer; remove the file$"):
-        Answers(tmp_path / "a").settled()
+        Answers(tmp_path / "a").finished()
 
 
 def test_causes_that_name_no_chats_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.meta.json").write_text(json.dumps({"left_out": {"empty": [["1"]]}}))
     with pytest.raises(ValueError, match=r"a\.meta\.json: is damaged, it is no provenance of answers"):
-        Answers(tmp_path / "a").settled()
+        Answers(tmp_path / "a").finished()
 
 
 def test_no_chat_is_answered_twice(whole: bytes, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_full_disk_is_named_and_loses_nothing(whole: bytes, tmp_path: Path, mo
         with pytest.raises(ValueError, match=r"/a: cannot be written \(No space left on device\); .*goes on"):
             quick_bytes(records(COUNT), tmp_path / "a")
     assert not (tmp_path / "a").exists()
-    assert len(Answers(tmp_path / "a").settled()) == 5
+    assert len(Answers(tmp_path / "a").finished()) == 5
     assert quick_bytes(records(COUNT), tmp_path / "a") == whole
 
 
@@ -238,7 +238,7 @@ def test_a_disk_that_is_full_at_any_moment_is_named_and_loses_nothing(whole: byt
 
 def test_two_jobs_on_one_file_are_one_too_many(tmp_path: Path) -> None:
     with (
-        Answers(tmp_path / "a").held(),
+        Answers(tmp_path / "a").locked(),
         pytest.raises(ValueError, match="another job is writing it"),
     ):
         quick_bytes(records(2), tmp_path / "a")

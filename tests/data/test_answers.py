@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data.answers.engine import Engine, drafter_of
-from data.answers.write import Share, source_of, write_answers
+from data.answers.write import Worker, source_of, write_answers
 from data.config import DataConfig
 from data.text.masks import Sample
 from data.text.prompts import load_samples
@@ -109,7 +109,7 @@ def together(out: Path, how: Any, world: int) -> None:
     engines = [engine(how, 2, of=Target(answering.model(), answering.words(), "toy")) for _ in range(world)]
 
     def run(rank: int) -> None:
-        write_answers(work(records(), how), engines[rank], out, Share(rank, world, barrier.wait))
+        write_answers(work(records(), how), engines[rank], out, Worker(rank, world, barrier.wait))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:

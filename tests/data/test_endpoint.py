@@ -172,7 +172,7 @@ def test_a_model_that_is_not_served_is_named(models: Any, wanted: str | None, me
 
 
 def test_what_is_no_endpoint_is_named(server: Server) -> None:
-    with pytest.raises(ValueError, match=r"404 \(nothing here\); by= is the base that /models"):
+    with pytest.raises(ValueError, match=r"404 \(nothing here\); by= is the base URL of /models"):
         Client(server.url + "/v2", config(), None).served()
     with Server() as gone:
         url = gone.url
@@ -180,6 +180,16 @@ def test_what_is_no_endpoint_is_named(server: Server) -> None:
         ValueError, match=r"/models: unreachable \(ConnectionRefusedError.*; start the endpoint, or correct by="
     ):
         Client(url, config(retries=0), None).served()
+
+
+def test_proxies_of_the_environment_are_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", server.url.removesuffix("/v1"))
+    with pytest.raises(ValueError, match=r"http://elsewhere.invalid/v1/models: 404 \(nothing here\)"):
+        Client("http://elsewhere.invalid/v1", config(), None).served()
+    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"/models: unreachable \(.*unknown url type: socks5"):
+        Client("http://elsewhere.invalid/v1", config(retries=0), None).served()
 
 
 def test_impossible_ways_to_ask_are_refused() -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from data.text.masks import Sample
 from data.text.reasoning import without
 from data.text.records import Message, Record
-from data.text.template import turn_ends
+from data.text.template import turn_end_tokens
 from heads import rows
 from tests.data.families import CASES, FAMILIES, GOLDEN, TAGS, chat_record, family_tokenizer, golden, marked, masked
 
@@ -119,7 +119,7 @@ def test_an_empty_answer_trains_its_end_alone(family: str, tagged: bool) -> None
     (sample,) = masked(Record("a", "", messages, ""), tokenizer)
     trained = [token for token, on in zip(sample.token, sample.mask, strict=True) if on]
     assert 0 < len(trained) < 6
-    assert trained[-1] in turn_ends(tokenizer)
+    assert trained[-1] in turn_end_tokens(tokenizer)
     assert "Why" not in tokenizer.decode(trained)
 
 
@@ -132,7 +132,7 @@ def test_the_end_of_a_text_and_of_every_answer_is_trained_at_each_depth(family: 
     for sample in (text, *masked(chat_record(family, "plain"), tokenizer)):
         token, mask = torch.tensor([sample.token]), torch.tensor([sample.mask])
         ends = [i for i, on in enumerate(sample.mask) if on and not any(sample.mask[i + 1 : i + 2])]
-        assert all(sample.token[end] in turn_ends(tokenizer) for end in ends)
+        assert all(sample.token[end] in turn_end_tokens(tokenizer) for end in ends)
         for depth in (1, 2):
             trained = rows.valid(torch.zeros_like(token), mask, depth)[0]
             assert ends

@@ -194,7 +194,7 @@ def test_a_template_that_cannot_join_what_it_gets_is_named(
     tokenizer_with: Tokens, write: Write, config: Config
 ) -> None:
     path = write({"id": "a", "messages": told("Why?", "So.")})
-    with pytest.raises(ValueError, match=r"sample a: the chat template of toy refuses it: .*; mend or remove"):
+    with pytest.raises(ValueError, match=r"sample a: the chat template of toy refuses it: .*; fix or remove"):
         load_samples(config(path), tokenizer_with("{{ 'x' + 1 }}"))
 
 

@@ -72,7 +72,7 @@ def fallback(target: Target, store: FeatureStore, writer: StoreWriter | None = N
 
 
 def steps(source: Any, count: int) -> list[Given]:
-    return [given for step in range(count) for given in source(step)]
+    return [micro.read() for step in range(count) for micro in source(step)]
 
 
 def same(ours: list[Given], theirs: list[Given], share: float) -> None:
@@ -149,7 +149,7 @@ def test_every_rank_reads_its_own_rows(tmp_path: Path, target: Target, packed: P
 def test_a_step_may_be_any(tmp_path: Path, target: Target, packed: Packed) -> None:
     source, live = stored(extracted(tmp_path, target, packed), batches(packed)), Live(target, batches(packed), LAYERS)
     for step in (5, 6, 2, 2, 9):
-        same(list(source(step)), list(live(step)), 1e-5)
+        same([m.read() for m in source(step)], [m.read() for m in live(step)], 1e-5)
 
 
 def test_a_missing_row_is_named_or_computed(tmp_path: Path, target: Target, packed: Packed) -> None:
@@ -212,7 +212,7 @@ def test_two_hybrid_runs_share_a_store(tmp_path: Path, target: Target, packed: P
     one, two = (hybrid(tmp_path, target, packed, None) for _ in range(2))
     for step in range(5):
         for source in (one, two):
-            assert list(source(step))
+            assert [micro.read() for micro in source(step)]
     one.close()
     two.close()
     store = FeatureStore(tmp_path)

@@ -100,4 +100,4 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     broken.unlink()
     for file in tmp_path.glob("*.safetensors"):
         save_file({"token_ids": torch.tensor([1]), "hidden_states": torch.zeros(1, 2, 32)}, file)
-    refuse(tmp_path, r"no file is of the \d+ tokens of row 0 from place 0 on; give vLLM the prompts")
+    refuse(tmp_path, r"no file is of the \d+ tokens of row 0 from position 0 on; give vLLM the prompts")

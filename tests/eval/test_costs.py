@@ -90,8 +90,8 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
     measure(target, head, texts, MEASURED, SIZES, 3, SETTINGS, batch)
     known = {tuple(text.token[: text.start]): text.token[text.start :] for text in texts}
     for session in sessions:
-        prompt = session.context[: len(session.context) - len(session.made.tokens)]
-        assert known[tuple(prompt)][: len(session.made.tokens)] == session.made.tokens
+        prompt = session.context[: len(session.context) - len(session.generation.tokens)]
+        assert known[tuple(prompt)][: len(session.generation.tokens)] == session.generation.tokens
     rows = [row for name, row in made if name == "playback"]
     assert {len(row) for row in rows} == {batch}
     assert all(len({step.drafted for step in row}) == 1 for row in rows if min(step.drafted for step in row))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.text.records import parse
-from eval.endpoint.client import Answer, Asked, requests_of
+from eval.endpoint.client import Answer, Request, requests_of
 from eval.endpoint.counters import Verified
 from eval.endpoint.rows import Runs, Session, Timed, differs, row_of, text_gate
 from eval.measures.losslessness import UNCHECKED
@@ -200,7 +200,7 @@ def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.Ca
 
 def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> None:
     """All requests alike, so that the intervals are points: ten tokens after the first, in a quarter of the time."""
-    asked = [Asked(str(i), "", i, "", {}) for i in range(4)]
+    asked = [Request(str(i), "", i, "", {}) for i in range(4)]
     of = Session("log", 0.0, 1, 0, 0, asked)
     drafts = Verified(5, 5, 10, (5,))
 
@@ -212,3 +212,9 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
     assert (row.whole_tokens_per_second, row.whole_speedup, row.whole_speedup_ci) == (5.5, 2.5, (2.5, 2.5))
     assert row.by_request["speedup"]["p50"] == 4.0
     assert (row.tau, row.tau_ci, row.prefill_s) == (2.0, (2.0, 2.0), 4.0)
+
+
+def test_requests_without_a_category_join_those_of_the_category_other() -> None:
+    requests = [Request(str(i), category, i, "", {}) for i, category in enumerate(["", "a", "other"])]
+    assert Session("log", 0.0, 1, 0, 0, requests).categories() == {"other": [0, 2], "a": [1]}
+    assert Session("log", 0.0, 1, 0, 0, requests[::2]).categories() == {}

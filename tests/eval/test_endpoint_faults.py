@@ -78,7 +78,7 @@ def test_a_server_that_starts_anew_and_whose_counters_overtake(served: Served, l
 def test_a_server_that_others_ask_too(engine: str, log: Path) -> None:
     with Served(engine) as served:
         served.before = lambda _: served.counts.update(["finished"])
-        refuse(log, "counted 2 requests where 1 were sent: give a server that nobody else asks", served)
+        refuse(log, "counted 2 requests where 1 were sent: give a server without other clients", served)
 
 
 def test_counters_that_do_not_hear_of_the_requests(served: Served, log: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_request_that_fails_in_mid_run(size: int, served: Served, log: Path) -
             raise RuntimeError("out of\nmemory")
 
     served.before = fail
-    told = r"prompt p2: http_500 \(out of memory\); nothing is written: mend the endpoint or leave the prompt out"
+    told = r"prompt p2: http_500 \(out of memory\); nothing is written: fix the endpoint or leave the prompt out"
     refuse(log, told, served, batch_size=size)
     assert served.counts["finished"] <= PROMPTS  # none is sent again
 

@@ -16,8 +16,7 @@ from eval.live.request_rate import Served, arrivals, latency_interval, latency_r
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Row, Session
 from eval.run import evaluate
-from inference.batch import Batch
-from inference.batch import Row as Place
+from inference.batch import Batch, Running
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
@@ -51,7 +50,7 @@ class Paced(Batch):
 
     def __init__(self, size: int, clock: Clock) -> None:
         self.free = [Plain(torch.device("cpu")) for _ in range(size)]
-        self.rows: list[Place] = []
+        self.running: list[Running] = []
         self.clock, self.made = clock, dict[int, Generation]()
 
     def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
@@ -59,22 +58,22 @@ class Paced(Batch):
         self.clock.now += 1
         self.free.pop()
         session: Any = None
-        self.rows.append(Place(number, session, self.clock.now))
+        self.running.append(Running(number, session, self.clock.now))
         self.made[number] = Generation([7])
         return self.made[number]
 
     def step(self) -> None:
         """Give each answer a token."""
         self.clock.now += 1
-        for row in self.rows:
+        for row in self.running:
             made = self.made[row.number]
             made.tokens.append(7)
             made.finish = "length" if len(made.tokens) == 3 else ""
 
     def release(self) -> None:
         """Let finished answers go."""
-        for row in [row for row in self.rows if self.made[row.number].finish]:
-            self.rows.remove(row)
+        for row in [row for row in self.running if self.made[row.number].finish]:
+            self.running.remove(row)
             self.free.append(Plain(torch.device("cpu")))
 
 

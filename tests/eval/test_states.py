@@ -2,7 +2,7 @@
 
 import torch
 
-from eval.inputs.states import in_states, state_of
+from eval.inputs.states import in_states
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.registry import make
@@ -27,7 +27,7 @@ def suffix(memory: bool = True) -> Suffix:
 def test_only_what_remembers_has_a_cold_row_and_the_state_is_declared() -> None:
     head = HeadDrafter(toys.head("eagle", toys.target()), toys.TREES["chain"], "eagle")
     made = in_states({"eagle": head, "suffix": suffix(), "suffix_cold": suffix(False)}, True, None)
-    states = {name: state_of(each) for name, each in made.items()}
+    states = {name: each.memory for name, each in made.items()}
     assert states == {"eagle": "none", "suffix": "warm", "suffix cold": "cold", "suffix_cold": "none"}
     assert list(in_states({"suffix": suffix()}, False, None)) == ["suffix"]
 
@@ -48,10 +48,8 @@ def test_no_source_drafts_deeper_than_the_budget() -> None:
     warm = suffix()
     (within,) = in_states({"suffix": warm}, False, 2).values()
     text = [1, 2, 3, 4, 5, 6] * 3
-    within.reset(text)
     context = Context(text, GREEDY, Generator(0, torch.device("cpu")), 8)
-    assert len(within.propose(context).tree.token) == 1 + 2
-    warm.reset(text)
-    assert len(warm.propose(context).tree.token) > 1 + 2
+    assert len(within.start(text).propose(context).tree.token) == 1 + 2
+    assert len(warm.start(text).propose(context).tree.token) > 1 + 2
     assert within.tree == "path-8 within 2"
-    assert state_of(within) == "warm"
+    assert within.memory == "warm"

@@ -299,7 +299,7 @@ BAD = {
     "unasked.jsonl": "workload unasked.jsonl, prompt 0: has no user message",
     "half.jsonl": "workload half.jsonl, prompt 0: holds half a surrogate pair",
     "other.jsonl": "workload other.jsonl, prompt a: its tokens are none of the target's 40",
-    "spoilt.jsonl": "spoilt.jsonl: record 0 is no prompt as they are saved: mend or remove the record",
+    "spoilt.jsonl": "spoilt.jsonl: record 0 is no prompt as they are saved: fix or remove the record",
     "folder": "folder: holds no file in the formats read",
     "*.parquet": "*.parquet: no file matches",
     "nonesuch": "workload nonesuch is neither a file or folder here nor one of tiny",

@@ -6,10 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.formats import custom_generate
+from heads.base import Features
+from heads.formats.custom_generate import bundle
 from heads.formats.custom_generate import generate as entry
+from heads.formats.custom_generate.drafts import Drafts
 from heads.formats.custom_generate.reading import Head
-from heads.formats.custom_generate.target import Embeddings, Seen
+from heads.formats.custom_generate.target import Embeddings
+from heads.formats.hub import kind_of
+from heads.formats.published import FORMATS, is_published
 from heads.formats.store import save_head
 from inference.target.target import Target
 from tests import toys
@@ -25,13 +29,14 @@ def published(folder: Path, head: nn.Module, of: Target, tree: dict[str, Any] | 
 
 def shipped(folder: Path) -> Path:
     """Add the code to a head's folder."""
-    (folder / custom_generate.FOLDER).mkdir(exist_ok=True)
-    for name, text in custom_generate.files().items():
+    kind = kind_of(folder)
+    (folder / bundle.FOLDER).mkdir(exist_ok=True)
+    for name, text in bundle.files(FORMATS[kind].head if is_published(folder) else kind).items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
-class Known:
+class Known(Drafts):
     """Drafts the continuation that it is told, wrong at every token whose place in the text is in `wrong`."""
 
     depth = 64
@@ -44,8 +49,8 @@ class Known:
     def restart(self) -> None:
         self.rows, self.at = 0, 0
 
-    def commit(self, seen: Seen, token: Tensor) -> Tensor:
-        assert len(seen.last) == len(token)
+    def commit(self, features: Features, token: Tensor) -> Tensor:
+        assert features.last.shape[1] == len(token)
         self.rows += len(token)
         assert self.text[1 : self.rows + 1][-len(token) :] == token.tolist()
         self.at = self.rows

@@ -56,8 +56,8 @@ def test_rows_of_a_chain(steps: int, length: int | None, block: int, monkeypatch
 def test_a_block_is_scored_with_no_row_before_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK", 4)
     document = torch.tensor([[0] * 6 + [1] * 6, [0] * 5 + [1] * 7])
-    parts = pattern(rows.positions(document), None).parts(12)
-    assert [(part.begin, part.least, part.most) for part in parts] == [(0, 0, 4), (4, 0, 8), (8, 5, 12)]
+    blocks = pattern(rows.positions(document), None).blocks(12)
+    assert [(block.begin, block.least, block.most) for block in blocks] == [(0, 0, 4), (4, 0, 8), (8, 5, 12)]
 
 
 @pytest.mark.parametrize("block", [4, 256])
@@ -71,7 +71,7 @@ def test_queries_that_are_not_rows(block: int, monkeypatch: pytest.MonkeyPatch) 
     own_seen = torch.tensor([[1, 0], [1, 1], [0, 1], [1, 1], [1, 0], [1, 0]]).bool()
     column = torch.arange(11)
     seen = (column >= first[..., None]) & (column <= upto[..., None])
-    found = attend_rows(query, true, own, Pattern(first, upto, own=own_seen))
+    found = attend_rows(query, true, own, Pattern(first, upto, drafted=own_seen))
     expected = written_out(query, true, own, seen, own_seen)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     inputs = [query, *true, *(x for pair in own for x in pair)]

@@ -17,6 +17,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.verification.sample import GREEDY
 from tests import toys
+from tests.inference.model_free import Recorder
 
 DOUBLE = torch.float64
 TREE = {"kind": "dynamic", "depth": 4, "top_k": 3, "nodes": 9, "paths": [], "widths": []}
@@ -72,13 +73,13 @@ def test_rows_out_of_sight_are_dropped_and_positions_go_on(name: str) -> None:
     state = level = None
     for start, end in ((0, 5), (5, 6), (6, 13), (13, 14)):
         state, level = made.extend(state, part(packed, start, end), following[start:end])
-        true = getattr(state, "true", state)
-        assert {key.shape[2] for pair in true.layers for key in pair} == {min(end, 4)}
-        assert true.length == end
-        assert true.position().tolist() == list(range(max(0, end - 4), end))
+        context = getattr(state, "context", state)
+        assert {key.shape[2] for pair in context.layers for key in pair} == {min(end, 4)}
+        assert context.length == end
+        assert context.position().tolist() == list(range(max(0, end - 4), end))
     assert level is not None
     torch.testing.assert_close(level.logits, expected.logits, rtol=1e-9, atol=1e-9)
-    assert getattr(whole, "true", whole).length == 14
+    assert getattr(whole, "context", whole).length == 14
 
 
 def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
@@ -87,9 +88,9 @@ def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
     assert made.config.length == 12
     prompt = toys.prompt(0, 100)
     expected = autoregress(target, prompt, Settings(60, GREEDY)).tokens
-    drafter = HeadDrafter(made, toys.TREES["dynamic"], "eagle")
-    assert speculate(target, drafter, prompt, Settings(60, GREEDY)).tokens == expected
-    assert drafter.state.length > 150
+    recorder: Any = Recorder(HeadDrafter(made, toys.TREES["dynamic"], "eagle"))
+    assert speculate(target, recorder, prompt, Settings(60, GREEDY)).tokens == expected
+    assert recorder.state.state.length > 150
 
 
 def test_a_length_below_one_is_refused() -> None:

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from heads.modules.top_k import likeliest, top_law, whole_law
+from heads.modules.top_k import likeliest, top_log_probs, whole_law
 
 
 @pytest.mark.parametrize("k", [1, 5, 40])
 def test_the_whole_is_a_law_with_the_same_top(k: int) -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 3
-    top = top_law(logits, k)
+    top = top_log_probs(logits, k)
     law, true = whole_law(top, 40), logits.log_softmax(-1)
     assert torch.allclose(law.exp().sum(-1), torch.ones(6))
     assert torch.allclose(law.gather(-1, top.ids), true.gather(-1, top.ids), atol=1e-5)
@@ -20,7 +20,7 @@ def test_the_whole_is_a_law_with_the_same_top(k: int) -> None:
 def test_a_law_of_one_token_stays_finite() -> None:
     logits = torch.full((1, 40), -1e4)
     logits[0, 7] = 0
-    law = whole_law(top_law(logits, 3), 40)
+    law = whole_law(top_log_probs(logits, 3), 40)
     assert law.isfinite().all()
     assert law.argmax(-1).tolist() == [7]
 

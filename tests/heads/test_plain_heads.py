@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,9 @@ from torch import Tensor
 
 from heads import HEADS
 from heads.base import DraftHead, Features
-from heads.formats import custom_generate
-from heads.formats.custom_generate import drafts, parts, recurrent
-from heads.formats.custom_generate.foreign import IDS
+from heads.formats.custom_generate import bundle
 from heads.formats.custom_generate.reading import load
-from heads.formats.custom_generate.target import Seen
-from heads.modules.rope import Rope, Rotary
+from heads.formats.layer_ids import STATES as IDS
 from tests import toys
 from tests.heads import exporting
 from tests.heads.shipped import CHAIN, published
@@ -47,8 +45,7 @@ def drafted(head: Any, features: Features, token: Tensor, state: Any) -> tuple[A
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_head_drafts_the_same_here_and_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "ROWS", 4)  # a prompt is taken in in pieces
+def test_a_head_drafts_the_same_here_and_there(name: str, tmp_path: Path) -> None:
     target = toys.target("llama")
     head: Any = toys.head(name, target)
     loaded = load(str(published(tmp_path / "head", head, target)), target.model, {})
@@ -61,7 +58,7 @@ def test_a_head_drafts_the_same_here_and_there(name: str, tmp_path: Path, monkey
         rows = Features(*(each[:, part] for each in features))
         chosen = token[0, part.start + 1 : part.stop + 1]
         state, ours = drafted(head, rows, chosen, state)
-        found = [loaded.drafts.commit(Seen(rows.hidden[0], rows.last[0], torch.empty(0)), chosen)]
+        found = [loaded.drafts.commit(rows, chosen)]
         found += [loaded.drafts.draft(each.argmax()[None]) for each in ours[:-1]]
         for one, other in zip(found, ours, strict=True):
             close(one, other)
@@ -69,12 +66,11 @@ def test_a_head_drafts_the_same_here_and_there(name: str, tmp_path: Path, monkey
         before = found[0]
 
 
-def given(reading: Any) -> Seen:
+def given(reading: Any) -> Features:
     """Return what a head is given of the text that exported heads are tried on."""
     of = exporting.target()
     token = torch.tensor([exporting.TOKENS[:-1]])
-    features = of.features(token, torch.zeros_like(token), reading.feature_layers)
-    return Seen(features.hidden[0], features.last[0], torch.empty(0))
+    return of.features(token, torch.zeros_like(token), reading.feature_layers)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,9 +82,9 @@ def test_an_exported_head_drafts_the_same(name: str, tmp_path: Path) -> None:
     ours = exporting.chain(head, steps)
     drafts = load(str(folder), exporting.target().model, {}).drafts
     assert drafts.depth == head.max_depth
-    seen = given(drafts)
-    torch.testing.assert_close(seen.last, exporting.told().hs[-1])
-    found = [drafts.commit(seen, torch.tensor(exporting.TOKENS[1:]))]
+    features = given(drafts)
+    torch.testing.assert_close(features.last[0], exporting.told().hs[-1])
+    found = [drafts.commit(features, torch.tensor(exporting.TOKENS[1:]))]
     found += [drafts.draft(each.argmax()[None]) for each in ours[:-1]]
     exporting.assert_same(found, ours)
 
@@ -125,9 +121,9 @@ def test_a_head_of_others_is_read_as_it_is_read_here(how: str, tmp_path: Path) -
     path.write_text(json.dumps(config))
     drafts = load(str(folder), exporting.target().model, {}).drafts
     assert drafts.feature_layers == tuple(layers)
-    seen = given(drafts)
+    features = given(drafts)
     ours = exporting.chain(head, STEPS)
-    found = [drafts.commit(seen, torch.tensor(exporting.TOKENS[1:]))]
+    found = [drafts.commit(features, torch.tensor(exporting.TOKENS[1:]))]
     found += [drafts.draft(each.argmax()[None]) for each in ours[:-1]]
     exporting.assert_same(found, ours)
 
@@ -136,7 +132,10 @@ def test_a_kind_of_eagle3_that_is_not_known_is_refused(tmp_path: Path) -> None:
     folder = exporting.exported(exporting.made("eagle3", feature_layers=[1, 3, 4]), "vllm", tmp_path / "head")
     held = load_file(folder / "model.safetensors")
     save_file({**held, "input_norm.weight": torch.ones(96)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"its input_norm.weight is of a kind of EAGLE-3"):
+    with pytest.raises(
+        ValueError,
+        match=r"one norm of all features before fc \(norm_before_fc, input_norm.weight\), which heads here do not",
+    ):
         load(str(folder), exporting.target().model, {})
 
 
@@ -165,26 +164,23 @@ def test_an_engines_count_of_drafted_tokens_is_taken(tmp_path: Path) -> None:
     assert load(str(folder), exporting.target().model, {}).draft_tokens == 7
 
 
-def test_every_kind_of_head_is_known() -> None:
-    assert set(drafts.KINDS) == set(HEADS)
-
-
-def test_the_code_imports_nothing_else() -> None:
-    here = Path(custom_generate.__file__).parent
-    assert {*custom_generate.NAMES, "__init__.py"} == {path.name for path in here.glob("*.py")}
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_code_imports_nothing_else(kind: str) -> None:
+    """Every import is of a library that is there, or of a file beside it, in a form that transformers sees."""
+    texts = bundle.files(kind)
     known = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
-    for name, text in custom_generate.files().items():
+    reached, waiting = set[str](), ["generate"]
+    for name, text in texts.items():
         if name.endswith(".py"):
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Import):
-                    assert {each.name.split(".")[0] for each in node.names} <= known, name
+                    assert {alias.name.split(".")[0] for alias in node.names} <= known, name
                 elif isinstance(node, ast.ImportFrom):
-                    near = node.level == 1 and f"{node.module}.py" in custom_generate.NAMES
+                    near = node.level == 1 and f"custom_generate/{node.module}.py" in texts
                     assert near or (node.level == 0 and str(node.module).split(".")[0] in known), name
-
-
-def test_far_positions_are_turned_as_a_head_here_turns_them() -> None:
-    """In bf16 too, whose own numbers stand eight apart there."""
-    x, position = torch.ones(1, 9, 8, dtype=torch.bfloat16), torch.arange(1027, 1036)
-    ours = Rotary(8, Rope(500.0, None))(x[None], position[None], 1036)[0]
-    torch.testing.assert_close(parts.Rotary(8, 500.0, None)(x, position, 1036), ours, rtol=0, atol=0)
+    while waiting:
+        reached.add(waiting.pop())
+        for name in reached.copy():
+            near = re.findall(r"^from \.(\w+) import", texts[f"custom_generate/{name}.py"], re.MULTILINE)
+            waiting += [other for other in near if other not in reached]
+    assert {f"custom_generate/{name}.py" for name in reached} == texts.keys() - {"custom_generate/requirements.txt"}

@@ -17,8 +17,10 @@ from transformers import (
 )
 
 from eval.measures.chi_square import ALPHA, p_value
+from heads.base import Features
 from heads.formats.custom_generate import decoding
 from heads.formats.custom_generate.decoding import Sequence, Settings, decode
+from heads.formats.custom_generate.drafts import Drafts
 from heads.formats.custom_generate.target import Embeddings, Seen, Target
 
 VOCAB, LENGTH, DRAWS = 5, 3, 2000  # tokens, of a text, texts
@@ -34,13 +36,14 @@ class Table(Target):
 
     def run(self, token: Tensor, scored: int) -> Seen:
         self.rows += len(token)
-        return Seen(torch.zeros(len(token), 0, 1), torch.zeros(len(token), 1), self.law[token[-scored:]])
+        nothing = torch.zeros(1, len(token), 1)
+        return Seen(Features(token[None], nothing[:, :, None], nothing, token[None]), self.law[token[-scored:]])
 
     def forget(self, count: int) -> None:
         self.rows -= count
 
 
-class Guessing:
+class Guessing(Drafts):
     """A head of another law, which depends on the last token too and knows one token less."""
 
     depth = 2
@@ -53,7 +56,7 @@ class Guessing:
     def restart(self) -> None:
         pass
 
-    def commit(self, seen: Seen, token: Tensor) -> Tensor:
+    def commit(self, features: Features, token: Tensor) -> Tensor:
         return self.law[token[-1]]
 
     def draft(self, token: Tensor) -> Tensor:

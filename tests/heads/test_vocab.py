@@ -16,7 +16,7 @@ def test_the_most_frequent_tokens_are_chosen_and_found_again() -> None:
     vocab.choose(torch.tensor([0, 7, 3, 7, 0, 9, 3, 1]))
     assert vocab.ids.tolist() == [1, 2, 3, 5]  # of tokens 2 and 6, equally frequent, the lower
     assert vocab.place(torch.tensor([[1, 2], [3, 5], [0, 7]])).tolist() == [[0, 1], [2, 3], [-1, -1]]
-    full = vocab.spread(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    full = vocab.scatter(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
     assert full[0, vocab.ids].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert full.isinf().sum() == 4
 

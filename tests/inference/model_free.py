@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters import registry
-from inference.protocol import Commit, Context, Drafter, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -25,7 +25,7 @@ def make(name: str, target: Target, **values: Any) -> Any:
     return registry.make(name, {**config, **values}, target)
 
 
-class Recorder:
+class Recorder(Drafter, DrafterState):
     """Passes everything on to a source and keeps what it was asked and what it proposed."""
 
     def __init__(self, source: Drafter) -> None:
@@ -35,20 +35,21 @@ class Recorder:
         self.proposed: list[Proposal] = []
         self.commits: list[Commit] = []
 
-    def reset(self, prompt: list[int]) -> None:
-        self.source.reset(prompt)
+    def start(self, prompt: list[int]) -> "Recorder":
+        self.state = self.source.start(prompt)
+        return self
 
     def forget(self) -> None:
         self.source.forget()
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         self.commits.append(commit)
-        self.source.observe(commit)
+        self.state.update(commit)
 
     def propose(self, context: Context) -> Proposal:
         before = list(context.token)
         self.asked.append((before, context.room))
-        self.proposed.append(self.source.propose(context))
+        self.proposed.append(self.state.propose(context))
         assert context.token == before, "a proposal must leave the engine's text alone"
         return self.proposed[-1]
 

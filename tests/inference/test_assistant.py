@@ -12,7 +12,7 @@ from heads.base import Level
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.assistant import Length
 from inference.drafters.policy import grow
-from inference.protocol import Commit, Context, Drafter, Proposal, Verified
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
@@ -43,26 +43,22 @@ def text(seed: int) -> list[int]:
     return autoregress(toys.target(), toys.prompt(seed), Settings(TOKENS, GREEDY)).tokens
 
 
-class Watched:
+class Watched(Drafter, DrafterState):
     """A draft source with a record of what was proposed and what became of it."""
-
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.proposals = inner, []
         self.name, self.tree = inner.name, inner.tree
 
-    def reset(self, prompt: list[int]) -> None:
-        self.inner.reset(prompt)
+    def start(self, prompt: list[int]) -> "Watched":
+        self.state = self.inner.start(prompt)
+        return self
 
-    def forget(self) -> None:
-        pass
-
-    def observe(self, commit: Commit) -> None:
-        self.inner.observe(commit)
+    def update(self, commit: Commit) -> None:
+        self.state.update(commit)
 
     def propose(self, context: Context) -> Proposal:
-        made = self.inner.propose(context)
+        made = self.state.propose(context)
         self.proposals.append((list(context.token), made))
         return made
 
@@ -101,7 +97,7 @@ class Afresh:
 def test_every_draft_is_that_of_a_model_without_a_cache(near: str, tree: str) -> None:
     config = toys.TREES[tree]
     source = assistants.assistant(near, toys.target(), tree=config, dtype="float64")
-    model = source.runner.model.model
+    model = source.model.model
     watched = Watched(source)
     made = speculate(toys.target(), watched, toys.prompt(1), Settings(TOKENS, GREEDY))
     accepted, whole = [], toys.prompt(1) + made.tokens
@@ -140,7 +136,7 @@ def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None
         assert q.shape == (len(drafted.token), toys.VOCAB)
         for path in trees.paths(drafted):
             read = context + drafted.token[path[1:]].tolist()
-            logits = source.runner.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
+            logits = source.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
             for node, row in zip(path[:-1], range(len(context) - 1, len(read) - 1), strict=True):
                 torch.testing.assert_close(q[node], distribution(logits[row], sampling))
 
@@ -162,7 +158,7 @@ def test_only_what_is_missing_is_run(near: str, monkeypatch: pytest.MonkeyPatch)
     prefill = Target.prefill
 
     def counted(self: Target, token: Tensor, cache: Any, layers: tuple[int, ...] = ()) -> TargetOutput:
-        if self is source.runner.model:
+        if self is source.model:
             read.append(len(token))
         return prefill(self, token, cache, layers)
 
@@ -189,8 +185,7 @@ def test_heuristic_length() -> None:
     for _ in range(9):
         length.learn(outcome(2, 0))
     assert (length.now, constant.now) == (1, 3)
-    length.reset()
-    assert length.now == 3
+    assert Length("heuristic", 3).now == 3
 
 
 def test_the_heuristic_begins_anew_with_every_prompt(near: str) -> None:
@@ -210,7 +205,7 @@ def test_a_doubted_token_is_the_last_and_is_kept(near: str) -> None:
     lengths = set()
     for step, (context, (tree, *_)) in zip(made.steps, watched.proposals, strict=True):
         read = context + tree.token[1:].tolist()
-        logits = source.runner.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
+        logits = source.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]
         own = [float(logits[i - 1].softmax(-1)[read[i]]) for i in range(len(context), len(read))]
         assert all(p >= level for p in own[:-1])
         if step.drafted < min(6, TOKENS - (len(context) - len(toys.prompt(0))) - 1):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Level
-from inference.drafters.assistant import Assistant
+from inference.drafters.assistant import Assistant, AssistantState
 from inference.drafters.runner import DraftModelRunner
 from inference.protocol import Commit, Context, Proposal
 from inference.target.model import TargetOutput
@@ -28,8 +28,6 @@ class Remembering:
     def __init__(self, inner: DraftModelRunner) -> None:
         self.model, self.inner = inner.model, inner
         self.known: dict[tuple[int, ...], Tensor] = {}
-
-    def clear(self) -> None:
         self.paths: list[tuple[int, ...]] = []
 
     def read(self, token: list[int]) -> Tensor:
@@ -52,7 +50,7 @@ class Laws:
 
     def __init__(self, target: Target, source: Assistant, prompt: list[int], horizon: int) -> None:
         self.target, self.source, self.prompt, self.horizon = target, source, prompt, horizon
-        self.source.runner = Remembering(source.runner)
+        self.runner: Any = Remembering(source.start([]).runner)
         self.known: dict[tuple[int, ...], Tensor] = {}
 
     def p(self, path: tuple[int, ...], sampling: Sampling) -> Tensor:
@@ -64,18 +62,19 @@ class Laws:
 
     def program(self, rng: Rng, sampling: Sampling) -> tuple[int, ...]:
         """One drafted and verified pass after the prompt, then plain sampling."""
-        self.source.reset(self.prompt[:-1])
+        state: Any = self.source.start(self.prompt[:-1])
+        state.runner = self.runner
         following = torch.tensor(self.prompt[1:])
         empty = torch.zeros(1, len(following), 0)
-        self.source.observe(Commit(following, TargetOutput(empty[..., None, :], empty, None), None))
-        tree, q, *_ = self.source.propose(Context(self.prompt, sampling, rng, self.horizon - 1))
+        state.update(Commit(following, TargetOutput(empty[..., None, :], empty, None), None))
+        tree, q, *_ = state.propose(Context(self.prompt, sampling, rng, self.horizon - 1))
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(tree.token.tolist(), tree.parent.tolist(), strict=True):
             paths.append(() if parent < 0 else (*paths[parent], token))
         path, bonus = verify(tree, torch.stack([self.p(made, sampling) for made in paths]), q, rng)
         emitted = [int(tree.token[node]) for node in path[1:]] + [bonus]
         while len(emitted) < self.horizon:
-            emitted.append(rng.draw(self.p(tuple(emitted), sampling)[None])[0])
+            emitted.append(rng.sample(self.p(tuple(emitted), sampling)[None])[0])
         return tuple(emitted[: self.horizon])
 
     def expected(self, sampling: Sampling) -> dict[tuple[int, ...], float]:
@@ -121,15 +120,15 @@ def test_the_emitted_law_is_the_targets(match: str, case: str, sampling: Samplin
 def test_dropping_a_doubted_token_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect that stopping after a token, never before it, avoids: a law cut by the token's own value."""
     both = laws(tmp_path, "same", **CASES["doubting chain"])
-    chain = Assistant.chain
+    chain = AssistantState.chain
 
-    def cut(self: Assistant, level: Level, context: Context, depth: int) -> Proposal:
+    def cut(self: AssistantState, level: Level, context: Context, depth: int) -> Proposal:
         tree, q, *_ = chain(self, level, context, depth)
         assert q is not None
         end = next((i for i in range(1, len(tree.token)) if q[i - 1, tree.token[i]] < 0.5), len(tree.token))
         return Proposal(DraftTree(tree.token[:end], tree.parent[:end]), q[:end])
 
-    monkeypatch.setattr(Assistant, "chain", cut)
+    monkeypatch.setattr(AssistantState, "chain", cut)
     found = law(lambda rng: both.program(rng, T1))
     assert distance(found, both.expected(T1)) > 0.01
 

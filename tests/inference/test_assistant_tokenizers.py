@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.contrib.assistant_slem import AssistantSlem
+from inference.drafters.assistant import AssistantState
+from inference.drafters.contrib.assistant_slem import AssistantSlem, SlemState
 from inference.drafters.text import decode, encode
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
 from inference.target.model import TargetOutput
@@ -74,15 +75,16 @@ def test_the_target_in_another_order_is_always_accepted(clone: str, kind: str, s
 
 
 @pytest.mark.parametrize("kind", ["chain", "slem"])
-def test_every_draft_is_that_of_a_model_without_a_cache(near: str, kind: str) -> None:
+def test_every_draft_is_that_of_a_model_without_a_cache(near: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Words map one to one, so that the naive reference needs no text."""
     drafter, target = source(kind, near), toys.target()
-    model = drafter.runner.model.model  # type is known by kind
+    model = drafter.model.model  # type is known by kind
     number = {word: i for i, word in enumerate(SHUFFLED[:32])}
-    propose, checked = drafter.propose, []
+    kind_of_state, checked = (SlemState if kind == "slem" else AssistantState), []
+    propose = kind_of_state.propose
 
-    def compared(context: Context) -> Proposal:
-        made = propose(context)
+    def compared(state: Any, context: Context) -> Proposal:
+        made = propose(state, context)
         read = [number.get(t, -1) for t in context.token]
         # Words that the assistant lacks: the first word stands for unknown ones in a text, TLI leaves them out.
         prompt, new = read[: len(toys.prompt(1))], read[len(toys.prompt(1)) :]
@@ -95,7 +97,7 @@ def test_every_draft_is_that_of_a_model_without_a_cache(near: str, kind: str) ->
         checked.append(len(expected))
         return made
 
-    drafter.propose = compared
+    monkeypatch.setattr(kind_of_state, "propose", compared)
     made = speculate(target, drafter, toys.prompt(1), Settings(TOKENS, GREEDY))
     assert [step.drafted for step in made.steps] == checked
     assert len({step.accepted for step in made.steps}) > 1
@@ -149,13 +151,13 @@ def test_text_of_split_characters_comes_through(ours: str, theirs: str, tmp_path
     target = assistants.Target(assistants.tiny(len(tokenizer), 0).eval(), tokenizer, ours)
     path = assistants.save(assistants.tiny(len(trained(theirs)), 1), trained(theirs), tmp_path)
     drafter = assistants.slem(path, target, depth=6)
-    drafter.runner = Script(drafter.runner, theirs, whole)
     token, rng = encode(tokenizer, whole)[0], Generator(0, torch.device("cpu"))
-    drafter.reset(token[:5])
+    state: Any = drafter.start(token[:5])
+    state.runner = Script(state.runner, theirs, whole)
     at, accepted, idle = 6, [], 0
-    drafter.observe(commit(token[1:6], None))
+    state.update(commit(token[1:6], None))
     while at < len(token):
-        tree, q, *_ = drafter.propose(Context(token[:at], GREEDY, rng, len(token) - at - 1))
+        tree, q, *_ = state.propose(Context(token[:at], GREEDY, rng, len(token) - at - 1))
         drafted = tree.token[1:].tolist()
         if "\ufffd" in decode(tokenizer, token[:at]):
             assert drafted == []
@@ -166,7 +168,7 @@ def test_text_of_split_characters_comes_through(ours: str, theirs: str, tmp_path
         accepted.append(right)
         idle += not drafted
         verified = Verified(tree, list(range(right + 1)), torch.zeros(len(tree.token), 2), None)
-        drafter.observe(commit(token[at : at + right + 1], verified))
+        state.update(commit(token[at : at + right + 1], verified))
         at += right + 1
     assert sum(accepted) > 0.5 * (len(token) - 5)
     assert idle < len(accepted)
@@ -183,9 +185,9 @@ def test_inside_a_character_nothing_is_drafted(tmp_path: Path) -> None:
     path = assistants.save(assistants.tiny(len(trained("bytes")), 1), trained("bytes"), tmp_path)
     drafter: AssistantSlem = assistants.slem(path, target)
     token = encode(tokenizer, "日本")[0]
-    drafter.reset(token[:1])
-    drafter.observe(commit(token[1:2], None))
-    tree, *_ = drafter.propose(Context(token[:2], GREEDY, Generator(0, torch.device("cpu")), 8))
+    state = drafter.start(token[:1])
+    state.update(commit(token[1:2], None))
+    tree, *_ = state.propose(Context(token[:2], GREEDY, Generator(0, torch.device("cpu")), 8))
     assert tree.token.tolist() == token[1:2]
     assert isinstance(tree, DraftTree)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.batch import Batch, clone
+from inference.batch import Batch
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
@@ -125,12 +125,41 @@ def test_one_pass_serves_all_that_are_there(monkeypatch: pytest.MonkeyPatch) -> 
 def test_twins_share_models_and_nothing_else(near: str) -> None:
     target = toys.target("llama", DOUBLE)
     one = head("eagle", target, "chain")
-    assert clone(one).head is one.head
+    assert one.clone().head is one.head
     drafter = assistants.assistant(near, target)
-    other = clone(drafter)
-    assert other.runner.model is drafter.runner.model
-    assert other.runner is not drafter.runner
-    assert other.length is not drafter.length
+    assert drafter.clone().model is drafter.model
+    state, other = drafter.start([1]), drafter.clone().start([1])
+    assert other.runner.model is state.runner.model
+    assert other.runner is not state.runner
+    assert other.length is not state.length
+    assert other.text is not state.text
+
+
+def test_what_a_clone_learns_is_its_own() -> None:
+    target = toys.target()
+    for name in ("suffix", "recycling"):
+        source = model_free.make(name, target)
+        decoded(source, 0)
+        before = memory(source)
+        assert before == memory(source.clone())
+        decoded(source.clone(), 1)
+        assert memory(source) == before
+    lookup, mine = model_free.make("suffix", target), head("eagle", target, "chain")
+    both = Hybrid(Hybrid.Config(0.3, 0.3, {}), mine, lookup, "hybrid")
+    other = both.clone()
+    decoded(other, 0)
+    assert both.record == Hybrid(Hybrid.Config(0.3, 0.3, {}), mine, lookup, "hybrid").record != other.record
+    assert other.lookup is not lookup
+
+
+def decoded(source: Drafter, seed: int) -> None:
+    """Decode a prompt, and begin another so that the first is remembered."""
+    speculate(toys.target(), source, toys.prompt(seed) * 3, Settings(20, GREEDY))
+    source.start([1])
+
+
+def memory(source: Any) -> Any:
+    return dict(source.candidates) if hasattr(source, "candidates") else [list(text) for text in source.past.texts]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def block(tree: DraftTree, p: Tensor, q: Tensor, rng: Rng, stop: bool) -> Found:
             tau, left = i, p[i] if i == length or not mass else residual / mass
         elif stop and i > 0:
             break
-    return list(range(tau + 1)), rng.draw(left[None])[0]
+    return list(range(tau + 1)), rng.sample(left[None])[0]
 
 
 @pytest.mark.parametrize("family", ["mild", "peaky", "close", "zeros"])
@@ -67,7 +67,7 @@ def typical_acceptance(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -
 
 def one_sample_per_path(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Sample the target anew for every root-leaf path and keep the longest match (Medusa's and REST's nucleus mode)."""
-    best: Found = ([0], rng.draw(p[:1])[0])
+    best: Found = ([0], rng.sample(p[:1])[0])
     for leaf in range(1, len(tree.parent)):
         path, node = [], leaf
         while node >= 0:
@@ -76,11 +76,11 @@ def one_sample_per_path(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) 
         path = path[::-1]
         matched = [0]
         for node in path[1:]:
-            if rng.draw(p[matched[-1]][None])[0] != int(tree.token[node]):
+            if rng.sample(p[matched[-1]][None])[0] != int(tree.token[node]):
                 break
             matched.append(node)
         if len(matched) > len(best[0]):
-            best = (matched, rng.draw(p[matched[-1]][None])[0])
+            best = (matched, rng.sample(p[matched[-1]][None])[0])
     return best
 
 
@@ -170,7 +170,7 @@ def test_a_bonus_without_the_processors_is_caught() -> None:
     def rule(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
         path, bonus = verify(tree, p, q, rng)
         if len(path) == 3:
-            bonus = rng.draw(tables.logits(texts(tree)[path[-1]])[0].softmax(-1)[None])[0]
+            bonus = rng.sample(tables.logits(texts(tree)[path[-1]])[0].softmax(-1)[None])[0]
         return path, bonus
 
     assert error(tables, "chain", sampling, rule) > 0.01

@@ -11,7 +11,7 @@ from heads import HEADS
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import grow
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.verification.rng import Coupled, Generator
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, children
@@ -44,20 +44,13 @@ PRODUCT = [
 ]
 
 
-class Guess:
+class Guess(Drafter, DrafterState):
     """Drafts fixed tokens, right or wrong, without laws."""
 
     name, tree = "guess", "chain-3"
-    feature_layers: tuple[int, ...] = ()
 
-    def reset(self, prompt: list[int]) -> None:
-        self.length = len(prompt)
-
-    def forget(self) -> None:
-        pass
-
-    def observe(self, commit: Commit) -> None:
-        pass
+    def start(self, prompt: list[int]) -> "Guess":
+        return self
 
     def propose(self, context: Context) -> Proposal:
         ahead = [(3 * i + len(context.token)) % toys.VOCAB for i in range(min(3, context.room))]
@@ -101,23 +94,16 @@ def test_the_text_is_the_seeds() -> None:
     assert autoregress(toys.target(), toys.prompt(0), settings("T1.5", 1)).tokens == text[1]
 
 
-class Twin:
+class Twin(Drafter, DrafterState):
     """A draft head's stand-in whose law is nearly the target's: it runs the target itself, with a little noise."""
 
     name, tree = "twin", "chain-1"
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, coupled: bool) -> None:
         self.coupled = coupled
 
-    def reset(self, prompt: list[int]) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def observe(self, commit: Commit) -> None:
-        pass
+    def start(self, prompt: list[int]) -> "Twin":
+        return self
 
     def propose(self, context: Context) -> Proposal:
         target = toys.target()
@@ -143,7 +129,7 @@ def race(kind: type[Coupled], laws: Tensor, seeds: int) -> Tensor:
     drawn = []
     for seed in range(seeds):
         rng = kind(seed, CPU, lambda: 7)
-        drawn.append([rng.draw(law[None], depth)[0] for depth, law in enumerate(laws, 1)])
+        drawn.append([rng.sample(law[None], depth)[0] for depth, law in enumerate(laws, 1)])
     return torch.tensor(drawn)
 
 
@@ -179,7 +165,7 @@ def test_acceptance_is_the_couplings() -> None:
     count, agreed = 4000, 0
     for seed in range(count):
         rng = Coupled(seed, CPU, lambda: 0)
-        agreed += rng.draw(p[None]) == rng.draw(q[None])
+        agreed += rng.sample(p[None]) == rng.sample(q[None])
     assert abs(agreed / count - expected) < 4 * (expected * (1 - expected) / count) ** 0.5
     assert expected < 1 - 0.5 * float((p - q).abs().sum())  # the price of invariance
 
@@ -195,16 +181,16 @@ def test_the_output_is_the_targets_whatever_is_drafted() -> None:
             rng = Coupled(seed, CPU, lambda: 3)
             path, token = verify(tree, laws, None, rng, "coupled")
             text = [int(tree.token[node]) for node in path[1:]] + [token]
-            assert text == [rng.draw(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
+            assert text == [rng.sample(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
 
 
 def test_noise_is_keyed_by_position_and_not_by_call() -> None:
     one, other = (Coupled(5, CPU, lambda: 10) for _ in range(2))
     law = torch.full((1, 50), 0.02)
-    forward = [one.draw(law, depth) for depth in (1, 2, 3)]
-    assert [other.draw(law, depth) for depth in (3, 2, 1)] == forward[::-1]
+    forward = [one.sample(law, depth) for depth in (1, 2, 3)]
+    assert [other.sample(law, depth) for depth in (3, 2, 1)] == forward[::-1]
     later = Coupled(5, CPU, lambda: 12)
-    assert later.draw(law, 1) == forward[2]
+    assert later.sample(law, 1) == forward[2]
     assert one.distinct(law, 3, 2)[0, 0] == forward[1][0]
     assert Coupled(5, CPU, lambda: 0).distinct(torch.tensor([[0.0, 1.0, 0.0]]), 3).tolist() == [[1, -1, -1]]
 
@@ -226,6 +212,6 @@ def test_policies_race_their_laws_against_the_noise_of_each_depth(tree: str) -> 
 def test_every_position_draws_by_itself() -> None:
     """What is drafted ahead at a position is the same when asked again, and says nothing of the next one's draft."""
     law = torch.full((1, 500), 0.002)
-    drawn = [tuple(Generator(5, CPU).at(position, CPU).draw(law)) for position in (*range(20), *range(20))]
+    drawn = [tuple(Generator(5, CPU).at(position, CPU).sample(law)) for position in (*range(20), *range(20))]
     assert drawn[:20] == drawn[20:]
     assert len(set(drawn)) > 15

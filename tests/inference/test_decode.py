@@ -7,29 +7,23 @@ import torch
 
 from inference.batch import Batch
 from inference.decode import Settings, autoregress, speculate
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
 from tests import toys
 
 
-class Oracle:
+class Oracle(Drafter, DrafterState):
     """Drafts exactly what the target will write, `depth` tokens at a time, beside one wrong sibling, or behind it."""
 
     name, tree = "oracle", "oracle"
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, text: list[int], depth: int, wrong_first: bool = False) -> None:
         self.text, self.depth, self.wrong_first = text, depth, wrong_first
 
-    def reset(self, prompt: list[int]) -> None:
+    def start(self, prompt: list[int]) -> "Oracle":
         self.prompt = len(prompt)
-
-    def forget(self) -> None:
-        pass
-
-    def observe(self, commit: Commit) -> None:
-        self.seen = commit
+        return self
 
     def propose(self, context: Context) -> Proposal:
         made = len(context.token) - self.prompt
@@ -112,11 +106,12 @@ class Recorder(Oracle):
 
     feature_layers = (0, 2)
 
-    def reset(self, prompt: list[int]) -> None:
-        super().reset(prompt)
+    def start(self, prompt: list[int]) -> "Recorder":
+        super().start(prompt)
         self.commits: list[Commit] = []
+        return self
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         self.commits.append(commit)
 
 
@@ -129,7 +124,7 @@ def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> 
     with torch.inference_mode():
         for number in range(batch_size):
             batch.admit(number, toys.prompt(0), Settings(24, GREEDY))
-        while not batch.rows[0].session.made.finish:
+        while not batch.running[0].session.generation.finish:
             batch.step()
     for source in sources:
         token = torch.cat([torch.tensor(toys.prompt(0)[:1]), *(commit.token for commit in source.commits)])
@@ -137,7 +132,7 @@ def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> 
         assert len(token) > len(toys.prompt(0)) + 12
         alone = target.features(token[None, :-1], torch.zeros_like(token)[None, :-1], Recorder.feature_layers)
         for part in ("hidden", "last"):
-            rows = torch.cat([getattr(commit.rows, part) for commit in source.commits], 1)
+            rows = torch.cat([getattr(commit.features, part) for commit in source.commits], 1)
             torch.testing.assert_close(rows, getattr(alone, part), rtol=1e-4, atol=1e-4)
 
 

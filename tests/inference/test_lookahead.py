@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.drafters.lookahead import Lookahead, merge, window
+from inference.drafters.lookahead import Lookahead, Window, merge, window
 from inference.target.target import Target
 from inference.verification.tree import LookAhead
 from tests import toys
@@ -131,10 +131,11 @@ class Primed(Lookahead):
 
     answer: tuple[int, ...] = ()
 
-    def reset(self, prompt: list[int]) -> None:
-        super().reset(prompt)
+    def start(self, prompt: list[int]) -> Window:
+        state = super().start(prompt)
         for end in range(self.config.ngram, len(self.answer) + 1):
-            self.collect(list(self.answer[end - self.config.ngram : end]))
+            state.collect(list(self.answer[end - self.config.ngram : end]))
+        return state
 
 
 def test_a_full_match_is_credited_in_full() -> None:
@@ -150,20 +151,21 @@ def test_a_full_match_is_credited_in_full() -> None:
 
 
 def test_the_pool_keeps_the_latest_of_a_token() -> None:
-    source = make("lookahead", toys.target(), guesses=2, ngram=3)
+    state = make("lookahead", toys.target(), guesses=2, ngram=3).start([0])
     for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7], [2, 0, 0]):
-        source.collect(ngram)
-    assert list(source.pool[1]) == [(2, 3), (6, 7)]
-    assert list(source.pool[2]) == [(0, 0)]
+        state.collect(ngram)
+    assert list(state.pool[1]) == [(2, 3), (6, 7)]
+    assert list(state.pool[2]) == [(0, 0)]
 
 
 def test_the_pool_belongs_to_one_request() -> None:
     source = make("lookahead", toys.target(), from_prompt=False)
-    decode(toys.target(), source, toys.prompt(0), TOKENS)
-    assert source.pool
-    source.reset([1, 2])
-    assert source.pool == {}
-    assert source.passes == 0
+    recorder: Any = Recorder(source)
+    decode(toys.target(), recorder, toys.prompt(0), TOKENS)
+    assert recorder.state.pool
+    state = source.start([1, 2])
+    assert state.pool == {}
+    assert state.passes == 0
 
 
 @pytest.mark.parametrize(

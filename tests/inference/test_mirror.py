@@ -9,7 +9,7 @@ import torch
 from heads.base import Level
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.assistant import Assistant
-from inference.drafters.contrib.mirror import Mirror
+from inference.drafters.contrib.mirror import Mirror, MirrorState
 from inference.protocol import Context
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
@@ -47,8 +47,8 @@ def test_preparing_changes_no_draft(near: str, sampling: Sampling, rule: str) ->
         plain, made = decode(alone, seed, sampling, rule), decode(ahead, seed, sampling, rule)
         assert made.tokens == plain.tokens
         assert [step[:3] for step in made.steps] == [step[:3] for step in plain.steps]
-    assert alone.found == 0
-    assert 0 < ahead.found < ahead.asked
+    assert alone.prepared == 0
+    assert 0 < ahead.prepared < ahead.verified
 
 
 def test_a_twin_is_always_prepared(tmp_path: Path) -> None:
@@ -66,12 +66,12 @@ def test_a_twin_is_always_prepared(tmp_path: Path) -> None:
         patch.setattr(Target, "run", counted)
         made = speculate(target, source, toys.prompt(1), Settings(TOKENS, GREEDY))
     assert [step.committed for step in made.steps[:-2]] == [assistants.CHAIN.depth + 1] * (len(made.steps) - 2)
-    assert source.asked == len(made.steps) - 1
-    assert source.found == source.asked - 1  # near the end there is no room for another draft
+    assert source.verified == len(made.steps) - 1
+    assert source.prepared == source.verified - 1  # near the end there is no room for another draft
     assert all(step.accepted == step.drafted for step in made.steps)
     # The prompt, the first chain but for its last token, and then only what is prepared: a chain and its outcome.
     depth = assistants.CHAIN.depth
-    assert passes.count(source.runner.model) <= depth + len(made.steps) * (depth + 1)
+    assert passes.count(source.assistant.model) <= depth + len(made.steps) * (depth + 1)
 
 
 def test_the_assistants_cache_is_that_of_the_text(near: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,23 +79,23 @@ def test_the_assistants_cache_is_that_of_the_text(near: str, monkeypatch: pytest
     source = mirror(near, toys.target(), 6)
     settings = Settings(TOKENS, GREEDY)
     adopted = []
-    observe = source.observe
+    update = MirrorState.update
 
-    def watch(commit: Any) -> None:
-        observe(commit)
-        if source.ready is None:
-            assert source.assistant.level is not None
-            logits = source.assistant.level.logits
+    def watch(state: MirrorState, commit: Any) -> None:
+        update(state, commit)
+        if state.ready is None:
+            assert state.assistant.level is not None
+            logits = state.assistant.level.logits
         else:
-            logits = source.ready.answers[0]
-            adopted.append(len(source.runner.token))
-        read = torch.tensor([source.assistant.text])
-        expected = source.runner.model.model(input_ids=read, use_cache=False).logits[0, -1:]
+            logits = state.ready.answers[0]
+            adopted.append(len(state.runner.token))
+        read = torch.tensor([state.assistant.text])
+        expected = state.runner.model.model(input_ids=read, use_cache=False).logits[0, -1:]
         torch.testing.assert_close(logits, expected)
-        assert source.runner.token == source.assistant.text
-        assert source.runner.cache.length == len(source.assistant.text) + len(source.runner.path)
+        assert state.runner.token == state.assistant.text
+        assert state.runner.cache.length == len(state.assistant.text) + len(state.runner.path)
 
-    monkeypatch.setattr(source, "observe", watch)
+    monkeypatch.setattr(MirrorState, "update", watch)
     speculate(toys.target(), source, toys.prompt(2), settings)
     assert adopted
 
@@ -110,18 +110,18 @@ def test_a_new_request_drops_what_was_prepared(near: str) -> None:
 def test_the_likeliest_outcomes_are_prepared(near: str) -> None:
     source = mirror(near, toys.target(), 4)
     source.accepted, source.tried = 9, 10
-    source.reset(toys.prompt(0))
-    source.assistant.level = None
+    state = source.start(toys.prompt(0))
+    state.assistant.level = None
     rng = enumeration.Replay([])
     context = Context(toys.prompt(0), GREEDY, rng, 8)
     laws = torch.full((3, toys.VOCAB), 1e-4)
     for row, (token, share) in enumerate([(3, 0.6), (5, 0.9), (7, 0.7)]):
         laws[row, token] = share
     laws[0, 11], laws[2, 9] = 0.35, 0.25
-    chain = source._chain(laws[:1].log(), -1, 2, context, ())
+    chain = state._chain(laws[:1].log(), -1, 2, context, ())
     chain.token, chain.answers = [3, 5], list(laws.log().split(1))
     # All accepted: 0.81 of the guesses 7 and 9; rejected at once: 0.1 of guess 11; after one: 0.09 spread thinly.
-    assert source._outcomes(chain)[:3] == [(3, 5, 7), (3, 5, 9), (11,)]
+    assert state._outcomes(chain)[:3] == [(3, 5, 7), (3, 5, 9), (11,)]
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_the_laws_are_those_that_the_tokens_are_drawn_from(tmp_path: Path) -> No
     text, drawn, scripts = [0, 1, 2], [], [[]]
     while scripts:
         rng = enumeration.Replay(scripts.pop())
-        source.reset(text)
-        logits = source.runner.read(text)
-        source.assistant.level = Level(logits, logits[:, :0], ())
-        made = source.propose(Context(text, Sampling(1.0, 0, 1.0), rng, 4))
+        state = source.start(text)
+        logits = state.runner.read(text)
+        state.assistant.level = Level(logits, logits[:, :0], ())
+        made = state.propose(Context(text, Sampling(1.0, 0, 1.0), rng, 4))
         scripts += rng.open
         _, first, second = made.tree.token.tolist()
         assert made.q is not None

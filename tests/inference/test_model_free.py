@@ -66,8 +66,7 @@ def test_speculation_equals_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> None:
     drafter = source(name)
-    warm(drafter, TEXT)
-    proposal = drafter.propose(Context(TEXT, GREEDY, Generator(0, torch.device("cpu")), room))
+    proposal = warm(drafter, TEXT).propose(Context(TEXT, GREEDY, Generator(0, torch.device("cpu")), room))
     tree, look_ahead = proposal.tree, proposal.look_ahead
     assert int(trees.depth(tree).max()) <= room
     assert tree.token[0] == TEXT[-1]
@@ -101,9 +100,8 @@ def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
     """One pass after a text that gives every source something to draft; its proposal is made before any draw."""
     tables, sampling = Tables(3), Sampling(temperature, 0, 1.0)
     drafter = source(name)
-    warm(drafter, TEXT)
     context = Context(TEXT, sampling, Generator(0, torch.device("cpu")), HORIZON - 1)
-    drafted = drafter.propose(context).tree
+    drafted = warm(drafter, TEXT).propose(context).tree
     assert drafted.token.max() < VOCAB
 
     def program(rng: Rng) -> tuple[int, ...]:
@@ -114,10 +112,11 @@ def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
     assert len(drafted.token) > 1
 
 
-def warm(drafter: Any, text: list[int]) -> None:
-    """Let a source know what it would after some passes: a text, candidates for every token, an n-gram."""
-    drafter.reset(text[:-4])
-    if hasattr(drafter, "candidates"):
-        drafter.candidates = {token: [rank % VOCAB for rank in range(8)] for token in range(VOCAB)}
-    if hasattr(drafter, "collect"):
-        drafter.collect([0, 1, 2, 0, 1][: drafter.config.ngram])
+def warm(drafter: Any, text: list[int]) -> Any:
+    """Return a state that knows what it would after some passes: a text, candidates for every token, an n-gram."""
+    state = drafter.start(text[:-4])
+    if hasattr(state, "candidates"):
+        state.candidates.update({token: [rank % VOCAB for rank in range(8)] for token in range(VOCAB)})
+    if hasattr(state, "collect"):
+        state.collect([0, 1, 2, 0, 1][: drafter.config.ngram])
+    return state

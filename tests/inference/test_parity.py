@@ -9,7 +9,7 @@ import torch
 from heads import HEADS
 from heads.base import Features
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import HeadDrafter, HeadState
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context
 from inference.target.target import Target
@@ -38,9 +38,9 @@ OFFLINE = [
 EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
 
 
-def decode(head: str, tree: TreeConfig, seed: int, drafter: type[HeadDrafter] = HeadDrafter) -> Generation:
+def decode(head: str, tree: TreeConfig, seed: int) -> Generation:
     target = toys.target()
-    source = drafter(toys.head(head, target), tree, head)
+    source = HeadDrafter(toys.head(head, target), tree, head)
     return speculate(target, source, toys.prompt(seed), Settings(TOKENS, GREEDY))
 
 
@@ -163,29 +163,31 @@ def test_chain_acceptance_follows_from_unroll() -> None:
         assert counts == [step.accepted for step in decode("eagle", toys.TREES["chain"], seed).steps]
 
 
-class StaleFeatures(HeadDrafter):
+class StaleFeatures(HeadState):
     """Commits the first row's feature for every row of a path (vLLM#14649's kind)."""
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         if commit.verified is not None:
-            rows = commit.rows
-            commit = commit._replace(rows=rows._replace(last=rows.last[:, :1].expand_as(rows.last)))
-        super().observe(commit)
+            features = commit.features
+            commit = commit._replace(features=features._replace(last=features.last[:, :1].expand_as(features.last)))
+        super().update(commit)
 
 
-class WrongToken(HeadDrafter):
+class WrongToken(HeadState):
     """Reads token t instead of t+1."""
 
-    def observe(self, commit: Commit) -> None:
-        super().observe(commit._replace(token=commit.token.roll(1)))
+    def update(self, commit: Commit) -> None:
+        super().update(commit._replace(token=commit.token.roll(1)))
 
 
 @pytest.mark.parametrize("broken", [StaleFeatures, WrongToken])
-def test_broken_drafters_stay_lossless_and_are_caught_offline(broken: type[HeadDrafter]) -> None:
+def test_broken_drafters_stay_lossless_and_are_caught_offline(broken: type[HeadState]) -> None:
     differs = False
     for seed in range(2):
         token, length = text(seed)
-        made = decode("eagle", toys.TREES["dynamic"], seed, broken)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HeadDrafter, "start", lambda self, _: broken(self.head, self.policy))
+            made = decode("eagle", toys.TREES["dynamic"], seed)
         assert made.tokens == token[length:]
         online = [step.accepted for step in made.steps]
         differs |= online != predicted(toys.head("eagle", toys.target()), toys.TREES["dynamic"], seed)

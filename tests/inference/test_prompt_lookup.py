@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from inference.drafters.prompt_lookup import PromptLookup
+from inference.drafters.prompt_lookup import PromptLookup, TextIndex
 from inference.protocol import Context
 from inference.verification.sample import GREEDY
 from inference.verification.verify import Generator
@@ -18,7 +18,7 @@ from tests.inference.model_free import Recorder, accepted, decode, make, plain
 RNG = Generator(0, torch.device("cpu"))
 
 
-def proposed(source: PromptLookup, text: list[int], room: int = 99) -> list[int]:
+def proposed(source: TextIndex, text: list[int], room: int = 99) -> list[int]:
     tree = source.propose(Context(text, GREEDY, RNG, room)).tree
     assert tree.parent.tolist() == list(range(-1, len(tree.token) - 1))
     assert int(tree.token[0]) == text[-1]
@@ -44,14 +44,14 @@ def test_candidates_equal_transformers() -> None:
         source = make("prompt_lookup_hf", toys.target(), tokens=4)
         source.eos = eos
         grown = texts(seed)
-        source.reset(grown[0])
+        state = source.start(grown[0])
         for text in grown:
             for room in (0, 1, 99):
                 limit = len(text) + 1 + room
                 theirs = PromptLookupCandidateGenerator(torch.tensor(sorted(eos)), 4, 2, limit)
                 candidates = theirs.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist()
                 # transformers drafts past the answer's end and cuts what was accepted there
-                assert proposed(source, text, room) == candidates[:room]
+                assert proposed(state, text, room) == candidates[:room]
                 several += len(candidates) > 1
     assert several > 400
 
@@ -80,10 +80,10 @@ def test_the_index_finds_what_a_scan_finds(least: int, most: int, match: str) ->
     for seed in range(30):
         source = make("prompt_lookup", toys.target(), ngram_min=least, ngram_max=most, match=match)
         grown = texts(seed)
-        source.reset(grown[0])
+        state = source.start(grown[0])
         for text in grown:
             expected = scanned(text, source.config)
-            assert proposed(source, text) == expected
+            assert proposed(state, text) == expected
             found += bool(expected)
     assert found > 20
 
@@ -146,16 +146,14 @@ def test_acceptance_predicted_from_text_is_observed(name: str) -> None:
 
 
 def test_a_match_of_the_whole_text_is_no_match() -> None:
-    source = make("prompt_lookup", toys.target(), ngram_max=5)
-    source.reset([7])
-    assert proposed(source, [7]) == []
-    assert proposed(source, [7, 7]) == [7]
+    state = make("prompt_lookup", toys.target(), ngram_max=5).start([7])
+    assert proposed(state, [7]) == []
+    assert proposed(state, [7, 7]) == [7]
 
 
 def test_the_index_grows_linearly() -> None:
-    source = make("prompt_lookup", toys.target())
-    source.reset(random.Random(0).choices(range(1000), k=5000))
-    assert len(source.after) <= 3 * 5000
+    state = make("prompt_lookup", toys.target()).start(random.Random(0).choices(range(1000), k=5000))
+    assert len(state.after) <= 3 * 5000
 
 
 @pytest.mark.parametrize(

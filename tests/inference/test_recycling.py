@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.drafters.recycling import likeliest
+from inference.drafters.recycling import top_tokens
 from inference.protocol import Commit, Context, Verified
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -79,16 +79,17 @@ def test_rejected_nodes_renew_their_rows_and_the_last_of_equals_counts() -> None
     law[2, [8, 9]] = torch.tensor([2.0, 1.0])
     tree = DraftTree(torch.tensor([1, 2, 1]), torch.tensor([-1, 0, 1]))
     rows = TargetOutput(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 4), None)
-    source.observe(Commit(torch.tensor([4]), rows, Verified(tree, [0], law, None)))
+    state = source.start([1])
+    state.update(Commit(torch.tensor([4]), rows, Verified(tree, [0], law, None)))
     assert source.candidates == {1: [8, 9], 2: [6, 7]}
-    proposal = source.propose(Context([0, 2], GREEDY, Generator(0, torch.device("cpu")), 9))
+    proposal = state.propose(Context([0, 2], GREEDY, Generator(0, torch.device("cpu")), 9))
     assert proposal.tree.token.tolist() == [2, 6, 7]
 
 
 def test_what_is_unknown_is_not_drafted() -> None:
     source = make("recycling", toys.target(), candidates=2, paths=[[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]])
     source.candidates = {1: [2, 3], 3: [1, 1]}
-    tree = source.propose(Context([1], GREEDY, Generator(0, torch.device("cpu")), 9)).tree
+    tree = source.start([1]).propose(Context([1], GREEDY, Generator(0, torch.device("cpu")), 9)).tree
     assert tree.token.tolist() == [1, 2, 3, 1, 2]
     assert tree.parent.tolist() == [-1, 0, 0, 2, 3]
 
@@ -157,4 +158,4 @@ def test_the_likeliest_are_those_of_topk(vocabulary: int, count: int) -> None:
     logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     logits[1] = logits[1].sort().values  # all of them at the end, behind the last whole row
     logits[2, 64:] = -torch.inf  # and beside tokens that have no probability
-    assert torch.equal(likeliest(logits, count), logits.topk(count).indices)
+    assert torch.equal(top_tokens(logits, count), logits.topk(count).indices)

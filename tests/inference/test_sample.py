@@ -44,12 +44,12 @@ def test_equals_transformers(sampling: Sampling, size: int) -> None:
 def test_zero_is_one_hot() -> None:
     law = distribution(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), GREEDY)
     assert law.tolist() == [[0.0, 1.0, 0.0, 0.0]]
-    assert Generator(0, torch.device("cpu")).draw(law) == [1]
+    assert Generator(0, torch.device("cpu")).sample(law) == [1]
 
 
 def test_draws_follow_the_law() -> None:
     law, count = torch.tensor([0.5, 0.3, 0.2, 0.0]), 20_000
-    drawn = torch.tensor(Generator(0, torch.device("cpu")).draw(law.expand(count, 4)))
+    drawn = torch.tensor(Generator(0, torch.device("cpu")).sample(law.expand(count, 4)))
     share = torch.bincount(drawn, minlength=4) / count
     assert share[3] == 0
     error = ((share - law).abs() / (law * (1 - law) / count).sqrt().clamp_min(1e-12))[:3]

@@ -54,7 +54,7 @@ def one_pass(target: Target, source: Drafter, depths: set[int]) -> dict[tuple[in
         depths.add(len(path) - 1)
         emitted = [*made.tree.token[path[1:]].tolist(), bonus]
         while len(emitted) < HORIZON:
-            emitted.append(rng.draw(next_law(target, tuple(emitted))[None])[0])
+            emitted.append(rng.sample(next_law(target, tuple(emitted))[None])[0])
         return tuple(emitted[:HORIZON])
 
     return law(program)

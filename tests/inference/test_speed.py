@@ -69,7 +69,7 @@ def test_passes_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
     step = Batch.step
 
     def watched(batch: Batch) -> None:
-        sessions = [row.session for row in batch.rows]
+        sessions = [row.session for row in batch.running]
         step(batch)
         real.append([(each.made.steps[-1].drafted, each.made.steps[-1].accepted) for each in sessions])
 

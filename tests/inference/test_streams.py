@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.contrib.stream_layers import Streams
-from inference.drafters.contrib.streams import Drafted, StreamsDrafter
+from inference.drafters.contrib.streams import Drafted, StreamsDrafter, StreamsState
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
@@ -65,7 +65,7 @@ def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> Non
     (target, streams), near = toy(name, DOUBLE, layers), EXACT.get(name, 1e-9)
     drafter = StreamsDrafter(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", streams)
     tree = DraftTree(torch.tensor(toys.prompt(9, 4)), torch.tensor([-1, 0, 0, 2]))
-    look_ahead = drafter.look_ahead(tree, 20)
+    look_ahead = drafter.start([1]).look_ahead(tree, 20)
     assert look_ahead is not None
     prompt = torch.tensor(toys.prompt(3, 12))
     found = []
@@ -127,14 +127,23 @@ class Watched(StreamsDrafter):
 
     seen: list[tuple[int, Proposal, Context, Commit]]
 
+    def start(self, prompt: list[int]) -> StreamsState:
+        return WatchedState(self)
+
+
+class WatchedState(StreamsState):
+    def __init__(self, drafter: Watched) -> None:
+        super().__init__(drafter)
+        self.seen = drafter.seen
+
     def propose(self, context: Context) -> Proposal:
         self.proposed = super().propose(context), context._replace(token=list(context.token))
         return self.proposed[0]
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         if commit.verified is not None:
             self.seen.append((len(self.proposed[1].token) - 1, *self.proposed, commit))
-        super().observe(commit)
+        super().update(commit)
 
 
 def watched(target: Target, streams: Streams, seed: int) -> tuple[Watched, Generation]:
@@ -226,7 +235,7 @@ def test_nothing_lies_deeper_than_can_be_committed() -> None:
 
 
 def test_streams_that_no_tree_would_read_do_not_ride() -> None:
-    drafter = source(TreeConfig("chain", 2, 0, 0, [], []))
+    drafter = source(TreeConfig("chain", 2, 0, 0, [], [])).start([1])
     look_ahead = drafter.look_ahead(trees.root(1, torch.device("cpu")), 9)
     assert look_ahead.offset.tolist() == [1, 2]
     assert look_ahead.seen.tolist() == [[True, True, False], [True, True, True]]

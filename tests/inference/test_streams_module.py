@@ -9,7 +9,7 @@ import torch
 
 from heads.formats.store import read_tensors
 from inference.decode import Settings, speculate
-from inference.drafters.contrib.stream_layers import RiderRows, Streams, frozen, load_streams, save_streams
+from inference.drafters.contrib.stream_layers import LookAheadRows, Streams, frozen, load_streams, save_streams
 from inference.drafters.contrib.streams import StreamsDrafter
 from inference.verification.sample import GREEDY
 from tests import toys
@@ -101,4 +101,4 @@ def test_a_target_that_takes_no_mask_and_layers_of_experts_are_refused() -> None
     finally:
         target.takes_trees = True
     with pytest.raises(ValueError, match=r"streams.modules.*attention"):
-        RiderRows().forward(None, torch.zeros(3, 4))
+        LookAheadRows().forward(None, torch.zeros(3, 4))

@@ -137,16 +137,16 @@ def test_drafts_equal_the_method_read_literally(values: dict[str, Any]) -> None:
         past: list[list[int]] = []
         for _ in range(3):
             text = chance.choices(range(4), k=chance.randint(1, 8))
-            source.reset(list(text))
+            state = source.start(list(text))
             begin = len(text)
             for _ in range(8):
                 text += chance.choices(range(4), k=chance.randint(1, 3))
                 room = chance.choice([0, 1, 99])
-                tree = source.propose(Context(text, GREEDY, RNG, room)).tree
+                proposal = state.propose(Context(text, GREEDY, RNG, room))
                 own, other = literal(source, [text], text, room), literal(source, past, text, room)
                 path, score = own if own[1] >= other[1] - 1e-9 else other
-                assert tree.token[1:].tolist() == path
-                assert source.score == pytest.approx(score)
+                assert proposal.tree.token[1:].tolist() == path
+                assert proposal.expected == pytest.approx(score)
                 from_past += own[1] < other[1] - 1e-9
             past.append(text[begin:])
     assert from_past > 0
@@ -156,11 +156,11 @@ def test_a_tree_takes_the_likeliest_continuations() -> None:
     """Of six times 1, 2 followed thrice, then 4 twice, and 3 twice; the sixth is the end of the text."""
     source = make("suffix", toys.target(), mode="tree", offset=2.0, depth=6)
     text = [1, 2, 4, 9, 1, 3, 5, 1, 2, 4, 8, 1, 3, 6, 1, 2, 7, 1]
-    source.reset(text[:-1])
-    tree = source.propose(Context(text, GREEDY, RNG, 99)).tree
+    proposal = source.start(text[:-1]).propose(Context(text, GREEDY, RNG, 99))
+    tree = proposal.tree
     sequences = {tuple(tree.token[path][1:].tolist()) for path in trees.paths(tree)}
     assert sequences == {(2, 4), (3,)}
-    assert source.score == pytest.approx((3 + 2 + 2) / 6)
+    assert proposal.expected == pytest.approx((3 + 2 + 2) / 6)
 
 
 def test_a_tree_never_scores_below_a_path() -> None:
@@ -170,9 +170,7 @@ def test_a_tree_never_scores_below_a_path() -> None:
         score = {}
         for mode in ("path", "tree"):
             source = make("suffix", toys.target(), mode=mode, offset=2.0, depth=6)
-            source.reset(text[:-1])
-            source.propose(Context(text, GREEDY, RNG, 99))
-            score[mode] = source.score
+            score[mode] = source.start(text[:-1]).propose(Context(text, GREEDY, RNG, 99)).expected
         assert score["tree"] >= score["path"] - 1e-9
 
 
@@ -190,21 +188,19 @@ def test_warm_and_cold_differ_and_forgetting_is_cold() -> None:
 
 def test_forgetting_within_a_request_leaves_the_request_its_own_text() -> None:
     source = make("suffix", toys.target())
-    source.reset([1, 2, 3])
-    source.propose(Context([1, 2, 3, 4, 5], GREEDY, RNG, 99))
+    state = source.start([1, 2, 3])
+    state.propose(Context([1, 2, 3, 4, 5], GREEDY, RNG, 99))
     source.forget()
-    source.propose(Context([1, 2, 3, 4, 5, 6, 7], GREEDY, RNG, 99))
-    source.reset([9])
+    state.propose(Context([1, 2, 3, 4, 5, 6, 7], GREEDY, RNG, 99))
+    assert source.start([9]).suffixes.texts == [[9]]
     assert source.past.texts == [[6, 7]]
-    assert source.own.texts == [[9]]
 
 
 def test_the_past_is_bounded_and_forgets_the_oldest() -> None:
     source = make("suffix", toys.target(), memory_nodes=100)
     for request in range(12):
-        source.reset([0])
-        source.propose(Context([0, *range(request, request + 20)], GREEDY, RNG, 99))
-    source.reset([0])
+        source.start([0]).propose(Context([0, *range(request, request + 20)], GREEDY, RNG, 99))
+    source.start([0])
     assert 0 < source.past.nodes <= 100
     assert source.past.texts[-1] == list(range(11, 31))
     assert source.past.count([0]) == 0

@@ -38,8 +38,8 @@ def test_auto_takes_the_rule_that_accepts_most(tree: DraftTree, drawn: bool, rep
     [
         ("token", TREE, True, False, "verifies chains"),
         ("block", TREE, True, False, "tree=chain"),
-        ("block", CHAIN, False, False, "drawn from known laws"),
-        ("traversal", TREE, False, False, "chosen without drawing"),
+        ("block", CHAIN, False, False, "sampled from known probs"),
+        ("traversal", TREE, False, False, "chosen without sampling"),
         ("recursive", TREE, True, True, "with replacement"),
         ("traversal", TREE, True, True, "with replacement"),
         ("recursive_replacement", TREE, True, False, "without replacement"),
@@ -126,7 +126,7 @@ def test_of_two_lenient_paths_the_longest_stands() -> None:
 def test_laws_are_worked_out_where_a_rule_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     monkeypatch.setattr(
-        verify.Rows, "__getitem__", lambda rows, node: looked.append(node) or rows.logits[node].softmax(-1)
+        verify.LazyDistributions, "__getitem__", lambda rows, node: looked.append(node) or rows.logits[node].softmax(-1)
     )
     tree = DraftTree(torch.tensor([0, 1, 2, 1, 0]), torch.tensor([-1, 0, 0, 1, 2]))
     logits = torch.tensor([[-50.0, 50.0, -50.0]] * 5)

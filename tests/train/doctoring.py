@@ -21,7 +21,7 @@ from eval.inputs.texts import Text, write
 from eval.measures import metrics
 from heads import HEADS
 from heads.common.typed import typed
-from heads.formats.export import Served, export
+from heads.formats.published.export import Served, export
 from heads.formats.store import save_head
 from heads.modules.layers import Attention
 from inference.decode import Settings, speculate

@@ -1,14 +1,14 @@
 """A training run whose features of one packed row are not numbers: `python tests/train/poison.py ROW OVERRIDES`."""
 
 import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from data.features.source import FeatureSource, Given, Live
+from data.features.source import FeatureSource, Given, MicroBatch
 from train import run
 
 
@@ -16,14 +16,16 @@ class Poisoned:
     """Features as they are but for one row's, some of which are NaN."""
 
     def __init__(self, inner: FeatureSource, row: int) -> None:
-        self.inner, self.row, self.stall = inner, row, 0.0
+        self.inner, self.batches, self.row, self.stall = inner, inner.batches, row, 0.0
 
-    def __call__(self, step: int) -> Iterator[Given]:
-        assert isinstance(self.inner, Live)
-        for batch, given in zip(self.inner.batches(step), self.inner(step), strict=True):
-            for place in (batch.index == self.row).nonzero()[:, 0].tolist():
-                given.features.last[place, 3:9] = float("nan")
-            yield given
+    def __call__(self, step: int) -> list[MicroBatch]:
+        return [micro._replace(read=partial(self.poisoned, micro)) for micro in self.inner(step)]
+
+    def poisoned(self, micro: MicroBatch) -> Given:
+        read = micro.read()
+        for position in (micro.batch.index == self.row).nonzero()[:, 0].tolist():
+            read.features.last[position, 3:9] = float("nan")
+        return read
 
     def close(self) -> str:
         return self.inner.close()

@@ -56,7 +56,7 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
     packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
     batches = Batches(packed, 5, 2, 0, accelerator.process_index, accelerator.num_processes)
     source, width = Live(target, batches, made.feature_layers), target.embeddings.hidden_size
-    return Stepper(run.trainer, run.objective, run.launcher, accelerator, head, batches, source, width)
+    return Stepper(run.trainer, run.objective, run.launcher, accelerator, head, source, width)
 
 
 def losses(step: Stepper, first: int, count: int) -> list[float]:
@@ -72,10 +72,10 @@ def snapshot(step: Stepper) -> dict[str, torch.Tensor]:
 
 def spoiled(step: Stepper) -> float:
     """Add a gradient, far larger than that of any step, and drop it; return its norm."""
-    for batch, given in zip(step.batches(9), step.source(9), strict=True):
-        drawn, anchors, weight = step.drawn(batch, 9)
-        step.backward(given, drawn.index, anchors, 1e3 * weight.row, last=False)
-    step.backward(given, drawn.index, anchors, weight.row, last=True)
+    for micro in step.source(9):
+        (anchors, weight), read = step.sampled(micro.batch, 9), micro.read()
+        step.backward(read, micro.batch.index, anchors, 1e3 * weight.row, last=False)
+    step.backward(read, micro.batch.index, anchors, weight.row, last=True)
     norm = float(step.strategy.clip(1.0))
     step.strategy.drop()
     return norm

@@ -169,20 +169,20 @@ def test_muon_moves_matrices_and_adamw_all_else_and_both_are_saved() -> None:
     head: Any = toys.head("mlp", toys.target()).requires_grad_()
     config = run("trainer.optimizer=muon").trainer
     made: Any = optimizer(head, config)
-    inner, others = (part.param_groups for part in made.parts)
+    inner, others = (optim.param_groups for optim in made.optimizers)
     assert {id(p) for group in inner for p in group["params"]} == {
         id(p) for name, p in head.named_parameters() if name.startswith("proj")
     }
     assert sum(len(group["params"]) for group in [*inner, *others]) == len(list(head.parameters()))
     for group in made.param_groups:
         group["lr"] = 0.5
-    assert {group["lr"] for part in made.parts for group in part.param_groups} == {0.5}
+    assert {group["lr"] for optim in made.optimizers for group in optim.param_groups} == {0.5}
     before = {name: p.detach().clone() for name, p in head.named_parameters()}
     sum((p + 0.5).square().sum() for p in head.parameters()).backward()
     made.step()
     assert all(not torch.equal(p, before[name]) for name, p in head.named_parameters())
     again: Any = optimizer(head, config)
     again.load_state_dict(made.state_dict())
-    momentum = [part.state_dict()["state"] for part in again.parts]
-    assert [len(state) for state in momentum] == [len(part.state_dict()["state"]) for part in made.parts]
+    momentum = [optim.state_dict()["state"] for optim in again.optimizers]
+    assert [len(state) for state in momentum] == [len(optim.state_dict()["state"]) for optim in made.optimizers]
     assert {group["lr"] for group in again.param_groups} == {0.5}

@@ -24,7 +24,7 @@ from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from tests import toys
 from tests.train import jobs
-from train.adapt import FactorsConfig, adapt, peft_config, plain
+from train.adapt import LoraAdapterConfig, adapt, peft_config, plain
 from train.config import RunConfig, run_config
 from train.objective import objective
 from train.optim import Average, optimizer
@@ -33,7 +33,7 @@ from train.planning.trace import Embeddings
 from train.start import check_start
 from train.weights import weights
 
-FACTORS = FactorsConfig("lora", 4, 8, 0.0, False, None)
+FACTORS = LoraAdapterConfig("lora", 4, 8, 0.0, False, None)
 EVERY = [*toys.HEAD_CONFIGS, *toys.OPTIONS]
 TREE = {"kind": "dynamic", "depth": 4, "top_k": 3, "nodes": 9, "paths": [], "widths": []}
 

@@ -15,8 +15,8 @@ from hydra import compose, initialize_config_dir
 
 from heads import HEADS
 from heads.common.resolvers import ROOT, register_resolvers
-from heads.formats.export import FORMATS
 from heads.formats.hub import kind_of
+from heads.formats.published.export import FORMATS
 from heads.formats.store import TargetSpec, read_config, save_head
 from tests.eval.stubs import ROW
 from tests.heads import exporting

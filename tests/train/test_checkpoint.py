@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from data.features.store_files import read_checked, write_checked
 from train.checkpoints import format, resume
-from train.checkpoints.saver import Saver, dealt
+from train.checkpoints.saver import Saver, partition
 from train.checkpoints.state import TrainState
 from train.distributed.control import ProcessControl
 from train.optim import Average
@@ -190,11 +190,11 @@ def test_leftovers_go(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_tensors_are_dealt_evenly_and_each_once() -> None:
+def test_tensors_are_partitioned_evenly_and_each_once() -> None:
     one = state()
-    shares = [dealt(one, rank, 3)[0] for rank in range(3)]
+    shares = [partition(one, rank, 3)[0] for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(one.names())
-    assert dealt(one, 0, 3)[1] == one.names()
+    assert partition(one, 0, 3)[1] == one.names()
     sizes = [sum(each.nbytes for each in share.values()) for share in shares]
     assert max(sizes) - min(sizes) <= max(one.read(name).nbytes for name in one.names())
 
@@ -202,7 +202,7 @@ def test_tensors_are_dealt_evenly_and_each_once() -> None:
 def test_shards_of_several_processes_become_one_checkpoint(tmp_path: Path) -> None:
     one, partial, final = state(), tmp_path / ".partial-1", tmp_path / "step-00000001"
     for rank in range(3):
-        format.write_share(partial, rank, 3, dealt(one, rank, 3)[0])
+        format.write_shard(partial, rank, 3, partition(one, rank, 3)[0])
     format.commit(partial, final, 3, one.names(), {"step": 1})
     assert not partial.exists()
     assert len(list(final.iterdir())) == 3 + 2

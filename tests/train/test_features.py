@@ -57,10 +57,9 @@ def trained(base: list[str], tmp_path: Path) -> Train:
 def extracted(base: list[str], folder: Path, head: str, *overrides: str) -> list[str]:
     """Extract the features that a head reads, and return the overrides to train from them."""
     words = ["features=stored", f"features.path={folder}"]
-    run, resolved = configured([*base, *HEADS[head], *words, *overrides])
+    run, _ = configured([*base, *HEADS[head], *words, *overrides])
     config: FeaturesConfig = run.features
-    layers = Layers(resolved["head"], None)
-    extract_features(run.model, run.data, config, layers, None, run.workload, lambda _: None)
+    extract_features(run.model, run.data, config, Layers(run.head, None), None, run.workload, lambda _: None)
     return words
 
 

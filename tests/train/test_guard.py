@@ -37,7 +37,7 @@ class Job:
         take = Loop.take
 
         def noted(loop: Loop, step: int) -> bool:
-            self.rows = loop.step.batches.rows(BAD).tolist()
+            self.rows = loop.source.batches.rows(BAD).tolist()
             return take(loop, step)
 
         with pytest.MonkeyPatch.context() as patch:

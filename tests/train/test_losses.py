@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from heads.common.typed import typed
 from tests.train.test_objective import CONFIG
-from train.losses import LOSSES, Law, ObjectiveConfig, Rows
+from train.losses import LOSSES, ObjectiveConfig, Rows, TeacherProbs
 
 
 def rows(width: int) -> Rows:
@@ -18,9 +18,9 @@ def rows(width: int) -> Rows:
     log_p = torch.randn(5, 7).log_softmax(-1)
     label = torch.tensor([1, 0, 2, 3, -1 if width < 7 else 6])
     best = log_p.argmax(-1)
-    law = Law(log_p[:, :width], torch.where(best < width, best, -1))
+    teacher = TeacherProbs(log_p[:, :width], torch.where(best < width, best, -1))
     return Rows(
-        law, torch.arange(5), torch.randn(5, width).log_softmax(-1), label, torch.randn(5, 3), torch.randn(5, 3),
+        teacher, torch.arange(5), torch.randn(5, width).log_softmax(-1), label, torch.randn(5, 3), torch.randn(5, 3),
         torch.randn(5), width == 7,
     )  # fmt: skip
 
@@ -28,12 +28,12 @@ def rows(width: int) -> Rows:
 @pytest.mark.parametrize("width", [7, 4])
 def test_losses_by_their_formulas(width: int) -> None:
     x = rows(width)
-    assert x.known.all() == (width == 7)
+    assert x.covered.all() == (width == 7)
     for r in range(5):
         p, q = x.log_p[r].exp().tolist(), x.log_q[r].exp().tolist()
         law = [each / sum(p) for each in p]
         overlap = sum(map(min, zip(p, q, strict=True)))
-        known = float(x.known[r])
+        known = float(x.covered[r])
         forward = known * sum(a * math.log(a / b) for a, b in zip(law, q, strict=True))
         middle = [(a + b) / 2 for a, b in zip(law, q, strict=True)]
         share = math.exp(-3 * overlap)
@@ -64,7 +64,7 @@ def test_losses_by_their_formulas(width: int) -> None:
 def test_a_law_that_has_nothing_for_the_drafted_tokens_leaves_the_loss_finite(name: str) -> None:
     x = rows(4)
     log_q = x.log_q.clone().requires_grad_()
-    far = replace(x, law=Law(torch.full((5, 4), -200.0), torch.full((5,), -1)), log_q=log_q)
+    far = replace(x, teacher=TeacherProbs(torch.full((5, 4), -200.0), torch.full((5,), -1)), log_q=log_q)
     value = LOSSES[name](far, CONFIG).sum()
     assert value.isfinite()
     if value.requires_grad:

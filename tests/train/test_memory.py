@@ -16,8 +16,8 @@ from tests import toys
 from train.adapt import WholeConfig
 from train.distributed.processes import LARGE
 from train.losses import ObjectiveConfig
-from train.planning.device import known
-from train.planning.memory import Held, Layout, head_state, pass_stage, target_state
+from train.planning.device import by_driver_name
+from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state
 from train.planning.shapes import TargetShape
 from train.planning.trace import NONE, Job, Shadow, Size, Trace, trace
 from train.step import Loss
@@ -100,7 +100,7 @@ def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.
 def test_recomputation_keeps_less_and_computes_more() -> None:
     target = toys.target()
     kept, again = (trace(job(target, "eagle", recompute=each)) for each in (False, True))
-    assert again.kept.total < kept.kept.total
+    assert again.activations.total < kept.activations.total
     assert again.flops > kept.flops
 
 
@@ -124,7 +124,7 @@ def test_what_is_recomputed_is_what_a_run_recomputes() -> None:
 
 def test_memory_grows_with_the_rows_alone() -> None:
     target = toys.target()
-    one, two, four = (trace(job(target, "eagle", rows=rows)).kept.total for rows in (2, 4, 8))
+    one, two, four = (trace(job(target, "eagle", rows=rows)).activations.total for rows in (2, 4, 8))
     assert four - two == pytest.approx(2 * (two - one), rel=0.01)
 
 
@@ -195,7 +195,7 @@ def test_a_placement_cuts_the_layers(placement: str, there: int, gathered: int, 
 
 
 def test_stages_do_not_add_up() -> None:
-    held = Held({"a": Size(100, 10)}, {"one": {"x": Size(50, 1)}, "two": {"y": Size(5, 30), "z": Size(1, 0)}})
+    held = MemoryUse({"a": Size(100, 10)}, {"one": {"x": Size(50, 1)}, "two": {"y": Size(5, 30), "z": Size(1, 0)}})
     assert held.peak(1000, 0.0, heap=False) == 1000 + 110 + 51
     assert held.peak(1000, 1.0, heap=True) == 1000 + 100 + 50 + 2 * (10 + 30)
 
@@ -221,10 +221,10 @@ def test_a_pass_over_a_target_counts_products_and_attention() -> None:
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100_40"), ("NVIDIA A100-SXM4-80GB", "a100")],
 )
 def test_a_device_is_known_by_the_name_of_its_driver(driver: str, name: str) -> None:
-    found = known(driver)
+    found = by_driver_name(driver)
     assert found is not None
     assert (found.name, found.type) == (name, "cuda")
 
 
 def test_an_unknown_device_is_none() -> None:
-    assert known("Riva TNT2") is None
+    assert by_driver_name("Riva TNT2") is None

@@ -216,14 +216,14 @@ def test_two_nodes_show_what_lies_where() -> None:
     with console.capture() as shown:
         console.print(table(given, found, []))
     text = shown.get()
-    assert len(found["places"]) == 16
+    assert len(found["devices"]) == 16
     assert "node 0 device 0-7, node 1 device 0-7: " in text
     assert "target: layers" in text
-    layers = found["places"][9].held.resident["target: layers"].total
+    layers = found["devices"][9].held.resident["target: layers"].total
     assert layers == 2 * (found["target_parameters"] - 2 * 128256 * 8192) // 8
-    assert all("measuring τ" in place.held.stages for place in found["places"])  # it takes all of them
-    apart = plan(run("experiment=eagle3_llama8b_8x80", "head=medusa", "objective.depths=4", *SMALL))["places"]
-    assert [i for i, place in enumerate(apart) if "measuring τ" in place.held.stages] == [0]
+    assert all("measuring τ" in device.held.stages for device in found["devices"])  # it takes all of them
+    apart = plan(run("experiment=eagle3_llama8b_8x80", "head=medusa", "objective.depths=4", *SMALL))["devices"]
+    assert [i for i, device in enumerate(apart) if "measuring τ" in device.held.stages] == [0]
     assert found["hours"] == pytest.approx(found["gpu_hours"] / 16)
 
 
@@ -231,16 +231,16 @@ def test_two_nodes_show_what_lies_where() -> None:
 def test_from_a_store_only_the_ends_are_loaded() -> None:
     words = ("model=llama8b", "head=medusa", "head.lm_head=shared", "device=rtx4090", "features=stored")
     live, stored = plan(run(*words, "eval.prompts=0")), plan(run(*words, "eval.prompts=0", "trainer.eval_prompts=0"))
-    assert "target: layers" in live["places"][0].held.resident
-    assert "target: layers" not in stored["places"][0].held.resident
+    assert "target: layers" in live["devices"][0].held.resident
+    assert "target: layers" not in stored["devices"][0].held.resident
     assert stored["target_bytes"] == 2 * 2 * 128256 * 4096
     assert stored["disk"]["features, if no row comes twice"] == stored["tokens"] * 2 * 4096
 
 
 def test_the_final_evaluation_needs_room_for_the_target_in_fp32() -> None:
-    held = plan(run("head=medusa"))["places"][0].held
+    held = plan(run("head=medusa"))["devices"][0].held
     assert held.stages["final evaluation"]["target again, in fp32"].total == 4 * plan(run())["target_parameters"]
-    assert "final evaluation" not in plan(run("eval.prompts=0"))["places"][0].held.stages
+    assert "final evaluation" not in plan(run("eval.prompts=0"))["devices"][0].held.stages
 
 
 def test_a_plan_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

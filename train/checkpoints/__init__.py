@@ -1,7 +1,7 @@
-"""Checkpoints: what is kept, when it is written, how a run resumes.
+"""Checkpoints: content, format on disk, asynchronous saving, resuming.
 
-state.py   what a run must keep to go on, as named whole tensors
-format.py  checkpoints on disk: shards, index, checksums, whole or not at all
-saver.py   checkpoints written beside the training, and the newest good one found
-resume.py  what a run must go on with
+state.py   a run's state as named whole tensors: weights, optimiser, average
+format.py  checkpoints on disk: shards, index, checksums, atomic commits
+saver.py   saving in a thread while training continues, and the search for the newest good checkpoint
+resume.py  the settings that must not change on resume, and restoring
 """

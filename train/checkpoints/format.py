@@ -1,13 +1,13 @@
-"""Checkpoints on disk: whole or not at all, checked by checksums, written by all processes together.
+"""Checkpoints on disk: committed atomically, verified by checksums, written by all processes together.
 
-    checkpoints/step-N/rank-R-of-W.safetensors   the tensors that process R wrote, of all named tensors of a run
+    checkpoints/step-N/rank-R-of-W.safetensors   the tensors that process R wrote, a subset of the run's named tensors
     checkpoints/step-N/index.json                which shard holds which tensor, and the SHA-256 of every shard
-    checkpoints/step-N/state.json                the step, what was measured so far, what the run must go on with
+    checkpoints/step-N/state.json                the step, the measurements so far, the settings that identify the run
 
-Tensors are whole under their names (state.py), so the number of processes and what cuts tensors up between them may
-differ when a run goes on. A checkpoint grows in a folder `.partial-…`, where each process leaves a note when its
-shard is on the disk; the main process then renames the folder. The data position is the step number, and all other
-randomness is derived from seeds and step, so this is all there is to resume.
+Tensors are whole under their names (state.py), so the number of processes and the strategy that shards the head may
+change on resume. A checkpoint is written to a folder `.partial-…`, where each process writes a note once its shard is
+on the disk; the main process then renames the folder. The data position is the step number, and all other randomness
+is derived from seeds and step, so nothing else is needed to resume.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ PARTIAL, DAMAGED, FAILED = ".partial-", "damaged-", ".failed"
 
 
 def folder_of(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies."""
+    """Return the folder of a step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
@@ -45,33 +45,32 @@ def step_of(path: Path) -> int:
 
 
 def found(folder: Path) -> list[Path]:
-    """Return the checkpoints, oldest first; what else lies there, as a copy under another name, is none."""
+    """Return the checkpoints, oldest first; folders of other names, such as a user's backup, are ignored."""
     return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
 def note_of(partial: Path, rank: int) -> Path:
-    """Return the note that a process leaves when its shard is on the disk."""
+    """Return the path of the note that a process writes once its shard is on the disk."""
     return partial / f"rank-{rank:05d}.json"
 
 
-def write_share(partial: Path, rank: int, world: int, tensors: dict[str, Tensor]) -> None:
-    """Write a process's tensors and then its note, which says what the shard holds and its checksum.
+def write_shard(partial: Path, rank: int, world: int, tensors: dict[str, Tensor]) -> None:
+    """Write a process's tensors and then its note: the shard's tensors, size and checksum.
 
     Raises:
-        OSError: the disk refused.
-        SafetensorError: likewise.
+        OSError, SafetensorError: the disk refused.
     """
     partial.mkdir(parents=True, exist_ok=True)
     shard = partial / f"rank-{rank:05d}-of-{world:05d}.safetensors"
     save_file(tensors, shard)
     flush(shard)
-    held = {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for name, t in tensors.items()}
-    note = {"shard": shard.name, "bytes": shard.stat().st_size, "checksum": content_hash(shard), "tensors": held}
+    info = {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for name, t in tensors.items()}
+    note = {"shard": shard.name, "bytes": shard.stat().st_size, "checksum": content_hash(shard), "tensors": info}
     write_checked(note_of(partial, rank), note)
 
 
 def write_failure(partial: Path, rank: int, reason: str) -> None:
-    """Leave word that a process could not write its shard, whose place on the disk it gives back first."""
+    """Record that a process could not write its shard, after deleting the shard to free its space on the disk."""
     with contextlib.suppress(OSError):
         for shard in partial.glob(f"rank-{rank:05d}-of-*"):
             shard.unlink()
@@ -79,25 +78,25 @@ def write_failure(partial: Path, rank: int, reason: str) -> None:
 
 
 def failure(partial: Path, rank: int) -> str:
-    """Return why a process could not write its shard, nothing as long as it did not fail."""
+    """Return why a process could not write its shard, empty if it has not failed."""
     path = note_of(partial, rank).with_suffix(FAILED)
     return path.read_text() if path.exists() else ""
 
 
 def commit(partial: Path, final: Path, world: int, names: list[str], content: dict[str, Any]) -> None:
-    """Make a checkpoint of the shards of all processes, whose notes are there: one rename.
+    """Commit the shards of all processes, whose notes exist, as a checkpoint by one rename.
 
     Args:
         partial: the folder that they wrote to.
-        final: the checkpoint's folder; an earlier one of the same step gives way.
+        final: the checkpoint's folder; an earlier one of the same step is replaced.
         world: the number of processes.
         names: all tensors, in the order in which they are read back.
-        content: what state.json says.
+        content: the content of state.json.
     """
     notes = [read_checked(note_of(partial, rank)) for rank in range(world)]
-    held = {name: {"shard": note["shard"], **about} for note in notes for name, about in note["tensors"].items()}
+    tensors = {name: {"shard": note["shard"], **about} for note in notes for name, about in note["tensors"].items()}
     shards = {note["shard"]: {"bytes": note["bytes"], "sha256": note["checksum"]} for note in notes}
-    index = {"format": FORMAT, "shards": shards, "tensors": {name: held[name] for name in names}}
+    index = {"format": FORMAT, "shards": shards, "tensors": {name: tensors[name] for name in names}}
     write_checked(partial / INDEX, index)
     write_checked(partial / STATE, content)
     for rank in range(world):
@@ -116,13 +115,13 @@ def tidy(folder: Path, keep: int, best: int) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what a killed run left half written."""
-    for left in folder.glob(f"{PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Remove the unfinished checkpoints of a killed run."""
+    for partial in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints after a step, none of which loads: they must not pass for the newest ones."""
+    """Rename the checkpoints after a step, none of which loads, so that they do not count as the newest ones."""
     for path in found(folder):
         if step_of(path) > step:
             aside = path.with_name(DAMAGED + path.name)
@@ -131,7 +130,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def complaint(path: Path, rank: int, world: int) -> str:
-    """Return what is wrong with a checkpoint, nothing if it is good; each process looks at its share of the shards."""
+    """Return what is wrong with a checkpoint, empty if it is good; each process checks every `world`-th shard."""
     try:
         index = read_checked(path / INDEX)
         if index["format"] != FORMAT:
@@ -150,7 +149,7 @@ def complaint(path: Path, rank: int, world: int) -> str:
 
 
 def _check_state(path: Path) -> None:
-    """Check that a checkpoint's state is what some run has written at this step.
+    """Check that a checkpoint's state.json has the structure that a run writes, and this step.
 
     Raises:
         OSError, ValueError: it is damaged.
@@ -159,8 +158,8 @@ def _check_state(path: Path) -> None:
     odd = [key for key in ("progress", "settings", "arithmetic") if not isinstance(state.get(key, {}), dict)]
     if not odd:
         values = state.get("progress", {}).values()
-        parts = [each for value in values for each in (value if isinstance(value, list) else [value])]
-        odd = [] if all(isinstance(each, int | float | None) for each in parts) else ["progress"]
+        numbers = [number for value in values for number in (value if isinstance(value, list) else [value])]
+        odd = [] if all(isinstance(number, int | float | None) for number in numbers) else ["progress"]
     if state.get("step") != step_of(path):
         odd = ["step"]
     if odd:
@@ -168,7 +167,7 @@ def _check_state(path: Path) -> None:
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint's state.json says.
+    """Return the content of a checkpoint's state.json.
 
     Raises:
         ValueError: it is damaged.

@@ -24,35 +24,35 @@ SHOWN = 60  # characters of a value in a message
 
 
 class Identity(NamedTuple):
-    """What a run is known by when it goes on: `settings` may not change, `numerics` may, and are then told."""
+    """The settings that identify a run on resume: a change of `settings` is refused, one of `numerics` is reported."""
 
     settings: dict[str, Any]
     numerics: dict[str, Any]
 
     def kept(self) -> dict[str, Any]:
-        """Return them as checkpoints keep them."""
+        """Return them under the keys of state.json."""
         return {"settings": self.settings, "arithmetic": self.numerics}
 
 
 def settings(
     trainer: TrainerConfig, head: HeadConfig, peft: AdaptConfig, target: str, batches: Batches
 ) -> dict[str, Any]:
-    """Return what may not change when a run goes on, by the keys that a user knows.
+    """Return the settings that may not change on resume, under the keys of the user's configuration.
 
     Args:
         trainer: the optimisation.
         head: the head's configuration as it was built.
-        peft: what of it is trained.
+        peft: which of its weights are trained.
         target: the fingerprint of the target's weights.
         batches: the packed data.
     """
-    parts = {"head": asdict(head), "peft": asdict(peft)}
-    nested = {f"{part}.{key}": value for part, values in parts.items() for key, value in values.items()}
+    sections = {"head": asdict(head), "peft": asdict(peft)}
+    nested = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     return plain({**data_settings(trainer, batches), "target's fingerprint": target, **nested})
 
 
 def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
-    """Return what of it the data's order and the optimiser follow from."""
+    """Return the settings that determine the data, its order and the optimiser's state."""
     return {
         "trainer.batch_tokens": trainer.batch_tokens,
         "trainer.seed": trainer.seed,
@@ -64,23 +64,23 @@ def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
 
 
 def numerics(trainer: TrainerConfig, objective: ObjectiveConfig, strategy: str, world: int) -> dict[str, Any]:
-    """Return what the losses follow from and may change: the schedule, the objective, or their last bits alone."""
+    """Return the settings that affect the losses but may change on resume: schedule, objective, processes."""
     steering = {f"trainer.{key}": getattr(trainer, key) for key in STEERING}
     weighed = {f"objective.{key}": value for key, value in asdict(objective).items()}
     return plain({**steering, **weighed, "processes": world, "strategy": strategy})
 
 
 def check(out: Path, now: dict[str, Any]) -> None:
-    """Refuse to go on with other settings than those that the newest readable checkpoint was written with.
+    """Check that the settings are those that the newest readable checkpoint was written with.
 
     Raises:
-        ValueError: they differ; each is named with both values.
+        ValueError: they differ; each difference is listed with both values.
     """
     for path in reversed(format.found(out / "checkpoints")):
         try:
             then = format.state_of(path)["settings"]
         except (ValueError, KeyError):
-            continue  # what is damaged is said where it is to be loaded
+            continue  # loading reports the damage
         if changed := differences(then, now):
             raise ValueError(
                 f"{out}: resume=true goes on with the settings that the run began with, and here differ {changed}; "
@@ -90,32 +90,32 @@ def check(out: Path, now: dict[str, Any]) -> None:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return which values differ, with both of each."""
+    """Return the settings that differ, with both values of each, as text."""
     keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     return ", ".join(f"{key} ({short(then.get(key))}, now {short(now.get(key))})" for key in keys)
 
 
 def short(value: Any) -> str:
-    """Return a value as a message shows it."""
+    """Return a value as text for a message, truncated to SHOWN characters."""
     text = json.dumps(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values as they come back from JSON."""
-    found: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return found
+    """Return values after a round trip through JSON, so that they compare with those of a checkpoint."""
+    decoded: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return decoded
 
 
 def restore(state: TrainState, path: Path) -> None:
-    """Write a checkpoint's tensors into a run.
+    """Load a checkpoint's tensors into a run's state.
 
     Raises:
-        KeyError: they are not those that the run has.
+        KeyError: the run has other tensors.
         RuntimeError: one has another shape.
         ValueError: one cannot be read.
     """
-    names = {name for name in state.names() if not name.startswith("state/")}  # an optimiser begins without
+    names = {name for name in state.names() if not name.startswith("state/")}  # none before the first step
     for name, value in format.tensors(path):
         names.discard(name)
         state.write(name, value)
@@ -124,14 +124,14 @@ def restore(state: TrainState, path: Path) -> None:
 
 
 def kept_weights(path: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's weights to evaluate and to keep: the average's if there is one.
+    """Return a checkpoint's weights to evaluate and to save: the average's if there is one.
 
     Raises:
         ValueError: one cannot be read.
     """
-    found: dict[str, dict[str, Tensor]] = {"weight": {}, "average": {}}
+    weights: dict[str, dict[str, Tensor]] = {"weight": {}, "average": {}}
     for name, value in format.tensors(path):
         kind, parameter, _ = split(name)
-        if kind in found:
-            found[kind][parameter] = value
-    return found["weight"] | found["average"]
+        if kind in weights:
+            weights[kind][parameter] = value
+    return weights["weight"] | weights["average"]

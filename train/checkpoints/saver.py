@@ -1,7 +1,7 @@
-"""Saves a run beside its training: what is to be kept is copied at once, and a thread writes the copy.
+"""Asynchronous checkpoints: the state is copied at once, and a thread writes the copy while training continues.
 
-The threads of the processes speak through files alone. Collectives belong to the main thread: two threads that call
-them would meet in another order on every process.
+The threads of the processes communicate through files alone. Collectives belong to the main thread: called from two
+threads, they would run in a different order on every process.
 """
 
 import shutil
@@ -20,22 +20,22 @@ from train.checkpoints import format
 from train.checkpoints.state import TrainState
 from train.distributed.control import ProcessControl
 
-POLL = 0.05  # seconds between looks at what the other processes have written
+POLL = 0.05  # seconds between checks for the other processes' notes
 
 
 class Task(NamedTuple):
-    """One checkpoint to be written: where, this process's tensors, all names in order, state.json, the best step."""
+    """One checkpoint to write: folders, this process's tensors, all names in order, state.json, the best step."""
 
     partial: Path
     final: Path
-    share: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     names: list[str]
     content: dict[str, Any]
     best: int
 
 
 class Saver:
-    """Writes and finds the checkpoints of a run, on every process alike.
+    """Write and find the checkpoints of a run; all processes make the same calls.
 
     Attributes:
         seconds: how long training has waited for saves.
@@ -45,33 +45,33 @@ class Saver:
     def __init__(self, out: Path, control: ProcessControl, keep: int) -> None:
         self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
         self.seconds, self.saved = 0.0, -1
-        self._name = control.share(f"{time.time_ns():x}")  # no folder of an earlier attempt passes for one of this run
+        self._name = control.share(f"{time.time_ns():x}")  # distinguishes this run's folders from an earlier attempt's
         self._count = 0
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._given_up = threading.Event()
 
     def save(self, state: TrainState, step: int, content: dict[str, Any], best: int) -> None:
-        """Copy the state, and let it be written while training goes on; the save before it is waited for.
+        """Wait for the save before, copy the state, and start writing it while training continues.
 
-        If that one failed, this one is waited for as well.
+        If the save before failed, wait for this one as well.
 
         Args:
             state: the run's tensors; all processes read them together.
-            step: after which step.
-            content: what state.json says beside the step.
-            best: the step that measured best, whose checkpoint is kept for good.
+            step: the number of steps taken.
+            content: the content of state.json beside the step.
+            best: the step with the best τ, whose checkpoint is never deleted.
 
         Raises:
-            ValueError: the disk has refused twice in a row; what was saved before still loads.
+            ValueError: the disk has refused twice in a row; earlier checkpoints still load.
         """
         begin = time.perf_counter()
-        failed = self._settle()
-        share, names = dealt(state, self.control.rank, self.control.world)
+        failed = self._wait()
+        tensors, names = partition(state, self.control.rank, self.control.world)
         self._count += 1
         partial = self.folder / f"{format.PARTIAL}{step:08d}-{self._name}-{self._count}"
         final = format.folder_of(self.folder, step)
-        task = Task(partial, final, share, names, {"step": step, **content}, best)
+        task = Task(partial, final, tensors, names, {"step": step, **content}, best)
         self._pending = self._thread.submit(self._write, task)
         self.saved = step
         if failed:
@@ -80,28 +80,28 @@ class Saver:
         self.seconds += time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written.
+        """Wait until the pending checkpoint is written.
 
         Raises:
             ValueError: it could not be written.
         """
         begin = time.perf_counter()
-        failed = self._settle()
+        failed = self._wait()
         self.seconds += time.perf_counter() - begin
         if failed:
             self.saved = -1
             self.control.refuse(f"{failed}; free space and resume=true")
 
     def close(self) -> None:
-        """End the thread. What all processes have written becomes a checkpoint, what one of them lacks does not."""
+        """End the thread; a pending checkpoint is committed only if all processes have written their shards."""
         self._given_up.set()
         self._thread.shutdown()
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint that is good, None if there is none at all; say what was wrong with newer ones.
+        """Return the newest good checkpoint, None if there are no checkpoints; warn of newer damaged ones.
 
         Raises:
-            ValueError: there are checkpoints and none of them is good.
+            ValueError: all checkpoints are damaged.
         """
         control = self.control
         paths = [Path(path) for path in control.share([str(path) for path in format.found(self.folder)])]
@@ -121,12 +121,12 @@ class Saver:
         return None
 
     def complaints(self, path: Path) -> list[str]:
-        """Return what is wrong with a checkpoint, nothing if it is good; all processes look together."""
+        """Return what is wrong with a checkpoint, empty if it is good; a collective call."""
         control = self.control
-        return [each for each in control.gather(format.complaint(path, control.rank, control.world)) if each]
+        return [text for text in control.gather(format.complaint(path, control.rank, control.world)) if text]
 
-    def _settle(self) -> str:
-        """Wait for the pending save of all processes; return what went wrong, if anything did."""
+    def _wait(self) -> str:
+        """Wait for the pending save of all processes; return its first error, empty if it succeeded."""
         if self._pending is None:
             return ""
         pending, self._pending, failed = self._pending, None, ""
@@ -134,13 +134,13 @@ class Saver:
             pending.result()
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             failed = one_line(error)
-        return next((each for each in self.control.gather(failed) if each), "")
+        return next((text for text in self.control.gather(failed) if text), "")
 
     def _write(self, task: Task) -> None:
-        """Write this process's part; on the main process wait for the others', and make a checkpoint of it all."""
+        """Write this process's shard; on the main process wait for the others' and commit the checkpoint."""
         control = self.control
         try:
-            format.write_share(task.partial, control.rank, control.world, task.share)
+            format.write_shard(task.partial, control.rank, control.world, task.tensors)
             if control.rank == 0:
                 self._await_others(task)
                 if self.metrics.exists():
@@ -159,9 +159,9 @@ class Saver:
         """Wait for the notes of all processes.
 
         Raises:
-            ValueError: one did not come, or its writer failed.
+            ValueError: one is missing after the time-out, or its writer failed.
         """
-        end = time.monotonic() + self.control.timeout / 2  # sooner than the others tire of waiting for this process
+        end = time.monotonic() + self.control.timeout / 2  # before the others time out waiting for this process
         missing = list(range(self.control.world))
         while missing := [rank for rank in missing if not format.note_of(task.partial, rank).exists()]:
             for rank in missing:
@@ -172,18 +172,18 @@ class Saver:
             time.sleep(POLL)
 
 
-def dealt(state: TrainState, rank: int, world: int) -> tuple[dict[str, Tensor], list[str]]:
-    """Return copies of the tensors that a process writes, and the names of all.
+def partition(state: TrainState, rank: int, world: int) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors that a process writes, copied, and the names of all.
 
-    Each tensor goes to the process with the fewest bytes so far. Every process reads every tensor, since what is cut
-    up between them is made whole by all together.
+    Each tensor goes to the process with the fewest bytes so far. Every process reads every tensor, since gathering a
+    sharded one is a collective call.
     """
-    share: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     bytes_of, names = [0] * world, state.names()
     for name in names:
         value = state.read(name)
         owner = bytes_of.index(min(bytes_of))
         bytes_of[owner] += max(1, value.nbytes)
         if owner == rank:
-            share[name] = value
-    return share, names
+            tensors[name] = value
+    return tensors, names

@@ -1,7 +1,7 @@
-"""What a run must keep to go on: weights, optimiser state and running average, as named whole tensors.
+"""The state of a run that checkpoints hold: weights, optimiser state and running average, as named whole tensors.
 
-Names are `weight/…`, `state/…/KEY` and `average/…`, with the head's own parameter names. A tensor is whole whatever
-strategy cuts it up between processes, so what is kept does not depend on the strategy nor on the number of processes.
+Names are `weight/…`, `state/…/KEY` and `average/…`, with the head's own parameter names. A tensor is gathered whole
+from its shards, so checkpoints depend neither on the strategy nor on the number of processes.
 """
 
 from typing import Any
@@ -22,28 +22,28 @@ class TrainState:
     def names(self) -> list[str]:
         """Return the names of all tensors, in the same order on every process."""
         parameters = trained_state(self.head)
-        found = [f"weight/{name}" for name in self.head.state_dict()]
-        found += [f"state/{name}/{key}" for name, p in parameters.items() for key in sorted(self._of(p))]
-        return found + [f"average/{name}" for name in self.average.weights]
+        names = [f"weight/{name}" for name in self.head.state_dict()]
+        names += [f"state/{name}/{key}" for name, p in parameters.items() for key in sorted(self._of(p))]
+        return names + [f"average/{name}" for name in self.average.weights]
 
     def read(self, name: str) -> Tensor:
-        """Return a copy of one tensor on the CPU; every process calls this, for the same name."""
+        """Return a copy of one tensor on the CPU; a collective call with the same name."""
         kind, rest, key = split(name)
         p = self._weight(rest)
         if kind == "weight":
-            found = whole(p, held(p))
+            value = whole(p, held(p))
         elif kind == "average":
-            found = whole(p, self.average.weights[rest])
+            value = whole(p, self.average.weights[rest])
         elif zero_stage(p) and key != "step":
-            found = master_state(p, key)
+            value = master_state(p, key)
         else:
-            found = whole(p, self._of(p)[key])
-        copy: Tensor = found.detach().to("cpu", copy=True).contiguous()
+            value = whole(p, self._of(p)[key])
+        copy: Tensor = value.detach().to("cpu", copy=True).contiguous()
         return copy
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Take one tensor; every process calls this, for the same name and with the same value.
+        """Load one tensor; a collective call with the same name and value.
 
         Raises:
             KeyError: the head or its optimiser has no such tensor.
@@ -71,35 +71,35 @@ class TrainState:
             put(p, state[key], value)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the whole weights to evaluate and to keep, on the CPU: the average's if there is one."""
+        """Return the whole weights to evaluate and to save, on the CPU: the average's if there is one."""
         averaged = self.average.weights
         kinds = {name: "average" if name in averaged else "weight" for name in self.head.state_dict()}
         return {name: self.read(f"{kind}/{name}") for name, kind in kinds.items()}
 
     def _weight(self, name: str) -> Tensor:
-        found: Tensor = self.head.state_dict(keep_vars=True)[name]
-        return found
+        weight: Tensor = self.head.state_dict(keep_vars=True)[name]
+        return weight
 
     def _of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the optimiser's state of one parameter, empty before its first step."""
         return self._states(parameter)[0]
 
     def _states(self, parameter: Tensor) -> list[dict[str, Any]]:
-        """Return the optimiser's states that one parameter is in: under ZeRO those of all flat partitions.
+        """Return the optimiser's state dicts that hold one parameter: under ZeRO those of all flat partitions.
 
-        They step together, so that each of them tells the count of steps.
+        They step together, so each of them has the count of steps.
         """
         plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate or DeepSpeed wraps it
         if zero_stage(parameter):
             return list(plain.state.values())
-        for part in getattr(plain, "parts", [plain]):
-            if any(parameter is each for group in part.param_groups for each in group["params"]):
-                return [part.state[parameter]]
+        for optimizer in getattr(plain, "optimizers", [plain]):
+            if any(parameter is other for group in optimizer.param_groups for other in group["params"]):
+                return [optimizer.state[parameter]]
         raise KeyError("no optimiser has this parameter")
 
 
 def split(name: str) -> tuple[str, str, str]:
-    """Return what a name says: the kind of tensor, the parameter, and the key of its state or nothing."""
+    """Parse a tensor's name into its kind, the parameter, and the key of the optimiser's state, else empty."""
     kind, rest = name.split("/", 1)
     parameter, _, key = rest.rpartition("/") if kind == "state" else (rest, "", "")
     return kind, parameter, key

@@ -1,10 +1,10 @@
-"""Processes: launched, watched, sharing one head.
+"""The processes of a run: launching, checking, watching, sharding strategies.
 
-strategy.py   how processes share the head: copies, FSDP2, ZeRO-2 and ZeRO-3
-shards.py     what one process holds of a tensor that is cut up, and the whole of it
-lock.py       one run at a time in an output folder
-control.py    what processes tell each other: to stop, what failed
-heartbeat.py  signs of life, by which a lost process is named
-launch.py     the processes that launcher=… asks for, here or as a job of SLURM
-processes.py  what was started against what was asked for
+strategy.py   strategies: DDP, FSDP2, ZeRO-2 and ZeRO-3
+shards.py     sharded tensors: a process's shard, gathering and scattering the whole
+lock.py       a lock on the output folder: one run at a time
+control.py    control messages between processes: stop requests, failures
+heartbeat.py  heartbeats, by which errors name a lost process
+launch.py     launching the processes of launcher=…, here or as a SLURM job
+processes.py  the Accelerator, checked against the launcher's settings
 """

@@ -1,7 +1,7 @@
-"""What processes tell each other beside gradients: that one was told to stop, what failed, who is missing.
+"""Control messages between processes: stop requests, failures, lost processes.
 
-They speak over gloo in a group of their own, on the CPU: nothing here waits for an accelerator, or disturbs the order
-of its collectives.
+They use a gloo group of their own, on the CPU: nothing here waits for an accelerator, or disturbs the order of its
+collectives.
 """
 
 import logging
@@ -25,15 +25,15 @@ from train.distributed.heartbeat import Heartbeat
 log = logging.getLogger(__name__)
 
 RANKS = ".ranks"  # in the output folder, while several processes run
-STOPPED = 128 + signal.SIGTERM  # the status of a run that was told to stop
-REPEATED = 2.0  # seconds; launchers pass a signal on that their processes have had already
+STOPPED = 128 + signal.SIGTERM  # the exit status of a run that was stopped
+REPEATED = 2.0  # seconds; a launcher forwards a signal that its processes have received already
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
-    """Do something on the main process alone; where that fails for a user's mistake, every process ends.
+    """Run an action on the main process alone; if it fails with a user's error, every process exits.
 
     Raises:
-        ValueError: what the action raised, on the main process.
+        ValueError: the action's error, on the main process.
         SystemExit: on the others.
     """
     failed: list[Any] = [None]
@@ -51,10 +51,10 @@ def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
 
 
 class ProcessControl:
-    """One process among those of a run.
+    """Control of the processes of a run: stop requests, gathered values, and detection of lost ones.
 
     Attributes:
-        rank, world: which it is, of how many.
+        rank, world: this process's rank and the number of processes.
         timeout: seconds that one process waits for another.
     """
 
@@ -64,31 +64,31 @@ class ProcessControl:
         self._group: Any = None
         if self.world > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._told: float | None = None
+        self._signalled: float | None = None  # when a SIGTERM came
         self._vote: tuple[torch.Tensor, Any] | None = None
 
     def halted(self) -> bool:
-        """Return whether a process was told to stop: on all the same, asked as often on all, and soon enough.
+        """Return whether a process received a SIGTERM: a collective call with the same result on all processes.
 
-        The answer is that of the last time: the question travels while the accelerator works.
+        The result is that of the call before, whose reduction ran while the accelerator worked.
         """
         self.heart.move()
         if self._group is None:
-            return self._told is not None
-        stopping = self._counted()
-        votes = torch.tensor([float(self._told is not None)])
+            return self._signalled is not None
+        stopping = self._vote_result()
+        votes = torch.tensor([float(self._signalled is not None)])
         self._vote = votes, dist.all_reduce(votes, group=self._group, async_op=True)
         return stopping
 
     def measuring(self, *, over: bool) -> bool:
-        """Where a measurement is made: tell the others whether it is over; return whether to leave it.
+        """On a process that measures: tell the others whether it is over; return whether to stop the measurement.
 
-        A call of every process: of those that measure nothing by `attend`.
+        A collective call: the processes that do not measure are in `attend`.
         """
         return self._exchange(over)[0]
 
     def attend(self) -> None:
-        """On the other processes: wait for the end of the main one's measurement, or until one is told to stop."""
+        """On the other processes: wait for the end of the main one's measurement, or for a stop request."""
         while not any(self._exchange(over=False)):
             pass
 
@@ -96,7 +96,7 @@ class ProcessControl:
         """Return every process's item, on every process."""
         if self._group is None:
             return [item]
-        self._counted()
+        self._vote_result()
         items: list[Any] = [None] * self.world
         dist.all_gather_object(items, item, group=self._group)
         return items
@@ -106,12 +106,12 @@ class ProcessControl:
         return self.gather(item if self.rank == 0 else None)[0]
 
     def warn(self, text: str) -> None:
-        """Say a line, once."""
+        """Log a warning on the main process."""
         if self.rank == 0:
             log.warning(text)
 
     def refuse(self, text: str) -> None:
-        """End every process with one line.
+        """Exit on every process with a one-line error.
 
         Raises:
             ValueError: on the main process.
@@ -121,15 +121,15 @@ class ProcessControl:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note a SIGTERM for `halted`, and die of a second one."""
+        """Record a SIGTERM for `halted`, and die of a second one."""
 
-        def told(*_: object) -> None:
-            if self._told is not None and time.monotonic() > self._told + REPEATED:
+        def on_signal(*_: object) -> None:
+            if self._signalled is not None and time.monotonic() > self._signalled + REPEATED:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGTERM)
-            self._told = self._told or time.monotonic()
+            self._signalled = self._signalled or time.monotonic()
 
-        previous = signal.signal(signal.SIGTERM, told)
+        previous = signal.signal(signal.SIGTERM, on_signal)
         try:
             yield
         finally:
@@ -137,16 +137,16 @@ class ProcessControl:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Show signs of life, and turn the loss of a process into one line that names it.
+        """Write heartbeats, and turn the loss of a process into a one-line error that names it.
 
         Raises:
-            ValueError: a process has died, ended or hung; on the first of those that are left.
+            ValueError: a process has died, ended or hung; on the first of the remaining ones.
             SystemExit: on the others.
         """
         self.heart.start()
         try:
             yield
-        except RuntimeError as error:  # what gloo and NCCL raise, whichever of their errors it is
+        except RuntimeError as error:  # gloo's and NCCL's errors all are RuntimeErrors
             if not (missing := self.heart.missing(self.timeout)):
                 self.heart.end(one_line(error))
                 raise
@@ -163,8 +163,8 @@ class ProcessControl:
             raise
         self.heart.end()
 
-    def _counted(self) -> bool:
-        """Return what the question that is on its way came to."""
+    def _vote_result(self) -> bool:
+        """Wait for the pending vote and return whether any process wants to stop; false without one."""
         if self._vote is None:
             return False
         votes, work = self._vote
@@ -173,10 +173,10 @@ class ProcessControl:
         return bool(votes[0] > 0)
 
     def _exchange(self, over: bool) -> tuple[bool, bool]:
-        """Return whether a process was told to stop, and whether the main one's measurement is over."""
+        """Return whether a process received a SIGTERM, and whether the main one's measurement is over."""
         if self._group is None:
-            return self._told is not None, over
-        self._counted()
-        votes = torch.tensor([float(self._told is not None), float(over)])
+            return self._signalled is not None, over
+        self._vote_result()
+        votes = torch.tensor([float(self._signalled is not None), float(over)])
         dist.all_reduce(votes, group=self._group)
         return bool(votes[0] > 0), bool(votes[1] > 0)

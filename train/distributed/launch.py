@@ -1,6 +1,6 @@
-"""Start the processes that `launcher=` asks for; this command then runs again inside each.
+"""Start the processes of `launcher=`, by `accelerate launch` here or by submitit as a SLURM job.
 
-Here `accelerate launch` does it, and submitit where they are a job of SLURM.
+The command then runs again inside each process.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ from omegaconf import OmegaConf
 from heads.common.resolvers import ROOT
 from train.config import LauncherConfig, SlurmConfig
 
-SAID = 2  # the status of a process that has printed what was wrong (heads/common/errors.py)
-AFTER = 5  # seconds that the other processes leave to the main one, to say its error and to end
-GRACE = 90  # seconds before the end of a job's time that SLURM tells it
-PARENT = "HEADSTART_LAUNCHER"  # in the environment: the process that starts the next ones
+REPORTED = 2  # the exit status of a process that has printed its error (heads/common/errors.py)
+AFTER = 5  # seconds that the other processes wait for the main one to print its error and to exit
+GRACE = 90  # seconds before the end of a job's time at which SLURM signals it
+PARENT = "HEADSTART_LAUNCHER"  # environment variable: the process id of the launcher
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -35,10 +35,10 @@ def launched() -> bool:
 
 
 def check_mode() -> None:
-    """Refuse a multirun in processes that are started already.
+    """Refuse a multirun in processes that a launcher has started already.
 
     Raises:
-        ValueError: each of them would go through all the runs for itself.
+        ValueError: each of them would do all the runs by itself.
     """
     if launched() and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError(
@@ -48,10 +48,10 @@ def check_mode() -> None:
 
 
 def missing(launcher: LauncherConfig) -> bool:
-    """Whether the processes that are asked for have still to be started.
+    """Whether the launcher's processes have still to be started.
 
     Raises:
-        ValueError: they are to find each other on several nodes, and it is not said where.
+        ValueError: they run on several nodes, and the address of the main one is missing.
     """
     if launched() or (launcher.slurm is None and launcher.num_processes * launcher.num_nodes == 1):
         return False
@@ -63,17 +63,17 @@ def missing(launcher: LauncherConfig) -> bool:
 
 
 def leaves(launcher: LauncherConfig) -> bool:
-    """Whether this command only puts the run into a queue, and does not wait for it."""
+    """Whether this command only queues the run, and does not wait for it."""
     return not launched() and launcher.slurm is not None and launcher.slurm.cluster != "local"
 
 
 def end_with_parent() -> None:
-    """Let Linux send this process a SIGTERM when its launcher ends, which a SIGKILL does not let it pass on.
+    """Have Linux send this process a SIGTERM when its launcher dies: a killed launcher cannot forward a signal.
 
-    A process that was started by something else than a launcher is left alone: its shell may end before it.
+    Does nothing in a process that no launcher started: its shell may exit before it.
 
     Raises:
-        SystemExit: the launcher has ended already.
+        SystemExit: the launcher has died already.
     """
     if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or PARENT in os.environ):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -82,7 +82,7 @@ def end_with_parent() -> None:
 
 
 def overrides() -> list[str]:
-    """Return the overrides of this run as they were given, for its processes: an interpolation is theirs to resolve."""
+    """Return the overrides of this run verbatim, for its processes, which resolve interpolations themselves."""
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(given, list)
     return [str(word) for word in given]
@@ -90,7 +90,7 @@ def overrides() -> list[str]:
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """Let the main process say first what is wrong: where that is wrong for all, its launcher then ends the others."""
+    """Delay errors on other processes, so that the main one prints its error first and the launcher stops all."""
     try:
         yield
     except (ValueError, OSError):
@@ -118,7 +118,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
 
 
 def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
-    """Start the processes and return their status once they have ended, or 0 once they are a job of SLURM."""
+    """Start the processes and return their exit status when they are done, or 0 once they are queued in SLURM."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
         return submit(launcher, launcher.slurm, script, overrides)
@@ -129,7 +129,7 @@ def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
 
 @contextmanager
 def passing_on(job: "subprocess.Popen[Any]") -> Iterator[None]:
-    """Hand a SIGTERM to a process that was started, which ends by it, so that none is left behind."""
+    """Forward a SIGTERM to the started process, so that no orphan stays behind."""
     previous = signal.signal(signal.SIGTERM, lambda *_: job.terminate())
     try:
         yield
@@ -138,7 +138,7 @@ def passing_on(job: "subprocess.Popen[Any]") -> Iterator[None]:
 
 
 def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: list[str]) -> int:
-    """Make one job of all processes and say where it is; one on this machine is waited for.
+    """Submit all processes as one job and print its id and folder; wait for it if it is on this machine.
 
     Raises:
         ValueError: submitit is not installed, or this machine has no SLURM.
@@ -147,7 +147,7 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
         import submitit
     except ImportError:
         raise ValueError("launcher=slurm needs submitit: pip install 'headstart[cluster]'") from None
-    asked = {
+    parameters = {
         "nodes": launcher.num_nodes,
         "tasks_per_node": launcher.num_processes,
         "timeout_min": slurm.minutes,
@@ -162,7 +162,7 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
     }
     try:
         executor = submitit.AutoExecutor(Path(slurm.folder).absolute() / "%j", cluster=slurm.cluster)
-        executor.update_parameters(name="headstart", **{key: value for key, value in asked.items() if value})
+        executor.update_parameters(name="headstart", **{key: value for key, value in parameters.items() if value})
         job = executor.submit(Task(script, overrides))
     except (RuntimeError, TypeError, submitit.core.utils.FailedJobError) as error:
         raise ValueError(f"launcher.slurm: no job could be made ({error}); run this where sbatch is") from None
@@ -171,10 +171,10 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
 
 
 class Task:
-    """One process of a job: this command again, told by its environment which one it is.
+    """One process of a job: runs this command again, its rank in the environment.
 
-    When the job's time is over, SLURM having said so `GRACE` seconds before, a checkpoint is written, and submitit puts
-    the job in the queue again, to go on from there.
+    `GRACE` seconds before the job's time is over SLURM signals it: a checkpoint is written, and submitit queues the job
+    again to resume from there.
     """
 
     def __init__(self, script: str, overrides: list[str]) -> None:
@@ -186,7 +186,7 @@ class Task:
         import submitit
 
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-        ignored = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM tells every process; this one answers
+        ignored = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM signals every process; this one handles it
         self.job = subprocess.Popen([sys.executable, self.script, *self.overrides])
         signal.signal(signal.SIGUSR2, ignored)
         status = self.job.wait()
@@ -195,30 +195,30 @@ class Task:
         return status
 
     def checkpoint(self, *_: Any) -> Any:
-        """Stop the command and return what goes on with the run."""
+        """Stop the command and return the submission that resumes the run."""
         import submitit
 
         if self.job is not None:
             self.job.terminate()
             self.job.wait()
-        kept = [each for each in self.overrides if each.split("=")[0] not in ("resume", "overwrite")]
-        return submitit.helpers.DelayedSubmission(Task(self.script, [*kept, "resume=true"]))
+        others = [word for word in self.overrides if word.split("=")[0] not in ("resume", "overwrite")]
+        return submitit.helpers.DelayedSubmission(Task(self.script, [*others, "resume=true"]))
 
 
 def main() -> None:
-    """Run `accelerate launch` with this process's arguments; end with the status of the process that failed first."""
+    """Run `accelerate launch` with this process's arguments; exit with the status of the process that failed first."""
     from accelerate.commands import launch as accelerate
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     end_with_parent()
     os.environ[PARENT] = str(os.getpid())
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it reports is said below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is printed below
     try:
         accelerate.launch_command(accelerate.launch_command_parser().parse_args())
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        if first.exitcode != SAID:
+        if first.exitcode != REPORTED:
             sys.stderr.write(f"error: process {rank} ended with status {first.exitcode}\n")
         raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
     except SignalException as error:

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder: a lock that the kernel frees when its holder ends, however it ends."""
+"""A lock on the output folder, for one run at a time; the kernel releases it when its holder exits, even if killed."""
 
 import json
 import os
@@ -13,17 +13,17 @@ LOCK, OWNER = ".lock", ".owner.json"
 
 
 class RunLock(ExitStack):
-    """The right to write to a run's folder, held from `take` to the end of the block."""
+    """The lock of a run's folder, held from `take` to the end of the block."""
 
     def __init__(self, out: Path) -> None:
         super().__init__()
         self.out, self.held = out, False
 
     def take(self) -> None:
-        """Take the lock of a folder that exists; one that is held already stays so.
+        """Take the lock unless it is held already or the folder does not exist.
 
         Raises:
-            ValueError: another process holds it, which is named.
+            ValueError: another process holds it; the message names it.
         """
         if self.held or not self.out.is_dir():
             return

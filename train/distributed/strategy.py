@@ -1,11 +1,11 @@
-"""How processes share a head: copies of it (DDP), or its weights, gradients and optimiser state cut up between them.
+"""Strategies to share a head between processes: replicated (DDP), or its weights, gradients and state sharded.
 
-torch and DeepSpeed do the work. Each is called here directly, since accelerate leaves DeepSpeed and FSDP2 out on a CPU
-without a word. Whichever is asked for, weights are fp32, matrix products as `trainer.precision` says, gradients are
-summed in fp32, and the gradient's norm is that of the whole gradient: a step is the same step.
+torch and DeepSpeed implement them. Each is called here directly, since accelerate silently skips DeepSpeed and FSDP2 on
+a CPU. Under every strategy weights are fp32, matrix products in `trainer.precision`, gradients are summed in fp32, and
+the gradient's norm is that of the whole gradient: a step is the same step.
 
-Sharded strategies gather the head whole for a forward and a backward pass. It is a layer or two, so that what they
-save is the optimiser's state, the gradients and the weights between steps.
+Sharded strategies gather the head whole for a forward and a backward pass. It is a layer or two, so they save the
+memory of the optimiser's state, the gradients and the weights between steps.
 """
 
 import logging
@@ -25,21 +25,21 @@ from torch.nn.parallel import DistributedDataParallel
 from train.config import LauncherConfig
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once, at most
+BUCKET = 200_000_000  # most gradients that DeepSpeed reduces at once
 
 
 @runtime_checkable
 class Strategy(Protocol):
-    """What a step does with the processes.
+    """A strategy's part of an optimiser step.
 
     Attributes:
-        optimizer: has the groups whose learning rates are set, and state in which `TrainState` finds its way.
+        optimizer: has the parameter groups whose learning rates are set, and the state that `TrainState` reads.
     """
 
     optimizer: Any
 
     def forward(self, *inputs: Any, last: bool) -> Any:
-        """Return what the loss gives for a micro-batch; with the last of a step the processes average gradients."""
+        """Return the loss module's result for a micro-batch; after a step's last one gradients are averaged."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -47,24 +47,24 @@ class Strategy(Protocol):
         ...
 
     def clip(self, norm: float) -> Tensor:
-        """Return the norm of the whole gradient, which does not exceed `norm` in the step; 0 clips nothing."""
+        """Clip the gradient to `norm`, 0 for no clipping; return the whole gradient's norm before."""
         ...
 
     def step(self) -> None:
-        """Move the weights and forget the gradient."""
+        """Update the weights and clear the gradient."""
         ...
 
     def drop(self) -> None:
-        """Forget the gradient: the weights stay where they are."""
+        """Clear the gradient without an update."""
         ...
 
 
 class DdpStrategy:
-    """Every process holds the whole head: one process, or DistributedDataParallel."""
+    """The whole head on every process: one process, or DistributedDataParallel."""
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
-        made: Any = accelerator.prepare(loss, make(loss.head))
-        self.module, self.optimizer = made
+        prepared: Any = accelerator.prepare(loss, make(loss.head))
+        self.module, self.optimizer = prepared
         if accelerator.num_processes > 1 and not isinstance(self.module, DistributedDataParallel):
             raise fell_back("ddp", self.module)
 
@@ -83,20 +83,20 @@ class DdpStrategy:
         return nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
 
     def step(self) -> None:
-        """Move the weights."""
+        """Update the weights."""
         self.optimizer.step()
         self.drop()
 
     def drop(self) -> None:
-        """Forget the gradient."""
+        """Clear the gradient."""
         self.optimizer.zero_grad()
 
 
 class Fsdp2:
-    """torch's fully_shard (FSDP2), the head in one piece: rows of its tensors are cut up between the processes.
+    """torch's fully_shard (FSDP2), the head as one unit: its tensors are sharded by rows.
 
-    One piece, since heads call parts of their layers and read weights outside of them, and EAGLE-3 runs its layer once
-    a depth: layers sharded one by one would be gathered that often.
+    One unit, since heads call parts of their layers and read weights beyond them, and EAGLE-3 runs its layer once a
+    depth: layers sharded one by one would be gathered that often.
     """
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
@@ -118,22 +118,22 @@ class Fsdp2:
 
     def clip(self, norm: float) -> Tensor:
         """Clip the gradient, return its norm."""
-        found: Any = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
-        whole: Tensor = found.full_tensor()
+        sharded: Any = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
+        whole: Tensor = sharded.full_tensor()
         return whole
 
     def step(self) -> None:
-        """Move the weights."""
+        """Update the weights."""
         self.optimizer.step()
         self.drop()
 
     def drop(self) -> None:
-        """Forget the gradient."""
+        """Clear the gradient."""
         self.optimizer.zero_grad()
 
 
 class Rooted(nn.Module):
-    """The loss, plus a zero that has a gradient: DeepSpeed takes that of the last input for the end of the backward."""
+    """Add a zero with a gradient to the loss: its gradient tells DeepSpeed that the backward pass is complete."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Rooted(nn.Module):
 
 
 class Zero:
-    """DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054): stage 2 cuts up gradients and state, 3 weights too."""
+    """DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054): stage 2 shards gradients and state, 3 weights too."""
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float, stage: int) -> None:
         if accelerator.device.type == "cpu":
@@ -162,11 +162,11 @@ class Zero:
 
         self.log = logger
         self.log.setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of calls that are DeepSpeed's own
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # from DeepSpeed's own calls
         bucket = min(BUCKET, sum(p.numel() for p in loss.parameters() if p.requires_grad))
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # it counts samples by this; the loss is divided by what was trained
-            "gradient_accumulation_steps": 1,  # `last` says where a step ends
+            "train_micro_batch_size_per_gpu": 1,  # only for its count of samples; the loss is normalised already
+            "gradient_accumulation_steps": 1,  # `last` is the boundary of a step
             "gradient_clipping": clip,
             "steps_per_print": None,
             "zero_optimization": {
@@ -178,7 +178,7 @@ class Zero:
         }
         rooted = Rooted(loss)
         if stage == 3:
-            set_z3_leaf_modules(rooted, [Rooted])  # gathered in one piece, as under FSDP2
+            set_z3_leaf_modules(rooted, [Rooted])  # gathered as one unit, as under FSDP2
         engine, *_ = deepspeed.initialize(model=rooted, optimizer=make(loss.head), config=config)
         self.module: Any = engine
         self.optimizer: Any = engine.optimizer
@@ -188,7 +188,7 @@ class Zero:
         self.start()
 
     def start(self) -> None:
-        """Make the state that AdamW would make at its first step, so that one can be written before it."""
+        """Create the state that AdamW would create at its first step, so that a checkpoint can be loaded into it."""
         inner, stage3 = self.optimizer.optimizer, hasattr(self.optimizer, "fp32_partitioned_groups_flat")
         pieces = "fp32_partitioned_groups_flat" if stage3 else "single_partition_of_fp32_groups"
         for piece in getattr(self.optimizer, pieces):
@@ -203,28 +203,28 @@ class Zero:
         return self.module(torch.zeros((), device=self.module.device, requires_grad=True), *inputs)
 
     def backward(self, loss: Tensor) -> None:
-        """Add its gradient, of which each process keeps its part."""
+        """Add its gradient, of which each process keeps its shard."""
         self.module.backward(loss)
 
     def clip(self, norm: float) -> Tensor:
         """Return the gradient's norm; the engine clips in its step."""
         del norm
         if hasattr(self.optimizer, "scaled_global_norm"):
-            found: Tensor = self.optimizer.scaled_global_norm()
-            return found
+            whole: Tensor = self.optimizer.scaled_global_norm()
+            return whole
         norms = torch.stack(self.optimizer._get_norm_groups())  # a norm that is not finite is -1 here
         return torch.where((norms >= 0).all(), norms.norm(), torch.inf)
 
     def step(self) -> None:
-        """Move the weights."""
+        """Update the weights."""
         self.module.step()
 
     def drop(self) -> None:
-        """Forget the gradient: the engine leaves out a step whose gradient is not finite, and clears it away."""
+        """Clear the gradient by making it NaN: the engine then skips the update and clears the gradient."""
         for gradients in self.optimizer.averaged_gradients.values():
             for gradient in gradients:
                 gradient.fill_(torch.nan)
-        self.log.setLevel(logging.ERROR)  # it would warn of what is meant
+        self.log.setLevel(logging.ERROR)  # it would warn of the intended skip
         self.module.step()
         self.log.setLevel(logging.WARNING)
 
@@ -232,17 +232,17 @@ class Zero:
 def prepare(
     launcher: LauncherConfig, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float
 ) -> Strategy:
-    """Share a head between the processes as `launcher.strategy` says.
+    """Prepare the head for training by `launcher.strategy`.
 
     Args:
         launcher: names the strategy.
         accelerator: the processes.
         loss: the module to call, whose `head` is trained.
-        make: makes the optimiser of a head.
-        clip: the norm that a gradient is clipped to, for the library that clips by itself.
+        make: creates the optimiser of a head.
+        clip: the norm that a gradient is clipped to, for DeepSpeed, which clips in its step.
 
     Raises:
-        ValueError: the library has quietly done something else.
+        ValueError: the library silently did something else.
     """
     if launcher.strategy == "ddp":
         return DdpStrategy(accelerator, loss, make)
@@ -251,8 +251,8 @@ def prepare(
     return Zero(accelerator, loss, make, clip, int(launcher.strategy[-1]))
 
 
-def fell_back(asked: str, found: object) -> ValueError:
-    """Return the error of a strategy that was asked for and does not run."""
+def fell_back(strategy: str, actual: object) -> ValueError:
+    """Return the error for a strategy that the library replaced by something else."""
     return ValueError(
-        f"launcher.strategy={asked} does not run here: {type(found).__name__} does in its place; give another strategy"
+        f"launcher.strategy={strategy} does not run here: {type(actual).__name__} does instead; give another strategy"
     )

@@ -1,4 +1,4 @@
-"""What to change first when a run does not fit: each change planned by itself, and the mildest ones together."""
+"""Overrides that make a run fit: each change is planned alone, then the mildest ones together."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -14,7 +14,7 @@ Change = Callable[[RunConfig], RunConfig]
 
 
 class Advice(NamedTuple):
-    """Overrides that make a run smaller, the bytes that they save on the fullest device, and whether it then fits."""
+    """Overrides that make a run smaller, the bytes they save on the fullest device, and whether it then fits."""
 
     overrides: str
     saves: int
@@ -22,41 +22,41 @@ class Advice(NamedTuple):
 
 
 def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
-    """Return what makes the fullest device hold less, the most effective first.
+    """Return changes that reduce the memory of the fullest device, the most effective first.
 
-    Where no single change is enough, the last entry is several of them: those that change nothing of what is learned
-    come before those that do. There is no such entry where all of them are not enough.
+    If no single change is enough, the last entry combines several: those that leave the training's result unchanged
+    come before the others. There is no such entry if all of them together are not enough.
     """
     most, single = planned["peak_bytes"], []
     for words, change in changes(run):
-        there = attempt(change(run))
-        if there is not None and there["peak_bytes"] < most:
-            single.append(Advice(words, most - there["peak_bytes"], there["fits"]))
-    single.sort(key=lambda each: -each.saves)
-    if any(each.fits for each in single):
+        changed = attempt(change(run))
+        if changed is not None and changed["peak_bytes"] < most:
+            single.append(Advice(words, most - changed["peak_bytes"], changed["fits"]))
+    single.sort(key=lambda option: -option.saves)
+    if any(option.fits for option in single):
         return single
-    enough = together(run, most)
-    return single if enough is None else [*single, enough]
+    combined = together(run, most)
+    return single if combined is None else [*single, combined]
 
 
 def together(run: RunConfig, most: int) -> Advice | None:
-    """Return the first changes, in their order, that are enough together; each is taken that saves something then."""
+    """Combine changes in their order, those that save memory after the ones before, until the run fits."""
     chosen: list[str] = []
     left = most
     for words, change in changes(run):
-        if any(words.split("=")[0] == each.split("=")[0] for each in chosen):
+        if any(words.split("=")[0] == override.split("=")[0] for override in chosen):
             continue
-        there = attempt(change(run))
-        if there is not None and there["peak_bytes"] < left:
-            run, left = change(run), there["peak_bytes"]
+        changed = attempt(change(run))
+        if changed is not None and changed["peak_bytes"] < left:
+            run, left = change(run), changed["peak_bytes"]
             chosen += [word for word in words.split() if word not in chosen]
-            if there["fits"]:
+            if changed["fits"]:
                 return Advice(" ".join(chosen), most - left, True)
     return None
 
 
 def attempt(run: RunConfig) -> dict[str, Any] | None:
-    """Return the plan of a changed run, None where it is refused."""
+    """Return the plan of a changed run, None if its settings are refused."""
     try:
         return plan(checked(run))
     except ValueError:
@@ -64,7 +64,7 @@ def attempt(run: RunConfig) -> dict[str, Any] | None:
 
 
 def changes(run: RunConfig) -> Iterator[tuple[str, Change]]:
-    """Yield what may be changed of a run, as it is written on the command line; what costs least comes first."""
+    """Yield possible changes of a run with their overrides on the command line; the least costly come first."""
     world, length = run.launcher.num_processes * run.launcher.num_nodes, run.data.length
     if run.eval.prompts:
         yield "eval.prompts=0", lambda r: replace(r, eval=replace(r.eval, prompts=0))
@@ -117,12 +117,12 @@ def model(**values: Any) -> Change:
 
 
 def together_placed(kind: str) -> Change:
-    """Return a change to a placement under which no process evaluates alone."""
+    """Return a change to a placement that takes all processes for a forward pass, without the final evaluation."""
     return lambda run: replace(model(placement=kind)(run), eval=replace(run.eval, prompts=0))
 
 
 def strategy(name: str) -> Change:
-    """Return a change of how the head is shared."""
+    """Return a change of the head's sharding strategy."""
     return lambda run: replace(run, launcher=replace(run.launcher, strategy=name))
 
 

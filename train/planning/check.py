@@ -1,4 +1,4 @@
-"""What is known of a run before anything is loaded: from its configuration, the file system, the target's own."""
+"""Checks of a run before anything is loaded, by its configuration, the file system and the target's configuration."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -27,18 +27,18 @@ from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_start
 
 
 def reads_target(run: RunConfig) -> bool:
-    """Return whether a run needs the target's layers: for features, acceptance or a start, or as its weights are."""
-    # By itself head=mtp starts from the last layer, whatever is measured while it trains.
+    """Return whether a run needs the target's layers: for features, acceptance, initial weights, or changed weights."""
+    # By default head=mtp starts from the last layer, whatever is measured while it trains.
     starts = run.init in (LAST_LAYER, CHECKPOINT) or (run.init == AUTO and isinstance(run.head, Mtp.Config))
     stored = run.features.mode == "stored" and run.features.on_missing == "fail" and run.trainer.eval_prompts == 0
     return starts or not stored or not run.model.as_saved
 
 
 def check_run(run: RunConfig) -> None:
-    """Check a run that is to start here.
+    """Check a run that will start on this machine.
 
     Raises:
-        ValueError: naming the key and the remedy.
+        ValueError: names the key and the remedy.
     """
     processes.check_machine(run.launcher, run.model)
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
@@ -56,9 +56,9 @@ def check_run(run: RunConfig) -> None:
 
 
 def check_out(out: Path, *, replaces: bool) -> None:
-    """Refuse an output folder that holds a run, unless that is resumed or overwritten.
+    """Refuse an output folder that holds a run, unless the run is resumed or overwritten.
 
-    What failed before its first step has left nothing of worth, and is in nobody's way.
+    A run that failed before its first step does not count.
     """
     if out.is_dir():
         regular(out)
@@ -70,16 +70,16 @@ def check_out(out: Path, *, replaces: bool) -> None:
 
 
 def evaluation(run: RunConfig) -> dict[str, Any]:
-    """Return the values of conf/eval.yaml for the evaluation that ends a run: its head beside those of `compare`."""
+    """Return the values of conf/eval.yaml for the final evaluation of a run: its head beside those of `compare`."""
     trust = {"trust_remote_code": run.model.trust_remote_code}
     return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": trust, **asdict(run.eval)}
 
 
 def check_target(run: RunConfig) -> None:
-    """Check that data and head fit the target, as its configuration describes it.
+    """Check that data and head fit the target, by its configuration.
 
     Raises:
-        ValueError: the target is not there, reads shorter rows, or the head does not fit it.
+        ValueError: there is no such target, its context is shorter than a row, or the head does not fit it.
     """
     model = run.model
     check_method(model.quantize)

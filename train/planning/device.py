@@ -1,4 +1,4 @@
-"""The device that a plan is made for: of conf/device by name, or this machine's."""
+"""The device that a plan is made for: one of conf/device by name, or this machine's."""
 
 import os
 from dataclasses import replace
@@ -16,43 +16,43 @@ GIB = 2**30
 FOLDER = ROOT / "conf" / "device"
 
 
-def named(name: str) -> DeviceConfig:
-    """Return what conf/device says of a device."""
-    given: Any = OmegaConf.create({})
-    for part in ("here", name):
-        given = OmegaConf.merge(given, OmegaConf.load(FOLDER / f"{part}.yaml"))
-    given.pop("defaults", None)
-    return typed(DeviceConfig, given)
+def preset(name: str) -> DeviceConfig:
+    """Return a device of conf/device."""
+    values: Any = OmegaConf.create({})
+    for file in ("here", name):
+        values = OmegaConf.merge(values, OmegaConf.load(FOLDER / f"{file}.yaml"))
+    values.pop("defaults", None)
+    return typed(DeviceConfig, values)
 
 
-def known(driver: str) -> DeviceConfig | None:
-    """Return the device whose `match` is in a name that a driver gives, the longest of them; None if there is none."""
-    files = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "here")
-    found = [device for device in map(named, files) if device.match and device.match in driver]
-    return max(found, key=lambda device: len(device.match or ""), default=None)
+def by_driver_name(driver: str) -> DeviceConfig | None:
+    """Return the device with the longest `match` within the name that a driver reports; None if there is none."""
+    names = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "here")
+    matching = [device for device in map(preset, names) if device.match and device.match in driver]
+    return max(matching, key=lambda device: len(device.match or ""), default=None)
 
 
-def settled(device: DeviceConfig, wanted: str | None) -> DeviceConfig:
-    """Return a device whose type and memory are known: what is null is this machine's.
+def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
+    """Return a device with its type and memory filled in: null values are this machine's.
 
     Args:
-        device: as composed.
-        wanted: the torch device that the run asks for; None for its default.
+        device: the composed configuration.
+        requested: the run's `model.device`; None for torch's default device.
 
     Raises:
-        ValueError: `device` is a GPU, and the run asks for the CPU.
+        ValueError: `device` and the requested device are of different types.
     """
-    kind = torch.device(wanted or default_device()).type if device.type is None else device.type
-    if wanted is not None and torch.device(wanted).type != kind:
-        raise ValueError(f"device={device.name} is of type {kind}, and model.device={wanted} is not: leave one out")
+    kind = torch.device(requested or default_device()).type if device.type is None else device.type
+    if requested is not None and torch.device(requested).type != kind:
+        raise ValueError(f"device={device.name} is of type {kind}, and model.device={requested} is not: leave one out")
     if kind == "cpu":
-        own = named("cpu")
+        cpu = preset("cpu")
         memory = device.memory_gb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        base = device if device.type is not None else replace(device, context_gb=own.context_gb, slack=own.slack)
+        base = device if device.type is not None else replace(device, context_gb=cpu.context_gb, slack=cpu.slack)
         return replace(base, type=kind, memory_gb=memory)
     if device.memory_gb is not None:
         return replace(device, type=kind)
-    facts = torch.cuda.get_device_properties(wanted or "cuda")
-    there = known(facts.name)
-    tflops = device.tflops or (None if there is None else there.tflops)
-    return replace(device, type=kind, memory_gb=facts.total_memory / GIB, tflops=tflops, name=facts.name)
+    properties = torch.cuda.get_device_properties(requested or "cuda")
+    match = by_driver_name(properties.name)
+    tflops = device.tflops or (None if match is None else match.tflops)
+    return replace(device, type=kind, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)

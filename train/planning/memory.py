@@ -1,7 +1,7 @@
-"""What a process keeps and needs in memory, from plain numbers: the head by its strategy, the target by its placement.
+"""Estimate the memory of a process from sizes: the head's by its strategy, the target's by its placement.
 
-A device holds what is resident, and on top of it what the widest of its stages takes: the target's pass, the head's
-step, the optimiser, a measurement of τ, the final evaluation. Stages come one after the other and never add up.
+A device holds the resident tensors, and beside them those of its largest stage: the target's forward pass, the head's
+step, the optimiser, a measurement of τ, the final evaluation. Stages follow each other, so they never add up.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from train.distributed.strategy import BUCKET
 from train.planning.shapes import TargetShape
 from train.planning.trace import NONE, Size, Trace, block
 
-AHEAD = 2  # layers of a target that are whole on a device at once where they are gathered or streamed
+AHEAD = 2  # layers of a target that are whole on a device at once when they are gathered or streamed
 
 
 class Layout(NamedTuple):
-    """Who shares what: `processes` on each of `nodes`, `accelerators` of a node, `group` of them tensor-parallel."""
+    """The processes and devices: `processes` on each of `nodes`, `accelerators` of a node, `group` tensor-parallel."""
 
     strategy: str
     where: Placement
@@ -32,54 +32,54 @@ class Layout(NamedTuple):
 
     @property
     def placement(self) -> str:
-        """How the target lies."""
+        """The target's placement."""
         return self.where.placement
 
     @property
     def devices(self) -> list[int]:
-        """The devices of a node that layers may lie on under device_map."""
+        """The devices of a node that layers are placed on under device_map."""
         return list(range(self.accelerators)) if self.where.devices is None else self.where.devices
 
     def mapped(self, device: int) -> float:
-        """Return how much of the layers lies on a device under device_map, which shares a process's out evenly."""
-        shares = [self.devices[process :: self.processes] for process in range(self.processes)]
-        return sum((1 / len(share) for share in shares if device in share), 0.0)
+        """Return the fraction of the layers on a device under device_map: each process divides them evenly."""
+        groups = [self.devices[process :: self.processes] for process in range(self.processes)]
+        return sum((1 / len(group) for group in groups if device in group), 0.0)
 
 
 @dataclass(frozen=True)
-class Held:
-    """What lies on a device or in a node's memory: by name what stays, and by stage what comes and goes."""
+class MemoryUse:
+    """The memory of a device or a node: resident sizes by name, and temporary sizes by stage and name."""
 
     resident: dict[str, Size]
     stages: dict[str, dict[str, Size]]
 
     def peak(self, base: int | float, slack: float, heap: bool) -> int:
-        """Return the bytes at the widest moment.
+        """Return the peak in bytes.
 
         Args:
             base: bytes of a process before it loads anything.
-            slack: of the allocator, as a fraction of what is asked of it.
-            heap: whether it is glibc's, which keeps small blocks and gives back large ones; of each kind the widest
-                moment then counts.
+            slack: overhead of the allocator, as a fraction of the requested bytes.
+            heap: whether the allocator is glibc's, which keeps small blocks and returns large ones; each kind's own
+                peak then counts.
         """
-        kept = sum(self.resident.values(), NONE)
-        stages = [sum(parts.values(), NONE) for parts in self.stages.values()]
+        resident = sum(self.resident.values(), NONE)
+        stages = [sum(sizes.values(), NONE) for sizes in self.stages.values()]
         if not heap:
-            return round(base + (1 + slack) * (kept.total + max((each.total for each in stages), default=0)))
+            return round(base + (1 + slack) * (resident.total + max((size.total for size in stages), default=0)))
         most = NONE
-        for each in stages:
-            most = most.most(each)
-        return round(base + kept.large + most.large + (1 + slack) * (kept.small + most.small))
+        for size in stages:
+            most = most.most(size)
+        return round(base + resident.large + most.large + (1 + slack) * (resident.small + most.small))
 
 
 def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict[str, Size]:
-    """Return what a process holds of the head and its optimiser between steps, all of it in fp32.
+    """Return the memory of a process for the head and its optimiser between steps, all in fp32.
 
     Args:
         trace: the head's sizes.
-        layout: the strategy and who shares it.
-        muon: one moment in place of two for the matrices between hidden states.
-        averaged: whether a running average is kept, cut up as the weights are.
+        layout: the strategy and the processes.
+        muon: one moment instead of two for the matrices between hidden states.
+        averaged: whether there is a running average, sharded as the weights are.
     """
     count, world, whole = trace.trained, layout.world, trace.weights
     moments = (trace.trained + trace.vectors) / count if muon else 2.0
@@ -97,8 +97,8 @@ def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict
         held["head: buckets"] = whole
     if weights > 1:  # whole while it computes, and its gradients before they are scattered
         held["head: gathered"] = block(2 * count * 4)
-    if trace.resting:
-        held["head: frozen"] = block(4 * trace.resting)
+    if trace.frozen:
+        held["head: frozen"] = block(4 * trace.frozen)
     if averaged:
         held["head: running average"] = whole.times(1 / weights)
     return held
@@ -107,23 +107,23 @@ def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict
 def target_state(
     shape: TargetShape, layout: Layout, layers: int, item: int, device: int = 0
 ) -> tuple[dict[str, Size], int, int]:
-    """Return what a device holds of the target, what of it is gathered in a pass, and what the host holds.
+    """Return the target's memory: on a device, gathered there during a forward pass, and on the host.
 
     Args:
         shape: the target's.
-        layout: its placement and who shares it.
+        layout: its placement and the processes.
         layers: bytes of all layers, quantised or not; 0 where they are not loaded.
         item: bytes of a value of embedding and lm_head, which are whole on every trainer's device.
-        device: a process's, by its number on the node.
+        device: the index of a process's device on the node.
     """
-    each = AHEAD * layers // shape.layers
+    ahead = AHEAD * layers // shape.layers
     stay = min(layers, int((layout.where.memory_gb or 0) * GB))
     there, gathered, host = {
         REPLICATE: (layers, 0, 0),
         TENSOR_PARALLEL: (layers // layout.group, 0, 0),
-        FSDP: (layers // layout.world, each, 0),
+        FSDP: (layers // layout.world, ahead, 0),
         DEVICE_MAP: (round(layers * layout.mapped(device)), 0, 0),
-        OFFLOAD: (min(layers, stay + each), 0, 0 if layout.where.offload == "disk" else layers - stay),
+        OFFLOAD: (min(layers, stay + ahead), 0, 0 if layout.where.offload == "disk" else layers - stay),
     }[layout.placement]
     held = {"target: embedding, lm_head": block(item * shape.embeddings)}
     parts = {TENSOR_PARALLEL: layout.group, FSDP: layout.world}.get(layout.placement, 1)
@@ -137,11 +137,11 @@ def target_state(
 def pass_stage(
     shape: TargetShape, layout: Layout, tokens: int, length: int, item: int, features: int
 ) -> dict[str, Size]:
-    """Return what the target's pass takes; a tensor-parallel group runs the rows of one process after the other."""
+    """Return the memory of the target's forward pass; a tensor-parallel group runs its processes' rows in turn."""
     group = layout.group if layout.placement == TENSOR_PARALLEL else 1
-    working, made = shape.working(tokens, length, item, features, group), features_size(shape, tokens, item, features)
-    found = {"target: activations, mask": spread(working, tokens * item * shape.width), "features": made}
-    return found | ({"features of another's turn": made} if group > 1 else {})
+    working, output = shape.working(tokens, length, item, features, group), features_size(shape, tokens, item, features)
+    sizes = {"target: activations, mask": in_blocks(working, tokens * item * shape.width), "features": output}
+    return sizes | ({"features of another's turn": output} if group > 1 else {})
 
 
 def features_size(shape: TargetShape, tokens: int, item: int, features: int) -> Size:
@@ -151,36 +151,36 @@ def features_size(shape: TargetShape, tokens: int, item: int, features: int) -> 
 
 
 def head_stage(trace: Trace, features: Size, accumulates: bool, noise: bool, heap: bool) -> dict[str, Size]:
-    """Return what the head's step takes above its resident state.
+    """Return the memory of the head's step above its resident state.
 
     Args:
         trace: of one micro-batch.
-        features: what it reads.
-        accumulates: whether gradients stand there from micro-batch to micro-batch.
-        noise: whether noise is added to the features, which makes copies of them.
+        features: the features' size.
+        accumulates: whether gradients stay from micro-batch to micro-batch.
+        noise: whether noise is added to the features, which allocates twice their size.
         heap: whether small and large blocks count apart.
     """
-    own = NONE if accumulates else trace.weights
+    gradients = NONE if accumulates else trace.weights
     peak = trace.peak if heap else Size(trace.most, 0)
-    own = own if heap else Size(own.total, 0)
-    kept = trace.kept if heap else Size(trace.kept.total, 0)
+    gradients = gradients if heap else Size(gradients.total, 0)
+    activations = trace.activations if heap else Size(trace.activations.total, 0)
     return {
         "features": features.times(3 if noise else 1),
-        "head: activations": kept,
-        "loss: logits chunks, gradients": peak.less(own).less(kept),
+        "head: activations": activations,
+        "loss: logits chunks, gradients": peak.less(gradients).less(activations),
     }
 
 
-def spread(total: int, each: int) -> Size:
-    """Return the size of memory that is made of many blocks of about this size."""
-    return Size(total, 0) if each >= block(each).large > 0 else Size(0, total)
+def in_blocks(total: int, size: int) -> Size:
+    """Return the size of `total` bytes that are allocated in blocks of about `size` bytes."""
+    return Size(total, 0) if size >= block(size).large > 0 else Size(0, total)
 
 
 def optimizer_stage(trace: Trace, layout: Layout, muon: bool, heap: bool) -> dict[str, Size]:
-    """Return what the optimiser's step takes.
+    """Return the memory of the optimiser's step.
 
-    AdamW makes a copy of the second moments at once on a GPU, and on a CPU two of one tensor after the other. Muon
-    goes matrix by matrix.
+    AdamW duplicates all second moments at once on a GPU; on a CPU it takes two temporary tensors for each parameter in
+    turn. Muon goes matrix by matrix.
     """
     if heap:
         return {"optimiser: update": block(trace.largest) + block(trace.largest)}
@@ -192,13 +192,13 @@ def optimizer_stage(trace: Trace, layout: Layout, muon: bool, heap: bool) -> dic
 def measure_stage(
     shape: TargetShape, layout: Layout, trace: Trace, tokens: int, item: int, on_host: bool
 ) -> dict[str, Size]:
-    """Return what a measurement of τ takes: a copy of the head, keys and values, and the pass over a prompt.
+    """Return the memory of a measurement of τ: a copy of the head, the KV cache, and the prefill of a prompt.
 
     Args:
         shape: the target's.
         layout: its placement.
         trace: the head's sizes.
-        tokens: of a prompt and its answer.
+        tokens: the number in a prompt and its answer.
         item: bytes of a value of the target.
         on_host: whether the device is the host, where the copy is made in fp32 first.
     """

@@ -1,7 +1,7 @@
-"""What a run would do, from configurations alone: nothing is loaded, nothing is written.
+"""The plan of a run from configurations alone: memory by device, disk, FLOPs and hours.
 
-Memory device by device, disk, FLOPs and hours. What is not known before there is data is taken at its largest: every
-token is trained, no row comes twice. Each assumption is a key of conf/device or stands in docs/training_plan.md.
+Nothing is loaded or written. What depends on data is taken at its largest: every token is trained, no row comes twice.
+Each assumption is a key of conf/device or stands in docs/training_plan.md.
 """
 
 from dataclasses import asdict, dataclass
@@ -21,10 +21,10 @@ from inference.target.placement import (
 )
 from train.config import DeviceConfig, RunConfig
 from train.planning.check import reads_target
-from train.planning.device import GIB, settled
+from train.planning.device import GIB, resolved
 from train.planning.memory import (
-    Held,
     Layout,
+    MemoryUse,
     features_size,
     head_stage,
     head_state,
@@ -41,11 +41,14 @@ ROW_BYTES = 9  # a packed token: its number, its document, its mask
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 
 
-class Given(NamedTuple):
-    """A run, and what follows from it: the device, the target's shape, the trace, who shares what, and sizes in bytes.
+class PlanInputs(NamedTuple):
+    """A run and the sizes derived from it.
 
-    `rows` are those of a micro-batch, `micro` how many of these a process has a step, `layers` the target's layers in
-    bytes, 0 where they stay on disk.
+    Attributes:
+        item: bytes of a value of the target.
+        rows: rows of a micro-batch.
+        micro: micro-batches of a process in a step.
+        layers: bytes of the target's layers, 0 where they stay on disk.
     """
 
     run: RunConfig
@@ -65,34 +68,34 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
-    """A device or a node's memory: where it is, what it holds, the bytes at its widest moment and those it has."""
+class DeviceMemory:
+    """The planned memory of one device: node, index, use by name, peak and capacity in bytes."""
 
     node: int
-    device: int | None
-    held: Held
+    device: int
+    held: MemoryUse
     peak: int
     capacity: int
 
     @property
     def fits(self) -> bool:
-        """Whether it is enough."""
+        """Whether the capacity is enough."""
         return self.peak <= self.capacity
 
 
-def given(run: RunConfig) -> Given:
-    """Return what a plan is made of.
+def plan_inputs(run: RunConfig) -> PlanInputs:
+    """Return the inputs of a plan: the device, the target's shape, the trace, the processes, sizes.
 
     Raises:
-        ValueError: the target's configuration cannot be read, the head does not fit it, or is one to be loaded.
+        ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded.
     """
     if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
     check_copied(run.init, run.model.placement)
-    device = settled(run.device, run.model.device)
-    place = torch.device(str(device.type))
-    kind = fast_dtype(place) if run.model.dtype == "auto" else DTYPES[run.model.dtype]
-    bf16 = run.trainer.precision == "bf16" or (run.trainer.precision == "auto" and fast_dtype(place) == torch.bfloat16)
+    device = resolved(run.device, run.model.device)
+    fast = fast_dtype(torch.device(str(device.type)))
+    dtype = fast if run.model.dtype == "auto" else DTYPES[run.model.dtype]
+    bf16 = run.trainer.precision == "bf16" or (run.trainer.precision == "auto" and fast == torch.bfloat16)
     shape, launcher = target_shape(run.model), run.launcher
     accelerators = launcher.num_processes if device.count is None else device.count
     layout = Layout(
@@ -105,16 +108,16 @@ def given(run: RunConfig) -> Given:
     rows = min(mine, max(1, run.trainer.micro_tokens // length))
     micro = -(-mine // rows)
     job = Job(
-        run.head, run.peft, run.objective, shape.layer, shape.layers, shape.width, shape.vocab, kind, bf16, place.type,
-        rows, length, run.trainer.recompute, micro > 1,
+        run.head, run.peft, run.objective, shape.layer, shape.layers, shape.width, shape.vocab, dtype, bf16,
+        str(device.type), rows, length, run.trainer.recompute, micro > 1,
     )  # fmt: skip
-    quantize = QUANTIZED.get(run.model.quantize or "", kind.itemsize)
-    layers = int(quantize * shape.inner) if reads_target(run) else 0
-    return Given(run, device, shape, trace(job), layout, kind.itemsize, rows, micro, layers)
+    weight_bytes = QUANTIZED.get(run.model.quantize or "", dtype.itemsize)
+    layers = int(weight_bytes * shape.inner) if reads_target(run) else 0
+    return PlanInputs(run, device, shape, trace(job), layout, dtype.itemsize, rows, micro, layers)
 
 
 def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
-    """Check what loading would check, of the processes and devices that are planned for."""
+    """Check placement, processes and devices as loading the target would."""
     where = layout.where
     check_offload(where, device)
     if where.together:
@@ -128,36 +131,36 @@ def _check_placed(run: RunConfig, layout: Layout, device: str) -> None:
         )
 
 
-def device_held(known: Given, main: bool, number: int) -> Held:
-    """Return what lies on the device of a process; the main one also measures, or all of them together."""
-    run, traced, layout, shape = known.run, known.traced, known.layout, known.shape
-    tokens, length = known.rows * run.data.length, run.data.length
-    target, gathered, _ = target_state(shape, layout, known.layers, known.item, number)
+def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
+    """Return the memory use of a process's device; the main process also measures, or all of them together."""
+    run, traced, layout, shape = inputs.run, inputs.traced, inputs.layout, inputs.shape
+    tokens, length = inputs.rows * run.data.length, run.data.length
+    target, gathered, _ = target_state(shape, layout, inputs.layers, inputs.item, number)
     muon = run.trainer.optimizer == "muon"
-    features = features_size(shape, tokens, known.item, traced.feature_layers)
+    features = features_size(shape, tokens, inputs.item, traced.feature_layers)
     resident = target | head_state(traced, layout, muon, run.trainer.ema > 0)
     stages = {
-        "head's step": head_stage(traced, features, known.micro > 1, run.objective.noise > 0, known.heap),
-        "optimiser": optimizer_stage(traced, layout, muon, known.heap),
+        "head's step": head_stage(traced, features, inputs.micro > 1, run.objective.noise > 0, inputs.heap),
+        "optimiser": optimizer_stage(traced, layout, muon, inputs.heap),
     }
     whole = {"target: gathered layers": Size(gathered, 0)} if gathered else {}
-    if known.layers and run.features.mode != "stored":
-        stages["target's pass"] = whole | pass_stage(shape, layout, tokens, length, known.item, traced.feature_layers)
-    if (main or layout.where.together) and run.trainer.eval_prompts and known.layers:
+    if inputs.layers and run.features.mode != "stored":
+        stages["target's pass"] = whole | pass_stage(shape, layout, tokens, length, inputs.item, traced.feature_layers)
+    if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
         reach = length + run.trainer.eval_tokens
-        stages["measuring τ"] = whole | measure_stage(shape, layout, traced, reach, known.item, known.heap)
+        stages["measuring τ"] = whole | measure_stage(shape, layout, traced, reach, inputs.item, inputs.heap)
     if main and run.eval.prompts:
         again = int(QUANTIZED.get(run.model.quantize or "", 4) * shape.inner) + 4 * shape.embeddings
         stages["final evaluation"] = {"target again, in fp32": Size(again, 0)}
-    return Held(resident, stages)
+    return MemoryUse(resident, stages)
 
 
-def host_held(known: Given) -> Held:
-    """Return what lies in a node's memory beside its devices."""
-    run, layout = known.run, known.layout
-    _, _, offloaded = target_state(known.shape, layout, known.layers, known.item)
+def host_use(inputs: PlanInputs) -> MemoryUse:
+    """Return the use of a node's host memory beside its devices."""
+    run, layout = inputs.run, inputs.layout
+    _, _, offloaded = target_state(inputs.shape, layout, inputs.layers, inputs.item)
     tokens = run.trainer.steps * run.trainer.batch_tokens
-    snapshot = round(state_bytes(known) / layout.nodes)
+    snapshot = round(state_bytes(inputs) / layout.nodes)
     resident = {
         "processes": Size(round(HOST_BASE * GIB * layout.processes), 0),
         "data, if no row comes twice": Size(ROW_BYTES * tokens * layout.processes, 0),
@@ -165,79 +168,78 @@ def host_held(known: Given) -> Held:
     }
     if offloaded:
         resident["target: layers"] = Size(offloaded * layout.processes, 0)
-    return Held(resident, {})
+    return MemoryUse(resident, {})
 
 
-def state_bytes(known: Given) -> int:
-    """Return the bytes of what a run must keep to go on: weights, moments, the running average."""
-    kept = 12 + (4 if known.run.trainer.ema > 0 else 0)
-    return known.traced.trained * kept + known.traced.resting * 4
+def state_bytes(inputs: PlanInputs) -> int:
+    """Return the bytes of a checkpoint: weights, moments, the running average."""
+    trained = 12 + (4 if inputs.run.trainer.ema > 0 else 0)
+    return inputs.traced.trained * trained + inputs.traced.frozen * 4
 
 
-def places(known: Given) -> list[Place]:
-    """Return every device of every node, and the nodes' own memory where it is another."""
-    device, layout = known.device, known.layout
-    capacity, found = round(float(device.memory_gb or 0) * GIB), []
+def device_memories(inputs: PlanInputs) -> list[DeviceMemory]:
+    """Return the memory of every device of every node."""
+    device, layout = inputs.device, inputs.layout
+    capacity, memories = round(float(device.memory_gb or 0) * GIB), []
     base = device.context_gb * GIB
     for node in range(layout.nodes):
         for process in range(layout.processes):
-            held = device_held(known, node == process == 0, process)
-            peak = held.peak(base, device.slack, known.heap)
-            room = capacity // layout.processes if known.heap else capacity
-            found.append(Place(node, process, held, peak, room))
-        beyond = layout.devices if layout.placement == DEVICE_MAP and not known.heap else []
+            held = device_use(inputs, node == process == 0, process)
+            peak = held.peak(base, device.slack, inputs.heap)
+            room = capacity // layout.processes if inputs.heap else capacity
+            memories.append(DeviceMemory(node, process, held, peak, room))
+        beyond = layout.devices if layout.placement == DEVICE_MAP and not inputs.heap else []
         for spare in (number for number in beyond if number >= layout.processes):
-            held = Held({"target: layers": Size(round(known.layers * layout.mapped(spare)), 0)}, {})
-            found.append(Place(node, spare, held, held.peak(base, device.slack, False), capacity))
-    return found
+            held = MemoryUse({"target: layers": Size(round(inputs.layers * layout.mapped(spare)), 0)}, {})
+            memories.append(DeviceMemory(node, spare, held, held.peak(base, device.slack, False), capacity))
+    return memories
 
 
-def disk(known: Given) -> dict[str, int]:
-    """Return the bytes of checkpoints, of the kept head, and of a feature store of all tokens."""
-    run, shape = known.run, known.shape
-    kept = run.trainer.keep + (
-        2 if run.trainer.eval_prompts else 1
-    )  # the best one's too, and one that is being written
-    found = {"checkpoints": kept * state_bytes(known), "head": 4 * known.traced.whole}
+def disk(inputs: PlanInputs) -> dict[str, int]:
+    """Return the bytes of checkpoints, of the saved head, and of a feature store of all tokens."""
+    run, shape = inputs.run, inputs.shape
+    # The best one too, and one that is being written.
+    checkpoints = run.trainer.keep + (2 if run.trainer.eval_prompts else 1)
+    sizes = {"checkpoints": checkpoints * state_bytes(inputs), "head": 4 * inputs.traced.whole}
     if run.features.mode != "live":
         row = size(shape.width, run.features.dtype)
         last = row if run.features.teacher == "state" else run.features.k * TOP_BYTES
         tokens = run.trainer.steps * run.trainer.batch_tokens
-        found["features, if no row comes twice"] = tokens * (known.traced.feature_layers * row + last)
-    return found
+        sizes["features, if no row comes twice"] = tokens * (inputs.traced.feature_layers * row + last)
+    return sizes
 
 
-def work(known: Given) -> dict[str, Any]:
-    """Return floating-point operations of the whole run, and the hours that they take at the assumed share of the peak.
+def work(inputs: PlanInputs) -> dict[str, Any]:
+    """Return the floating-point operations of the whole run, and its hours at the assumed fraction of the peak.
 
-    Those of a measurement are not in it.
+    Measurements are left out.
     """
-    run, device, shape = known.run, known.device, known.shape
-    tokens = known.rows * run.data.length
-    steps = run.trainer.steps * max(1, run.trainer.batch_tokens // run.data.length) / known.rows
+    run, device, shape = inputs.run, inputs.device, inputs.shape
+    tokens = inputs.rows * run.data.length
+    steps = run.trainer.steps * max(1, run.trainer.batch_tokens // run.data.length) / inputs.rows
     target = round(shape.flops(tokens, run.data.length) * steps)
-    head = round(known.traced.flops * steps)
-    found: dict[str, Any] = {"target_flops": target, "head_flops": head, "flops": target + head}
+    head = round(inputs.traced.flops * steps)
+    cost: dict[str, Any] = {"target_flops": target, "head_flops": head, "flops": target + head}
     if device.tflops is None:
-        return found
+        return cost
     rate = 3600 * device.tflops * 1e12 * device.mfu
     stored = run.features.mode == "stored"
     if stored:
-        found["gpu_hours_of_extraction"] = target / rate
+        cost["gpu_hours_of_extraction"] = target / rate
     hours = (head if stored else target + head) / rate
-    return found | {"gpu_hours": hours, "hours": hours / known.layout.world}
+    return cost | {"gpu_hours": hours, "hours": hours / inputs.layout.world}
 
 
 def plan(run: RunConfig) -> dict[str, Any]:
-    """Return what a run takes: counts, bytes, floating-point operations, hours, and every place that holds something.
+    """Return the plan of a run: counts, bytes, floating-point operations, hours, and the memory of every device.
 
     Raises:
-        ValueError: the target's configuration cannot be read, the head does not fit it, or is one to be loaded.
+        ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded.
     """
-    known = given(run)
-    traced, shape, run_places = known.traced, known.shape, places(known)
-    resting = traced.resting * 4
-    held = head_state(traced, known.layout, run.trainer.optimizer == "muon", False)
+    inputs = plan_inputs(run)
+    traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)
+    frozen = traced.frozen * 4
+    held = head_state(traced, inputs.layout, run.trainer.optimizer == "muon", False)
     return {
         "target_parameters": shape.parameters,
         "active_parameters": shape.active + shape.embeddings,
@@ -245,15 +247,15 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "trained_parameters": traced.trained,
         "steps": run.trainer.steps,
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
-        "target_bytes": known.layers + known.item * shape.embeddings,
-        "head_and_optimizer_bytes": sum(part.total for part in held.values())
-        + (0 if "head: frozen" in held else resting),
-        "checkpoint_bytes": sum(disk(known).values()),
-        "peak_bytes": max(place.peak for place in run_places),
-        **work(known),
-        "places": run_places,
-        "host": None if known.heap else host_held(known),
-        "disk": disk(known),
-        "fits": all(place.fits for place in run_places),
-        "device": asdict(known.device),
+        "target_bytes": inputs.layers + inputs.item * shape.embeddings,
+        "head_and_optimizer_bytes": sum(size.total for size in held.values())
+        + (0 if "head: frozen" in held else frozen),
+        "checkpoint_bytes": sum(disk(inputs).values()),
+        "peak_bytes": max(memory.peak for memory in devices),
+        **work(inputs),
+        "devices": devices,
+        "host": None if inputs.heap else host_use(inputs),
+        "disk": disk(inputs),
+        "fits": all(memory.fits for memory in devices),
+        "device": asdict(inputs.device),
     }

@@ -1,4 +1,4 @@
-"""A target's shape from its configuration alone: parameters, where they are, and what a pass over tokens takes."""
+"""A target's shape from its configuration alone: parameters, operations and memory of a forward pass."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +17,17 @@ QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What a plan knows of a target.
+    """The sizes of a target; parameters are counted in numbers, not bytes.
 
     Attributes:
-        layer: the shape of a decoder layer, from which a head takes its own.
-        feed: inner width of the feed-forward part that a token passes through, of all its experts.
-        layers: how many.
-        width, vocab: of its states and of its lm_head.
+        layer: the shape of a decoder layer, which is also the default of a head's layer.
+        feed: inner width of the MLP that a token passes through, summed over its experts.
+        layers: the number of decoder layers.
+        width, vocab: of hidden states and of the lm_head.
         embeddings: parameters of embedding and lm_head, counted once where they are tied.
         inner: all other parameters, those of the layers and norms.
         active: those of `inner` that a token passes through.
-        packs: whether its attention goes document by document, without a mask of a row's length squared.
+        packs: whether attention runs document by document, without a mask of a row's length squared.
     """
 
     layer: LayerShape
@@ -46,7 +46,7 @@ class TargetShape:
         return self.embeddings + self.inner
 
     def flops(self, tokens: int, length: int) -> int:
-        """Return the floating-point operations of a pass over rows of `length` tokens, without the lm_head.
+        """Return the floating-point operations of a forward pass over rows of `length` tokens, without the lm_head.
 
         Attention counts every query with every key of its row, as if that were one document: the most it can be.
         """
@@ -54,19 +54,18 @@ class TargetShape:
         return 2 * self.active * tokens + attention
 
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
-        """Return the bytes of a pass without gradient, above weights and above the features that it returns.
+        """Return the bytes of a forward pass without gradient, above weights and above the features that it returns.
 
-        A layer frees what the one before it made, so the widest moment of one layer counts: attention, with keys and
-        values repeated for every query head and rotated copies beside the originals, or the feed-forward part, with
-        both its inner states and their product. Beside it stand the layers' states that are kept, and the mask
-        of an attention that needs one.
+        A layer frees the tensors of the one before it, so the peak of one layer counts: attention, with keys and values
+        repeated for every query head and rotated ones beside the originals, or the MLP, with both its inner states and
+        their product. Added are the kept states of the feature layers, and the mask of an attention that needs one.
 
         Args:
-            tokens: of the micro-batch.
+            tokens: number of tokens of the micro-batch.
             length: of its rows.
             item: bytes of a value.
-            features: layers whose states are kept.
-            group: devices that share a layer's inner states.
+            features: number of layers whose states are kept.
+            group: number of devices that share a layer's inner states.
         """
         queries, keys = self.layer.num_heads * self.layer.head_dim, self.layer.num_kv_heads * self.layer.head_dim
         attention = 2 * self.width + (6 * queries + 3 * keys) // group
@@ -77,7 +76,7 @@ class TargetShape:
         return tokens * item * (max(attention, feed, norm) + features * self.width) + mask
 
     def cache(self, tokens: int, item: int) -> int:
-        """Return the bytes of keys and values of so many tokens."""
+        """Return the bytes of the KV cache of so many tokens."""
         return 2 * self.layers * self.layer.num_kv_heads * self.layer.head_dim * tokens * item
 
 
@@ -85,7 +84,7 @@ def configuration(model: ModelConfig) -> PretrainedConfig:
     """Return a target's configuration: from its folder, from what was downloaded, from `shape`, or from the Hub.
 
     Raises:
-        ValueError: it can be read nowhere.
+        ValueError: it can be read from none of them.
     """
     try:
         return read_target_config(model.path, model.trust_remote_code, cached_alone=True)
@@ -112,7 +111,7 @@ def target_shape(model: ModelConfig) -> TargetShape:
     """Return a target's shape; its parameters are counted on the meta device.
 
     Raises:
-        ValueError: its configuration cannot be read, or no model be made of it.
+        ValueError: its configuration cannot be read, or no model can be built from it.
     """
     config = configuration(model)
     try:
@@ -125,17 +124,17 @@ def target_shape(model: ModelConfig) -> TargetShape:
         ) from error
     text: Any = config.get_text_config()
     embeddings = {
-        id(part.weight): part.weight for part in (built.get_input_embeddings(), built.get_output_embeddings())
+        id(module.weight): module.weight for module in (built.get_input_embeddings(), built.get_output_embeddings())
     }
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
     experts = sum(count for name, count in inner.items() if ".experts." in name)
     chosen = getattr(text, "num_experts_per_tok", None) or 0
-    there = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    available = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     layer = layer_shape(text)
     expert = getattr(text, "moe_intermediate_size", None) or layer.intermediate_size
     return TargetShape(
         layer, chosen * expert if experts else layer.intermediate_size,
         text.num_hidden_layers, text.hidden_size, text.vocab_size,
         sum(weight.numel() for weight in embeddings.values()), sum(inner.values()),
-        sum(inner.values()) - experts + experts * chosen // there, packing(built) is not None,
+        sum(inner.values()) - experts + experts * chosen // available, packing(built) is not None,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""One micro-batch of a head, followed without numbers: what it takes of memory and of computation.
+"""Trace a head's micro-batch on fake tensors: its memory and floating-point operations.
 
 The head's own code runs on torch's fake tensors, which have shapes and no values: unroll, loss and backward pass. So a
-plan holds for every head, option and recomputation, and there is no formula beside the code that could go stale. What
-depends on values is taken at its largest: every row is trained.
+plan holds for every head, option and recomputation, and there is no formula beside the code that could go stale. Sizes
+that depend on values are taken at their largest: every row is trained.
 """
 
 import weakref
@@ -23,9 +23,9 @@ from heads.modules.layers import Recomputing
 from heads.modules.rope import Rotary
 from train.adapt import adapt
 from train.distributed.processes import LARGE
-from train.objective import ROWS, objective, suited
+from train.objective import ROWS, chunk_size, objective
 
-CHUNKS = 2  # of the loss that are followed: the others are like them
+CHUNKS = 2  # chunks of the loss that are traced: the others cost the same
 
 
 class Size(NamedTuple):
@@ -36,15 +36,15 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All bytes."""
         return self.large + self.small
 
     def __add__(self, other: Any) -> "Size":
-        """Return both together."""
+        """Return the sum of each kind."""
         return Size(self.large + other[0], self.small + other[1])
 
     def less(self, other: "Size") -> "Size":
-        """Return what is above another, not below nothing."""
+        """Return the difference of each kind, at least 0."""
         return Size(max(0, self.large - other.large), max(0, self.small - other.small))
 
     def most(self, other: "Size") -> "Size":
@@ -65,7 +65,7 @@ def block(size: int) -> Size:
 
 
 class Embeddings:
-    """The ends of a target that is not there: its shapes, and weights without values."""
+    """Embedding and lm_head of a target that is not loaded: its shapes, and weights without values."""
 
     def __init__(self, width: int, vocab: int, layers: int, layer: LayerShape, dtype: torch.dtype) -> None:
         self.hidden_size, self.vocab_size, self.num_layers, self.layer = width, vocab, layers, layer
@@ -77,7 +77,7 @@ class Embeddings:
         return functional.embedding(token, self.weight)
 
     def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
-        """Return logits; the rows of a pruned vocabulary are kept, as a target's ends keep them."""
+        """Return logits; the weights of a pruned vocabulary are cached, as `TargetEmbeddings` caches them."""
         if ids is not None and self.some is None:
             self.some = self.weight[ids]
         weight = self.weight if ids is None else self.some
@@ -90,28 +90,28 @@ class Embeddings:
 
 
 class Shadow(TorchDispatchMode):
-    """Follows what is allocated and computed while it is entered, over fake tensors.
+    """Record allocations and operations on fake tensors while entered.
 
     Attributes:
-        peak: the most that was there at once, of each kind of block by itself; most: of both together.
-        flops: floating-point operations by the part that was named last.
+        peak: the peak of live bytes, of each kind of block by itself; most: of both together.
+        flops: floating-point operations by `part`, which the caller sets.
     """
 
-    def __init__(self, tokens: int, share: float, used: int) -> None:
+    def __init__(self, tokens: int, anchored: float, used: int) -> None:
         init: Any = super().__init__
         init()
-        self.tokens, self.share, self.used = tokens, share, used
+        self.tokens, self.anchored, self.used = tokens, anchored, used
         self.live, self.peak, self.most, self.part = NONE, NONE, 0, ""
         self.flops: dict[str, int] = {}
-        self.known: set[int] = set()
+        self.counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on shapes, and note what it makes and costs."""
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, Tensor):  # what an operation is first seen to read was there before, and may come out
-                self.know(each.untyped_storage(), NONE)
+        """Run an operation on shapes, and record its allocations and operations."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):  # an input not seen before was allocated before, even if it is returned
+                self.count(leaf.untyped_storage(), NONE)
         if func is torch.ops.aten.nonzero.default:
-            out: Any = torch.empty(self.found(args[0]), args[0].ndim, dtype=torch.long)
+            out: Any = torch.empty(self.flag_count(args[0]), args[0].ndim, dtype=torch.long)
         elif func is torch.ops.aten._local_scalar_dense.default:
             out = 1
         else:
@@ -119,34 +119,34 @@ class Shadow(TorchDispatchMode):
         cost = flop_registry.get(func.overloadpacket)
         if cost is not None:
             self.flops[self.part] = self.flops.get(self.part, 0) + cost(*args, **(kwargs or {}), out_val=out)
-        for each in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(each, Tensor):
-                self.know(each.untyped_storage(), block(each.untyped_storage().nbytes()))
+        for result in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(result, Tensor):
+                self.count(result.untyped_storage(), block(result.untyped_storage().nbytes()))
         return out
 
-    def found(self, flags: Tensor) -> int:
-        """Return how many flags are set, as far as that is known before there is data."""
+    def flag_count(self, flags: Tensor) -> int:
+        """Return the assumed number of set flags, which fake tensors lack."""
         if flags.ndim == 2:  # anchors
-            return flags.shape[0] * round(flags.shape[1] * self.share)
-        return self.used if flags.numel() == self.tokens else round(flags.numel() * self.share)
+            return flags.shape[0] * round(flags.shape[1] * self.anchored)
+        return self.used if flags.numel() == self.tokens else round(flags.numel() * self.anchored)
 
-    def know(self, storage: Any, size: Size) -> None:
-        """Count a storage, with this size, until it is freed; one that is known already is not counted again."""
+    def count(self, storage: Any, size: Size) -> None:
+        """Count a storage with this size until it is freed, unless it is counted already."""
         key = id(storage)
-        if key not in self.known:
-            self.known.add(key)
+        if key not in self.counted:
+            self.counted.add(key)
             self.live += size
             self.peak, self.most = self.peak.most(self.live), max(self.most, self.live.total)
-            weakref.finalize(storage, self.gone, key, size)
+            weakref.finalize(storage, self.release, key, size)
 
-    def gone(self, key: int, size: Size) -> None:
-        """Count a storage no longer."""
-        self.known.discard(key)
+    def release(self, key: int, size: Size) -> None:
+        """Remove a freed storage from the live bytes."""
+        self.counted.discard(key)
         self.live = Size(self.live.large - size.large, self.live.small - size.small)
 
 
 class Job(NamedTuple):
-    """What a trace depends on; hashable but for the configurations, which stand behind their text."""
+    """The input of a trace."""
 
     head: Any
     peft: Any
@@ -165,28 +165,28 @@ class Job(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a micro-batch takes of memory above weights and features, and of computation.
+    """The memory of a micro-batch in bytes, above weights and features, and its operations.
 
     Attributes:
-        whole, trained, resting: parameters of the head, those that are trained, and those that rest beside factors.
-        feature_layers: how many of the target's layers it reads.
-        weights: the trained parameters' own blocks, in fp32.
-        largest: the largest of them.
-        vectors: parameters whose state Muon does not halve.
-        kept: what is kept of the unrolling for the backward pass.
-        peak: the most at any time of each kind of block, gradients included unless they are there from an earlier
-            micro-batch; most: of both kinds together.
-        flops: of forward and backward pass.
+        whole, trained, frozen: numbers of parameters: of the head without adapters, trained ones, frozen ones.
+        feature_layers: the number of the target's layers that the head reads.
+        weights: the size of the trained parameters in fp32.
+        largest: the bytes of the largest of them.
+        vectors: the number of parameters whose state Muon does not halve.
+        activations: the size that the unrolling keeps for the backward pass.
+        peak: the peak of each kind of block, gradients included unless an earlier micro-batch allocated them; most: of
+            both kinds together.
+        flops: floating-point operations of forward and backward pass.
     """
 
     whole: int
     trained: int
-    resting: int
+    frozen: int
     feature_layers: int
     weights: Size
     largest: int
     vectors: int
-    kept: Size
+    activations: Size
     peak: Size
     most: int
     flops: int
@@ -196,31 +196,31 @@ _traced: dict[str, Trace] = {}
 
 
 def trace(job: Job) -> Trace:
-    """Return what one micro-batch takes; the same question is answered once.
+    """Return the trace of one micro-batch; traces are cached.
 
     Raises:
-        ValueError: the head does not fit the target, as when its default layers fall together.
+        ValueError: the head does not fit the target, for instance if its default layers coincide.
     """
-    key = repr(job)
+    key = repr(job)  # configurations are not hashable
     if key not in _traced:
-        _traced[key] = _followed(job)
+        _traced[key] = _run_trace(job)
     return _traced[key]
 
 
-def _followed(job: Job) -> Trace:
+def _run_trace(job: Job) -> Trace:
     config = job.objective
     tokens = job.rows * job.length
-    share = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
-    used = min(tokens, round(tokens * share * config.depths)) if share < 1 else tokens
+    anchored = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
+    used = min(tokens, round(tokens * anchored * config.depths)) if anchored < 1 else tokens
     with torch.device("meta"):
         embeddings = Embeddings(job.width, job.vocab, job.layers, job.layer, job.dtype)
         head: Any = HEADS[job.head.name](job.head, embeddings)
         whole = sum(p.numel() for p in head.parameters())
         adapt(head, job.peft)
-    chunk = suited(head, job.device)
+    chunk = chunk_size(head, job.device)
     with FakeTensorMode(allow_non_fake_inputs=True):
         embeddings.weight = torch.empty(embeddings.weight.shape, dtype=job.dtype)
-        _place(head)
+        _materialise(head)
         for module in head.modules():
             if isinstance(module, Recomputing):
                 module.recompute = job.recompute
@@ -228,27 +228,27 @@ def _followed(job: Job) -> Trace:
         if job.accumulates:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
-        features, weight, anchors = _batch(job, len(head.feature_layers), share)
-        shown = min(used, CHUNKS * max(1, min(ROWS, chunk // job.vocab)))
-        with Shadow(tokens, share, shown) as shadow, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
-            kept = _run(shadow, head, features, weight, anchors, config, chunk)
+        features, weight, anchors = _batch(job, len(head.feature_layers), anchored)
+        traced = min(used, CHUNKS * max(1, min(ROWS, chunk // job.vocab)))
+        with Shadow(tokens, anchored, traced) as shadow, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
+            activations = _run(shadow, head, features, weight, anchors, config, chunk)
     sizes = [4 * p.numel() for p in trained]
     vocabulary = {job.vocab} if head.vocab is None else {job.vocab, len(head.vocab.ids)}
-    counts = {part: count * (used / shown if part == "loss" else 1) for part, count in shadow.flops.items()}
+    counts = {phase: count * (used / traced if phase == "loss" else 1) for phase, count in shadow.flops.items()}
     return Trace(
         whole, sum(sizes) // 4, sum(p.numel() for p in head.parameters()) - sum(sizes) // 4, len(head.feature_layers),
         sum(map(block, sizes), NONE), max(sizes),
         sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
-        kept, shadow.peak, shadow.most, round(sum(counts.values())),
+        activations, shadow.peak, shadow.most, round(sum(counts.values())),
     )  # fmt: skip
 
 
-def _place(head: nn.Module) -> None:
-    """Put a module of the meta device on the CPU, in the fake mode that is entered, where autocast knows it."""
+def _materialise(head: nn.Module) -> None:
+    """Move a module from the meta device to fake CPU tensors, which autocast supports."""
     for module in head.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            there = torch.empty(parameter.shape, dtype=parameter.dtype)
-            setattr(module, name, nn.Parameter(there, requires_grad=parameter.requires_grad))
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+            setattr(module, name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         for value in vars(module).values():
@@ -258,19 +258,19 @@ def _place(head: nn.Module) -> None:
 
 
 def _run(shadow: Shadow, head: Any, features: Features, weight: Tensor, anchors: Any, config: Any, chunk: int) -> Size:
-    """Run the micro-batch; return what the unrolling keeps."""
+    """Run the micro-batch; return the size that the unrolling keeps for the backward pass."""
     shadow.part = "unroll"
     drafts = head.unroll(features, config.depths, anchors)
-    kept, shadow.part = shadow.live, "loss"
+    activations, shadow.part = shadow.live, "loss"
     loss, sums = objective(head, drafts, features, weight, config, chunk)
     shadow.part = "backward"
     del drafts, sums
     with torch.autocast("cpu", enabled=False):
         loss.backward()
-    return kept
+    return activations
 
 
-def _batch(job: Job, layers: int, share: float) -> tuple[Features, Tensor, Tensor | None]:
+def _batch(job: Job, layers: int, anchored: float) -> tuple[Features, Tensor, Tensor | None]:
     """Return features, weights and anchors of a micro-batch, without values."""
     size, dtype = (job.rows, job.length), job.dtype if job.autocast else torch.float32
     token = torch.zeros(size, dtype=torch.long)
@@ -280,5 +280,5 @@ def _batch(job: Job, layers: int, share: float) -> tuple[Features, Tensor, Tenso
         torch.empty(*size, job.width, dtype=dtype),
         torch.zeros(size, dtype=torch.long),
     )
-    anchors = None if share == 1 else torch.ones(size, dtype=torch.bool)
+    anchors = None if anchored == 1 else torch.ones(size, dtype=torch.bool)
     return features, torch.ones(job.objective.depths, *size), anchors

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from huggingface_hub.utils._validators import validate_repo_id
 
-from heads.formats.export import assert_known
 from heads.formats.hub import REPO
+from heads.formats.published.export import assert_known
 from inference.target.config import DTYPES
 
 TAG = re.compile(r"\w[\w.-]*(?<!\.lock)(?<!\.)")
@@ -14,7 +14,7 @@ TAG = re.compile(r"\w[\w.-]*(?<!\.lock)(?<!\.)")
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """What is published, where, and how it is verified; conf/publish.yaml says it key by key."""
+    """Configure what is published, where, and how it is verified; conf/publish.yaml explains each key."""
 
     run: str
     repo: str
@@ -38,8 +38,8 @@ class PublishConfig:
         if self.format is not None:
             assert_known(self.format)
         if self.dtype not in DTYPES or self.draft_tokens < 1:
-            known = ", ".join(DTYPES)
-            raise ValueError(f"dtype is {self.dtype}, draft_tokens {self.draft_tokens}: give one of {known}; 1 or more")
+            names = ", ".join(DTYPES)
+            raise ValueError(f"dtype is {self.dtype}, draft_tokens {self.draft_tokens}: give one of {names}; 1 or more")
         if self.verify_prompts < 0 or self.verify_tokens < 2:
             raise ValueError(
                 f"verify_prompts is {self.verify_prompts}, verify_tokens {self.verify_tokens}: give at least 0 and 2"

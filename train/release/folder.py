@@ -1,4 +1,4 @@
-"""The folder that is published: a run's head with its card, report and plots, put in place whole or not at all."""
+"""The folder that is published: a run's head with its card, report and plots, replaced atomically."""
 
 import json
 import re
@@ -15,8 +15,7 @@ from eval.report.reading import read_report
 from heads.common.errors import one_line
 from heads.common.resolvers import ROOT
 from heads.common.untrusted import parse_json, parse_yaml
-from heads.formats.custom_generate import FOLDER
-from heads.formats.custom_generate import files as plain_files
+from heads.formats.custom_generate import bundle
 from heads.formats.hub import on_hub, target_path
 from heads.formats.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors, replacing
 from train.release.card import Facts, card
@@ -28,12 +27,12 @@ from train.release.hub import files_of, one_of
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
 READ = (*COPIED, "provenance.json", METRICS, "prompts.jsonl")  # all of a run, besides its head
-FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{FOLDER}/*")  # patterns
+FILES = (CONFIG, WEIGHTS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{bundle.FOLDER}/*")  # patterns
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
 def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
-    """Write what is published. The head lies at the top, so that the folder, and so the repository, loads as a head.
+    """Write the folder. The head's files lie at its top, so that the folder, and so the repository, loads as a head.
 
     Raises:
         ValueError: the head or a file beside it is a link or damaged, cannot take the format, or holds a token of the
@@ -52,7 +51,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
     with exported(head, config.format, config.target, config.dtype, config.draft_tokens) as source:
         files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
-        files |= plain_files()
+        files |= bundle.files(content["head"]["name"])
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
         facts = _facts(run, config, content, json.loads(files[CONFIG]), reference["tokenizer_sha256"], provenance)
         try:
@@ -99,7 +98,7 @@ def _facts(
 
 
 def _refuse_links(paths: Iterable[Path]) -> None:
-    """Refuse to publish what a link leads to, which a run that comes from elsewhere would choose."""
+    """Refuse links: a run from an untrusted source could publish any file of this machine by one."""
     for path in paths:
         if path.is_symlink():
             raise ValueError(f"{path}: a link, to {path.resolve()}, which is not published; put the file itself there")
@@ -131,8 +130,8 @@ def tokenizer_sha256(model: str) -> str | None:
 def portable(text: str) -> str:
     """Return the text without this machine's paths: the checkout's are relative, the home is ~."""
     home = Path.home()
-    told = text.replace(f"{ROOT}/", "")
-    return told if home == Path(home.anchor) else told.replace(f"{home}/", "~/")
+    relative = text.replace(f"{ROOT}/", "")
+    return relative if home == Path(home.anchor) else relative.replace(f"{home}/", "~/")
 
 
 def _safe(run: Path, name: str, text: str) -> str:

@@ -1,7 +1,7 @@
-"""A folder on the Hub: uploaded in one commit, downloaded again and compared; where that fails, nothing half is left.
+"""Upload a folder to the Hub in one commit, download it again and compare; a failure leaves no partial repository.
 
-Large files go first. A file that the Hub has already is not sent again, so that another call goes on where one broke
-off; until the commit, which comes last, the branch is as it was. `HfApi.upload_folder` is not used: with hf_xet it may
+Large files go first. A file that the Hub has already is not sent again, so that another call continues an interrupted
+one; until the commit, which comes last, the branch is unchanged. `HfApi.upload_folder` is not used: with hf_xet it may
 commit several times.
 """
 
@@ -28,64 +28,64 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAITS = (1, 4, 16)  # seconds before each further attempt, beside those of huggingface_hub's own for single requests
-BUSY = (408, 429, 500, 502, 503, 504)  # statuses by which the Hub asks for another attempt
-BARE = {".gitattributes"}  # the files of a repository to which nobody has committed
-SHORT = 8  # characters of a commit that people read
+BUSY = (408, 429, 500, 502, 503, 504)  # statuses after which another attempt may succeed
+INITIAL = {".gitattributes"}  # the files of a repository to which nobody has committed
+SHORT = 8  # characters of a commit in messages
 MESSAGE = "Publish the head with headstart"
 
 
-class Place(NamedTuple):
-    """A repository as this call found it, or made it.
+class Repository(NamedTuple):
+    """A repository on the Hub before the upload.
 
     Attributes:
-        repo: its name.
+        name: OWNER/NAME.
         commit: the branch's last commit before anything is uploaded.
-        made: whether this call made the repository, which nobody has committed to.
+        created: whether this call created the repository, to which nobody has committed.
     """
 
-    repo: str
+    name: str
     commit: str
-    made: bool
+    created: bool
 
 
 @contextmanager
-def place(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterator[Place]:
-    """Give the repository until the block ends; one that was made here is deleted again if an upload fails for good.
+def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterator[Repository]:
+    """Find or create the repository; one that was created here is deleted again if the block fails.
 
     Raises:
-        ValueError: the token is refused or may only read, the name is taken, the repository is public where a private
-            one is wanted, or has the tag; and what the block raises, with what became of the repository.
+        ValueError: the token is refused or may only read, the name is taken, the repository is public despite
+            `private`, or has the tag; and the errors of the block, with the state of the repository.
     """
     _check_token(repo, api)
     with hub_errors(repo, "looking for the repository"):
-        there = lasting(lambda: _info(repo, api))
-        tags = lasting(lambda: api.list_repo_refs(repo).tags) if there and tag else []
-    if any(each.name == tag for each in tags):
+        existing = retried(lambda: _info(repo, api))
+        tags = retried(lambda: api.list_repo_refs(repo).tags) if existing and tag else []
+    if any(ref.name == tag for ref in tags):
         raise ValueError(f"{repo}: has a tag {tag} already, nothing was uploaded; give another tag=…")
-    if there is None:
+    if existing is None:
         with hub_errors(repo, "creating the repository"):
-            # exist_ok: a first attempt whose answer was lost has made it, or another call just now.
-            lasting(lambda: api.create_repo(repo, private=private, exist_ok=True))
-            info = lasting(lambda: api.model_info(repo))
+            # exist_ok: a first attempt whose response was lost has created it, or another call just now.
+            retried(lambda: api.create_repo(repo, private=private, exist_ok=True))
+            info = retried(lambda: api.model_info(repo))
     else:
-        info = there
-    empty = {each.rfilename for each in info.siblings or []} <= BARE
-    found = Place(repo, str(info.sha), there is None and empty)
+        info = existing
+    empty = {file.rfilename for file in info.siblings or []} <= INITIAL
+    before = Repository(repo, str(info.sha), existing is None and empty)
     try:
         if private and not info.private:
             raise ValueError(f"{repo}: the repository is public; make it private on the Hub, or say private=false")
-        yield found
+        yield before
     except ValueError as error:
-        raise ValueError(f"{error}; {_undone(found, api)}") from error
+        raise ValueError(f"{error}; {_undone(before, api)}") from error
 
 
-def push(folder: Path, into: Place, ours: Callable[[str], bool], api: HfApi) -> str:
-    """Upload a folder in one commit, and return that.
+def push(folder: Path, repo: Repository, ours: Callable[[str], bool], api: HfApi) -> str:
+    """Upload a folder in one commit, and return the commit.
 
     Args:
-        folder: what the branch shall hold.
-        into: where.
-        ours: which of the branch's files are taken away if the folder has them not, such as an earlier head's report.
+        folder: the new content of the branch.
+        repo: the repository before the upload.
+        ours: selects the branch's files that are deleted if the folder lacks them, such as an earlier head's report.
         api: the Hub.
 
     Raises:
@@ -95,29 +95,29 @@ def push(folder: Path, into: Place, ours: Callable[[str], bool], api: HfApi) -> 
     adds = [CommitOperationAdd(name, str(folder / name)) for name in names]
 
     def commit() -> str:
-        now = str(api.repo_info(into.repo).sha)
-        if now != into.commit:
-            if _holds(now, folder, into.repo, api):  # an attempt before this one, whose answer was lost
+        now = str(api.repo_info(repo.name).sha)
+        if now != repo.commit:
+            if _holds(now, folder, repo.name, api):  # by an earlier attempt whose response was lost
                 return now
-            raise ValueError(f"{into.repo}: someone else has committed to it, {now[:SHORT]}; publish again")
-        stale = [name for name in api.list_repo_files(into.repo, revision=now) if ours(name) and name not in names]
-        wanted: list[Any] = [*(CommitOperationDelete(name) for name in stale), *adds]
-        done = api.create_commit(into.repo, wanted, commit_message=MESSAGE, parent_commit=now)
-        return str(done.oid)
+            raise ValueError(f"{repo.name}: someone else has committed to it, {now[:SHORT]}; publish again")
+        stale = [name for name in api.list_repo_files(repo.name, revision=now) if ours(name) and name not in names]
+        operations: list[Any] = [*(CommitOperationDelete(name) for name in stale), *adds]
+        created = api.create_commit(repo.name, operations, commit_message=MESSAGE, parent_commit=now)
+        return str(created.oid)
 
-    with hub_errors(into.repo, "uploading"):
-        lasting(lambda: api.preupload_lfs_files(into.repo, adds, free_memory=False))
-        return lasting(commit)
+    with hub_errors(repo.name, "uploading"):
+        retried(lambda: api.preupload_lfs_files(repo.name, adds, free_memory=False))
+        return retried(commit)
 
 
 def download(folder: Path, back: Path, repo: str, commit: str, api: HfApi) -> None:
     """Download a commit and compare every file and every tensor with the folder.
 
     Args:
-        folder: what was uploaded.
-        back: where to download to.
-        repo: from where.
-        commit: which.
+        folder: the uploaded folder.
+        back: the folder to download to.
+        repo: the repository's name.
+        commit: the commit to download.
         api: the Hub.
 
     Raises:
@@ -125,7 +125,7 @@ def download(folder: Path, back: Path, repo: str, commit: str, api: HfApi) -> No
     """
     with hub_errors(repo, "downloading for verification"):
         names = files_of(folder)
-        lasting(lambda: api.snapshot_download(repo, revision=commit, local_dir=back, allow_patterns=names))
+        retried(lambda: api.snapshot_download(repo, revision=commit, local_dir=back, allow_patterns=names))
     for name in names:
         if not (back / name).is_file() or content_hash(back / name) != content_hash(folder / name):
             raise ValueError(f"{repo}: {name} came back different from what was uploaded")
@@ -138,15 +138,15 @@ def download(folder: Path, back: Path, repo: str, commit: str, api: HfApi) -> No
 
 
 def set_tag(repo: str, tag: str, commit: str, api: HfApi) -> None:
-    """Give a commit a tag.
+    """Set a tag on a commit.
 
     Raises:
         ValueError: the Hub refuses, or cannot be reached for some time, or another commit got the tag meanwhile.
     """
     with hub_errors(repo, f"setting the tag {tag}"):
-        # exist_ok: an attempt whose answer was lost has set it.
-        lasting(lambda: api.create_tag(repo, tag=tag, revision=commit, exist_ok=True))
-        at = str(lasting(lambda: api.repo_info(repo, revision=tag)).sha)
+        # exist_ok: an earlier attempt whose response was lost has set it.
+        retried(lambda: api.create_tag(repo, tag=tag, revision=commit, exist_ok=True))
+        at = str(retried(lambda: api.repo_info(repo, revision=tag)).sha)
     if at != commit:
         raise ValueError(
             f"{repo}: stands at {commit[:SHORT]}, but someone else has set the tag {tag} at {at[:SHORT]}; publish "
@@ -154,13 +154,13 @@ def set_tag(repo: str, tag: str, commit: str, api: HfApi) -> None:
         )
 
 
-def lasting(call: Callable[[], T]) -> T:
-    """Call, and again after a while where the connection was lost or the Hub was busy."""
+def retried(call: Callable[[], T]) -> T:
+    """Call, and retry after a while if the connection was lost or the Hub was busy."""
     for wait in WAITS:
         try:
             return call()
         except (TRANSPORT, OSError, RuntimeError) as error:
-            if not _passing(error):
+            if not _temporary(error):
                 raise
             log.warning("the connection to the Hub broke off (%s); again in %d s", type(error).__name__, wait)
             time.sleep(wait)
@@ -173,22 +173,22 @@ def files_of(folder: Path) -> list[str]:
 
 
 def one_of(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Return whether a file's name fits one of the patterns."""
+    """Return a predicate: whether a file's name matches one of the patterns."""
     return lambda name: any(fnmatch(name, pattern) for pattern in patterns)
 
 
 @contextmanager
 def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Path]:
-    """Give a commit's files, compared with the folder as `download` does, until the block ends."""
+    """Provide a commit's files, compared with the folder by `download`, within the block."""
     with tempfile.TemporaryDirectory() as temporary:
         download(folder, Path(temporary), repo, commit, api)
         yield Path(temporary)
 
 
 def _check_token(repo: str, api: HfApi) -> None:
-    """Refuse a token that the Hub does not know, or that may only read, before anything is made."""
+    """Refuse an invalid or read-only token before anything is created."""
     with hub_errors(repo, "checking the token"):
-        who: dict[str, Any] = lasting(api.whoami)
+        who: dict[str, Any] = retried(api.whoami)
     role = who.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
         raise ValueError(
@@ -204,37 +204,37 @@ def _info(repo: str, api: HfApi) -> Any:
         return None
 
 
-def _passing(error: Exception) -> bool:
-    """Whether another attempt may go well."""
+def _temporary(error: Exception) -> bool:
+    """Whether another attempt may succeed."""
     answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
     return not isinstance(answered, HfHubHTTPError) or answered.response.status_code in BUSY
 
 
 def _holds(commit: str, folder: Path, repo: str, api: HfApi) -> bool:
-    """Whether a commit holds every file of the folder as it is here."""
+    """Whether a commit holds every file of the folder with the same content."""
     tree = api.list_repo_tree(repo, recursive=True, revision=commit)
-    there = {each.path: each for each in tree if isinstance(each, RepoFile)}
-    return all(name in there and _same(folder / name, there[name]) for name in files_of(folder))
+    remote = {file.path: file for file in tree if isinstance(file, RepoFile)}
+    return all(name in remote and _same(folder / name, remote[name]) for name in files_of(folder))
 
 
-def _same(path: Path, there: RepoFile) -> bool:
-    if there.lfs is not None:
-        return bool(there.lfs.sha256 == content_hash(path))
+def _same(path: Path, remote: RepoFile) -> bool:
+    if remote.lfs is not None:
+        return bool(remote.lfs.sha256 == content_hash(path))
     data = path.read_bytes()
-    return bool(there.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())  # as git names it
+    return bool(remote.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())  # as git names it
 
 
-def _undone(found: Place, api: HfApi) -> str:
-    """Delete a repository that this call has made and committed nothing to; return what became of it."""
+def _undone(repo: Repository, api: HfApi) -> str:
+    """Delete the repository if this call created it and committed nothing; return a message of its state."""
     try:
-        now = str(lasting(lambda: api.repo_info(found.repo)).sha)
-        if now != found.commit:
+        now = str(retried(lambda: api.repo_info(repo.name)).sha)
+        if now != repo.commit:
             return f"the repository stands at {now[:SHORT]}, which may be whole: publish again to verify it"
-        if not found.made:
+        if not repo.created:
             return f"the repository stands at {now[:SHORT]} as before"
-        lasting(lambda: api.delete_repo(found.repo, missing_ok=True))
+        retried(lambda: api.delete_repo(repo.name, missing_ok=True))
     except (TRANSPORT, OSError, RuntimeError):
-        if found.made:
+        if repo.created:
             return "the repository that this call made could not be deleted: delete it on the Hub, or publish again"
-        return f"how the repository stands cannot be asked; before, it was {found.commit[:SHORT]}"
+        return f"how the repository stands cannot be asked; before, it was {repo.commit[:SHORT]}"
     return "the repository that this call made is deleted again"

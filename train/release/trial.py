@@ -1,10 +1,10 @@
-"""A published head tried out: what it accepts on a few prompts must be what the run's own head accepts.
+"""Trial of a published head: on a few prompts it must accept the drafts that the run's own head accepts.
 
-Decoding is greedy, by the head's own tree, or by a chain in a format that holds no tree. An export is tried before
-anything is uploaded, the same files once they are back.
+Decoding is greedy, by the head's own tree, or by a chain for a format without trees. An export is tried before the
+upload, and every head again after the download.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +24,41 @@ from inference.target.target import Target
 from inference.verification.sample import Sampling
 from train.release.config import PublishConfig
 
-# By how much τ may differ in a format that multiplies two of the head's matrices into one: rounding turns few drafts.
+# Relative difference of τ allowed in a format that multiplies two of the head's matrices into one, whose rounding
+# changes a few drafts.
 SLACK = 0.05
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A head and how it drafts: the target, the prompts, the tree, and what was decoded with the run's own head."""
+    """The setting of a trial, and the generations with the run's own head as the reference."""
 
     target: Target
     prompts: list[list[int]]
     tree: TreeConfig
     settings: Settings
-    own: list[Generation]
+    reference: list[Generation]
     exact: bool
 
     @property
     def tau(self) -> float:
-        """Tokens of a target pass with the run's own head."""
-        return tau(self.own)
+        """τ with the run's own head."""
+        return tau(self.reference)
 
     def check(self, folder: Path) -> float:
         """Decode with the head of another folder and return its τ.
 
         Raises:
-            ValueError: other tokens came out, or other drafts were accepted.
+            ValueError: the tokens or the accepted drafts differ.
         """
-        made = self._decode(load_found(folder, self.target.embeddings, self.target.spec))
-        same = [each.tokens for each in made] == [each.tokens for each in self.own]
-        near = abs(tau(made) - self.tau) <= SLACK * self.tau
-        alike = _accepted(made) == _accepted(self.own) if self.exact else near
+        generations = self._decode(load_found(folder, self.target.embeddings, self.target.spec))
+        same = [result.tokens for result in generations] == [result.tokens for result in self.reference]
+        near = abs(tau(generations) - self.tau) <= SLACK * self.tau
+        alike = _accepted(generations) == _accepted(self.reference) if self.exact else near
         if not (same and alike):
             what = "τ is" if same else "other tokens came out, τ is"
-            raise ValueError(f"{what} {tau(made):.2f} by it, and {self.tau:.2f} by the run's own head")
-        return tau(made)
+            raise ValueError(f"{what} {tau(generations):.2f} by it, and {self.tau:.2f} by the run's own head")
+        return tau(generations)
 
     def _decode(self, head: Any, dtype: str | None = None) -> list[Generation]:
         if dtype is not None:
@@ -67,10 +68,10 @@ class Trial:
 
 
 def begin(run: Path, config: PublishConfig) -> Trial | str:
-    """Decode with the run's own head, or say in a few words why that cannot be done here.
+    """Decode with the run's own head, or return the reason why that is not possible here.
 
     Raises:
-        ValueError: the head is of another target.
+        ValueError: the head is for another target.
     """
     head, file = last_good(run / "head"), own_prompts(str(run))
     if not config.verify_prompts:
@@ -85,25 +86,25 @@ def begin(run: Path, config: PublishConfig) -> Trial | str:
     if config.format is not None:
         tree = TreeConfig("chain", config.draft_tokens, 0, 0, [], [])
     check_tree(target, tree, "head")
-    prompts = [each.token for each in load_prompts(file, target.tokenizer, config.verify_prompts)]
+    prompts = [prompt.token for prompt in load_prompts(file, target.tokenizer, config.verify_prompts)]
     prompts = [token for token in prompts if len(token) < target.context - 1]
     if not prompts:
         return "no prompt of the run leaves room in the target's context"
     settings = Settings(config.verify_tokens, Sampling(0.0, 0, 1.0))
     trial = Trial(target, prompts, tree, settings, [], config.format is None)
     loaded = load_found(head, target.embeddings, target.spec)
-    own = trial._decode(loaded, None if config.format is None else config.dtype)
-    return Trial(target, prompts, tree, settings, own, config.format is None)
+    reference = trial._decode(loaded, None if config.format is None else config.dtype)
+    return replace(trial, reference=reference)
 
 
-def tau(made: list[Generation]) -> float:
-    """Return tokens of a target pass, those of the prefill left out."""
-    passes = sum(len(each.steps) for each in made)
-    return sum(len(each.tokens) - 1 for each in made) / passes if passes else 0.0
+def tau(generations: list[Generation]) -> float:
+    """Return the mean number of tokens of a target pass, the prefill and its token left out."""
+    passes = sum(len(result.steps) for result in generations)
+    return sum(len(result.tokens) - 1 for result in generations) / passes if passes else 0.0
 
 
 def _target(path: str, adapter: str | None) -> Target | str:
-    """Return the target if this machine has it, else why not; a download of the whole is not begun for this."""
+    """Return the target if this machine has it, else the reason why not; nothing is downloaded."""
     if on_hub(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):
         return f"{path} is not on this machine; give target=FOLDER of it"
     try:
@@ -112,5 +113,5 @@ def _target(path: str, adapter: str | None) -> Target | str:
         return f"the target cannot be loaded here ({one_line(error)})"
 
 
-def _accepted(made: list[Generation]) -> list[list[int]]:
-    return [[step.accepted for step in each.steps] for each in made]
+def _accepted(generations: list[Generation]) -> list[list[int]]:
+    return [[step.accepted for step in result.steps] for result in generations]

@@ -1,8 +1,8 @@
-"""Where a run's numbers go: metrics.jsonl, wandb, TensorBoard, the progress bar, the table of a sweep.
+"""Tracking of a run's numbers: metrics.jsonl, wandb, TensorBoard, the progress bar, the table of a sweep.
 
-flops.py     floating-point operations, counted
+flops.py     counting of floating-point operations, and devices' peaks
 sweep.py     the runs of a multirun: one table, and the τ that is searched
-track.py     what becomes of a run's numbers: trackers, progress bar
+track.py     dispatch of records to the trackers and the progress bar
 trackers.py  metrics.jsonl, wandb, TensorBoard
-clock.py     where a step's time goes
+clock.py     breakdown of a step's time
 """

@@ -1,4 +1,4 @@
-"""Floating-point operations: counted by torch's own formulas for matrix products and attention, and a device's peak."""
+"""Floating-point operations: a counter by torch's formulas for matrix products and attention, and devices' peaks."""
 
 import re
 from typing import Any
@@ -12,12 +12,12 @@ PEAKS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "L4":
 
 
 class Flops(TorchDispatchMode):
-    """Counts while it is entered. torch's FlopCounterMode cannot follow a gradient that a forward pass takes."""
+    """Count operations while entered. torch's FlopCounterMode cannot follow a gradient that a forward pass takes."""
 
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and add what it costs."""
+        """Run an operation and add its count."""
         out = func(*args, **(kwargs or {}))
         cost = flop_registry.get(func.overloadpacket)
         if cost is not None:
@@ -26,16 +26,16 @@ class Flops(TorchDispatchMode):
 
 
 def peak_flops(device: torch.device, given: float | None) -> float | None:
-    """Return the operations a second that a device can do at most, None where that is not known.
+    """Return a device's peak in floating-point operations a second, None where it is not known.
 
     Args:
-        device: what runs the step.
-        given: 10^12 a second, as the user says; None: by the device's name.
+        device: the device that runs the step.
+        given: the user's value, in 10^12 a second; None: by the device's name.
     """
     if given is not None:
         return given * 1e12
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    found = [peak for word, peak in PEAKS.items() if word in re.split(r"[ -]", name)]
-    return found[0] * 1e12 if found else None
+    peaks = [peak for word, peak in PEAKS.items() if word in re.split(r"[ -]", name)]
+    return peaks[0] * 1e12 if peaks else None

@@ -1,6 +1,6 @@
-"""What becomes of a run's numbers: metrics.jsonl always, other trackers when asked, a progress bar on the terminal.
+"""Dispatch of a run's records: metrics.jsonl always, other trackers if configured, a progress bar on the terminal.
 
-A tracker that fails is told of in one line and left out from there on; training never stops for it.
+A tracker that fails is reported in one line and dropped; training never stops for it.
 """
 
 from pathlib import Path
@@ -13,11 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from heads.common.errors import one_line
 from train.tracking.trackers import TRACKERS, Sink, Start
 
-REFRESH = 2  # times a second that the bar is drawn: its thread takes time from the step's own
+REFRESH = 2  # redraws of the bar a second: its thread takes time from the step's own
 
 
 class Tracker:
-    """Hands each record to every tracker; active on the main process alone."""
+    """Pass each record to every tracker; active on the main process alone."""
 
     def __init__(
         self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: dict[str, Any]
@@ -41,7 +41,7 @@ class Tracker:
                 self.sinks[name] = TRACKERS[name](Start(out, start, config))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Hand on one record, which has at least `step`."""
+        """Pass on one record, which has at least `step`."""
         if not self.active:
             return
         for name, sink in list(self.sinks.items()):
@@ -58,7 +58,7 @@ class Tracker:
             self.progress.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
-        """Finish the trackers and the bar."""
+        """Close the trackers and the bar."""
         if not self.active:
             return
         for name, sink in list(self.sinks.items()):
@@ -68,13 +68,13 @@ class Tracker:
 
 
 class Dropping:
-    """A block that works on one tracker: if it raises, the tracker is dropped and named, and that is all."""
+    """A context around a call of one tracker: an error drops the tracker with a message and does not propagate."""
 
     def __init__(self, tracker: Tracker, name: str) -> None:
         self.tracker, self.name = tracker, name
 
     def __enter__(self) -> None:
-        """Nothing is needed."""
+        """Enter; nothing is needed."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
         """Drop the tracker for any error that is not a signal's, or a request to exit."""

@@ -1,7 +1,7 @@
-"""Where a run's numbers can go, one class each: `log` takes a record, `close` ends it. Any of them may fail.
+"""The trackers, one class each: `log` takes a record, `close` finishes. Any of them may fail.
 
 A record is a dict with the `step` that it belongs to. metrics.jsonl takes it as it is; wandb and TensorBoard take its
-numbers alone, those of an inner list or dict under a name and a place: `accuracy/1` is that of depth 1.
+numbers alone, those of an inner list or dict under a name and an index: `accuracy/1` is that of depth 1.
 """
 
 import json
@@ -22,11 +22,11 @@ from heads.common.untrusted import parse_json
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-WAIT = 10.0  # seconds that wandb's server may take to answer before training begins
+WAIT = 10.0  # seconds to wait for wandb's server before training begins
 
 
 class Start(NamedTuple):
-    """What a tracker starts from: the run's folder, the steps done before, and the whole configuration."""
+    """A tracker's arguments: the run's folder, the number of steps done before, and the whole configuration."""
 
     out: Path
     step: int
@@ -34,7 +34,7 @@ class Start(NamedTuple):
 
 
 class Sink(Protocol):
-    """What takes records."""
+    """The interface of a tracker."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Take one record."""
@@ -46,26 +46,26 @@ class Sink(Protocol):
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a record under flat names; the places of a list count from 1, as depths do."""
+    """Yield the finite numbers of a record under flat names; the indices of a list count from 1, as depths do."""
     for name, value in record.items():
         if isinstance(value, dict | list | tuple):
-            inner = value if isinstance(value, dict) else {str(i): each for i, each in enumerate(value, 1)}
+            inner = value if isinstance(value, dict) else {str(i): item for i, item in enumerate(value, 1)}
             yield from ((f"{name}/{key}", number) for key, number in numbers(inner))
         elif isinstance(value, int | float) and math.isfinite(value):
             yield name, float(value)
 
 
 def plain(value: Any) -> Any:
-    """Return a value that JSON can hold: what is not finite becomes null."""
+    """Return a value for JSON, numbers that are not finite replaced by null."""
     if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def step_of(line: bytes) -> int | None:
-    """Return the step of a record's line, None of a line that is no record."""
+    """Return the step of a line of metrics.jsonl, None if the line is no record."""
     try:
         step = parse_json(line)["step"]
     except (ValueError, TypeError, KeyError):
@@ -76,8 +76,8 @@ def step_of(line: bytes) -> int | None:
 class Jsonl:
     """One JSON object a line, in full precision.
 
-    A resumed run drops the lines after the step it resumes from, so that each step stands there once, and what is no
-    record of a step, as the line is that a killed run was writing.
+    A resumed run drops the lines after the step it resumes from, so that each step occurs once, and lines that are no
+    record, such as one that a killed run was writing.
     """
 
     def __init__(self, start: Start) -> None:
@@ -87,13 +87,13 @@ class Jsonl:
         if odd := steps.count(None):
             log.warning("%s: lines that hold no step are left out: %d", path, odd)
         fresh = path.with_suffix(".partial")
-        kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start.step]
-        fresh.write_bytes(b"".join(line + b"\n" for line in kept))
+        earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start.step]
+        fresh.write_bytes(b"".join(line + b"\n" for line in earlier))
         os.replace(fresh, path)
         self.file, self.refused = path.open("a"), False
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a line; one that a full disk refuses stays in the file's buffer, and goes with a later one."""
+        """Write a line; one that a full disk refuses stays in the file's buffer until a later call writes it."""
         self.file.write(json.dumps(plain(record)) + "\n")
         try:
             self.file.flush()
@@ -108,20 +108,20 @@ class Jsonl:
 
 
 class Wandb:
-    """Weights & Biases; offline, a folder that `wandb sync` uploads. A resumed run goes on under the same id.
+    """Weights & Biases; offline, a folder that `wandb sync` uploads. A resumed run keeps its id.
 
-    Where no server answers in time the run is written offline.
+    If no server answers in time the run is written offline.
     """
 
     def __init__(self, start: Start, *, offline: bool) -> None:
         import wandb
 
-        kept = start.out / "wandb-id.txt"
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:8])
+        id_file = start.out / "wandb-id.txt"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8])
         begin = partial(
             wandb.init, project="headstart", dir=str(start.out), config=start.config, name=start.out.name,
-            id=kept.read_text().strip(), resume="allow", settings=wandb.Settings(init_timeout=WAIT),
+            id=id_file.read_text().strip(), resume="allow", settings=wandb.Settings(init_timeout=WAIT),
         )  # fmt: skip
         try:
             self.run: Any = begin(mode="offline" if offline else "online")
@@ -140,7 +140,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`; what stands there after the step that a run resumes from is taken back."""
+    """Event files in `tensorboard/`; on resume, entries after the resumed step are purged."""
 
     def __init__(self, start: Start) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -158,7 +158,7 @@ class TensorBoard:
                 self.writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the writer."""
         self.writer.close()
 
 

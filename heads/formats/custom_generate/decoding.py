@@ -18,8 +18,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from .drafts import Drafts
-from .target import Embeddings, Seen, Target
+from heads.formats.custom_generate.drafts import Drafts
+from heads.formats.custom_generate.target import Embeddings, Seen, Target
 
 # What a draft's law goes through as well, to be near the model's. Others may count their calls; the output does not
 # depend on it.
@@ -145,7 +145,7 @@ def _chain(
     guesses: list[Tensor] = []
     laws: list[Tensor | None] = []
     for _ in range(count):
-        logits = drafts.draft(guesses[-1]) if guesses else drafts.commit(seen, token)
+        logits = drafts.draft(guesses[-1]) if guesses else drafts.commit(seen.features, token)
         guess, law = sequence.guess(logits, guesses)
         guesses.append(guess.to(token.device))
         laws.append(law)

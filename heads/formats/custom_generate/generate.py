@@ -17,9 +17,9 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .decoding import Sequence, Settings, Written, decode
-from .reading import Head, load
-from .target import Target, decoder_layers
+from heads.formats.custom_generate.decoding import Sequence, Settings, Written, decode
+from heads.formats.custom_generate.reading import Head, load
+from heads.formats.custom_generate.target import Target, decoder_layers
 
 HUB = ("revision", "token", "cache_dir", "force_download", "proxies", "local_files_only", "repo_type")
 TAKEN = {"attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep"}

@@ -11,19 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from heads.base import Features, LayerShape
+
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of which a cache can forget its last rows
 
 
 class Seen(NamedTuple):
-    """A pass over T tokens: hidden states (T, L, D) of the layers asked for, the last ones (T, D), logits (K, V)."""
+    """A forward pass over T tokens: their features, of one document, and the logits (K, V) of the last K."""
 
-    hidden: Tensor
-    last: Tensor
+    features: Features
     logits: Tensor
 
     def rows(self, count: int) -> "Seen":
         """Return the first rows."""
-        return Seen(self.hidden[:count], self.last[:count], self.logits[:count])
+        return Seen(Features(*(part[:, :count] for part in self.features)), self.logits[:count])
 
 
 class Embeddings:
@@ -37,29 +38,49 @@ class Embeddings:
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.layer = _layer_shape(config)
         self.context: int = getattr(config, "max_position_embeddings", None) or 2**31
         self.device: torch.device = model.device
+        self._some: tuple[Tensor, nn.Linear] | None = None
 
     def embed(self, token: Tensor) -> Tensor:
-        """Return the input embeddings (T, D) of tokens (T,)."""
+        """Return the input embeddings (…, D) of tokens (…)."""
         return self.embedding(token)
 
-    def logits(self, hidden: Tensor, rows: nn.Linear | None = None) -> Tensor:
-        """Return the logits of final-normed states, by some rows of the lm_head alone if given."""
-        head = self.lm_head if rows is None else rows
+    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return the logits of final-normed states (…, D), of the tokens `ids` (W,) alone if given."""
+        head = self.lm_head if ids is None else self._rows(ids)
         logits = head(hidden.to(head.weight.device, head.weight.dtype)).to(hidden.device)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def rows(self, ids: Tensor) -> nn.Linear:
-        """Return the lm_head's rows of these tokens."""
+    def head_weight(self) -> Tensor:
+        """Return the lm_head's weight (V, D)."""
+        weight: Tensor = self.lm_head.weight
+        return weight
+
+    def _rows(self, ids: Tensor) -> nn.Linear:
+        """Return the lm_head's rows of these tokens; the last ones are kept, since a head asks at each step."""
+        if self._some is not None and self._some[0] is ids:
+            return self._some[1]
         weight: Tensor = self.lm_head.weight
         bias: Tensor | None = self.lm_head.bias
         some = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
         some.weight = nn.Parameter(weight[ids.to(weight.device)], requires_grad=False)
         if bias is not None:
             some.bias = nn.Parameter(bias[ids.to(bias.device)], requires_grad=False)
+        self._some = ids, some
         return some
+
+
+def _layer_shape(config: Any) -> LayerShape:
+    """Return the shape of a decoder layer of the model."""
+    heads: int = config.num_attention_heads
+    return LayerShape(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
+    )
 
 
 class Target:
@@ -102,7 +123,8 @@ class Target:
         last = self.last[0].to(token.device)
         layers = [self.noted[i][0].to(token.device) for i in self.layers]
         hidden = torch.stack(layers, 1) if layers else last.new_zeros(len(last), 0, last.shape[-1])
-        return Seen(hidden, last, out.logits[0, -scored:])
+        features = Features(token[None], hidden[None], last[None], torch.zeros_like(token)[None])
+        return Seen(features, out.logits[0, -scored:])
 
     def forget(self, count: int) -> None:
         """Take the last rows out of the cache."""

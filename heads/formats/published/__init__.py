@@ -1,17 +1,22 @@
-"""Draft heads that other projects have published, one format a file, each recognised by the names of its tensors.
+"""Draft heads as other projects publish them and engines read them, one format a file, read and written by it.
+
+A format is recognised by the names of its tensors.
 
 A head that is loaded is one of `heads.HEADS` like any other: it can be measured, trained further and saved as our own.
 Every tensor has a place or is refused by name; counts come from names and shapes, for config files are often wrong.
 
-files.py    their files, and the tensors in them
-plan.py     a format's reading to a head, every tensor in its place
-decoder.py  the numbers of a decoder layer
-eagle.py    EAGLE-1/2
-eagle3.py   EAGLE-3 and 3.1
-medusa.py   Medusa, by its authors' names and vLLM's
-hydra.py    Hydra and Hydra++
-mlp.py      the MLP speculator
-dflash.py   DFlash and DSpark
+files.py      their files, and the tensors in them
+plan.py       a format's reading to a head, every tensor in its place
+decoder.py    the numbers of a decoder layer
+export.py     heads written in a format
+exporting.py  a head on its way there, and what formats share
+written.py    the exported folder: checked as it lies on disk, then put in place
+eagle.py      EAGLE-1/2 and HASS: vLLM, SGLang, the authors
+eagle3.py     EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
+medusa.py     Medusa: vLLM up to 0.32, the authors
+hydra.py      Hydra and Hydra++: the authors
+mlp.py        the MLP speculator, read alone
+dflash.py     DFlash and DSpark: vLLM, SGLang
 """
 
 from collections.abc import Callable, Set
@@ -30,19 +35,20 @@ __all__ = ["FORMATS", "format_of", "is_published", "load_published"]
 
 
 class Format(NamedTuple):
-    """How a format is recognised by its names, and how it is read."""
+    """Which of HEADS a format is of, how it is recognised by its names, and how it is read."""
 
+    head: str
     matches: Callable[[Set[str]], bool]
     read: Callable[[Source, Embeddings], Plan]
 
 
 FORMATS = {
-    "dflash": Format(dflash.matches, dflash.read),
-    "eagle3": Format(eagle3.matches, eagle3.read),
-    "eagle": Format(eagle.matches, eagle.read),
-    "medusa": Format(medusa.matches, medusa.read),
-    "hydra": Format(hydra.matches, hydra.read),
-    "mlp": Format(mlp.matches, mlp.read),
+    "dflash": Format("block", dflash.matches, dflash.read),
+    "eagle3": Format("eagle3", eagle3.matches, eagle3.read),
+    "eagle": Format("eagle", eagle.matches, eagle.read),
+    "medusa": Format("medusa", medusa.matches, medusa.read),
+    "hydra": Format("hydra", hydra.matches, hydra.read),
+    "mlp": Format("mlp", mlp.matches, mlp.read),
 }
 
 
@@ -60,13 +66,21 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
         ValueError: the format is unknown, a file damaged, a tensor missing, unknown or of another shape, or the head
             does what ours cannot: one line that names it.
     """
-    form = FORMATS[format_of(folder)]
-    source = Source(folder, config_of(folder), tensors_of(folder))
+    format_of(folder)  # by the names alone, before tensors are read
+    return read_published(Source(folder, config_of(folder), tensors_of(folder)), embeddings)
+
+
+def read_published(source: Source, embeddings: Embeddings) -> nn.Module:
+    """Load a published head from what its files hold.
+
+    Raises:
+        ValueError: as `load_published`.
+    """
     try:
-        plan = form.read(source, embeddings)
+        plan = FORMATS[_matching(source.folder, source.tensors.keys())].read(source, embeddings)
     except (TypeError, AttributeError, KeyError, IndexError) as error:  # a value or a tensor of quite another kind
         raise ValueError(
-            f"{folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
+            f"{source.folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
         ) from error
     return assemble(source, plan, embeddings)
 
@@ -77,7 +91,10 @@ def format_of(folder: Path) -> str:
     Raises:
         ValueError: it is none of FORMATS, or a file is damaged.
     """
-    names = names_of(folder)
+    return _matching(folder, names_of(folder))
+
+
+def _matching(folder: Path, names: Set[str]) -> str:
     for name, form in FORMATS.items():
         if form.matches(names):
             return name

@@ -62,7 +62,12 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: as `names_of`.
     """
-    return {PREFIX.sub("", name): tensor for name, tensor in stored_tensors(folder).items()}
+    return without_prefix(stored_tensors(folder))
+
+
+def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by their names without prefix."""
+    return {PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:

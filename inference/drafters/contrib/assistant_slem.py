@@ -1,7 +1,7 @@
 """A smaller causal LM with any tokenizer drafts text: string-level exact match (SLEM; Timor et al., arXiv 2502.05202).
 
 What the target wrote is encoded for the assistant, and what the assistant writes for the target. The target's tokens
-for a text have no law of the draft's, so they are verified as a point mass, and the assistant drafts its likeliest.
+for a text have no q, so they are verified as a point mass, and the assistant drafts its argmax.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,14 @@ from inference.drafters import runner
 from inference.drafters.assistant import Length, check_chain, doubts
 from inference.drafters.runner import DraftModelRunner
 from inference.drafters.text import GrowingText, continuation, decode
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.text_stream import UNFINISHED
 from inference.verification.tree import DraftTree, root
 
 
-class AssistantSlem:
+class AssistantSlem(Drafter):
     """Another causal LM as a draft source, through text."""
-
-    feature_layers: tuple[int, ...] = ()
 
     @dataclass(frozen=True)
     class Config:
@@ -47,30 +45,32 @@ class AssistantSlem:
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name, self.tree = config, name, f"chain-{config.depth}"
-        model = runner.load(
+        self.model = runner.load(
             config.model, config.dtype, config.device, config.trust_remote_code, target, "drafter.assistant_slem"
         )
-        self.runner = DraftModelRunner(model)
         self.device, self.tokenizer = target.device, target.tokenizer
-        self.length = Length(config.schedule, config.depth)
-        self.text = GrowingText(target.tokenizer, model.tokenizer, config.lookbehind)
-        self.reset([])
 
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence and take the prompt's text."""
-        self.runner.clear()
-        self.length.reset()
+    def start(self, prompt: list[int]) -> "SlemState":
+        """Begin a sequence with the prompt's text."""
+        return SlemState(self, prompt)
+
+
+class SlemState(DrafterState):
+    """An assistant reading one sequence's text along: its own tokens for it, its KV cache and its next logits."""
+
+    def __init__(self, drafter: AssistantSlem, prompt: list[int]) -> None:
+        self.config, self.device, self.tokenizer = drafter.config, drafter.device, drafter.tokenizer
+        self.runner = DraftModelRunner(drafter.model)
+        self.length = Length(self.config.schedule, self.config.depth)
+        self.text = GrowingText(self.tokenizer, drafter.model.tokenizer, self.config.lookbehind)
         self.text.start(prompt)
         self.logits: Float[Tensor, "1 A"] | None = None
 
-    def forget(self) -> None:
-        """Nothing outlives a sequence."""
-
     @torch.inference_mode()
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Read on: what of the drafted text stands is in the cache already."""
         following = commit.token.tolist()
-        # A prefill's rows are the prompt's, which reset() took; only the last token is new.
+        # A prefill's rows are the prompt's, which start() took; only the last token is new.
         self.text.extend(following[-1:] if commit.verified is None else following)
         self.length.learn(commit.verified)
         fits = 0 < len(self.text.token) <= self.runner.model.context
@@ -90,7 +90,7 @@ class AssistantSlem:
         return Proposal(DraftTree(token, torch.arange(-1, len(token) - 1, device=self.device)))
 
     def draft(self, logits: Float[Tensor, "1 A"], depth: int) -> list[int]:
-        """Return the assistant's likeliest tokens, up to the end of its answer or to one that it doubts."""
+        """Return the assistant's greedy tokens, up to the end of its answer or to one that it doubts."""
         device, end = self.runner.model.device, self.runner.model.eos
         above = torch.zeros(1, dtype=torch.long, device=device)
         drafted: list[int] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads.base import Level
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target import probe
 from inference.target.cache import TargetCache
 from inference.target.stack import Entered, Parts
@@ -22,8 +22,8 @@ from inference.verification import tree as trees
 from inference.verification.tree import DraftTree
 
 
-class EarlyExit:
-    """Drafts a chain or a tree of any policy with the target's first layers."""
+class EarlyExit(Drafter, DrafterState):
+    """Drafts a chain or a tree of any policy with the target's first layers; its state is the target's cache."""
 
     @dataclass(frozen=True)
     class Config:
@@ -36,8 +36,6 @@ class EarlyExit:
             """Check the range."""
             if self.exit_layer < 1:
                 raise ValueError(f"drafter.early_exit.exit_layer is {self.exit_layer}: give at least 1")
-
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         depth = len(target.decoder_layers)
@@ -54,14 +52,9 @@ class EarlyExit:
             )
         self.tree = config.tree.label
 
-    def reset(self, prompt: list[int]) -> None:
-        """Nothing to begin: what is known of the sequence stands in the target's cache."""
-
-    def forget(self) -> None:
-        """Nothing outlives a sequence."""
-
-    def observe(self, commit: Commit) -> None:
-        """Nothing to learn."""
+    def start(self, prompt: list[int]) -> "EarlyExit":
+        """Return the state of any sequence: none of its own."""
+        return self
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
@@ -115,17 +108,17 @@ class Drafting:
         rows: list[int] = []
         leaves: list[int] = []
         for node, (token, parent) in enumerate(zip(tree.token.tolist(), tree.parent.tolist(), strict=True)):
-            known = self.number.get((rows[parent] if parent >= 0 else -1, token))
-            if known is None:
-                known = self.count + len(leaves)
+            row = self.number.get((rows[parent] if parent >= 0 else -1, token))
+            if row is None:
+                row = self.count + len(leaves)
                 leaves.append(node)
-            rows.append(known)
+            rows.append(row)
         if leaves:
-            lineage = trees.ancestors(tree)[leaves]
-            seen = lineage.new_zeros(len(leaves), self.count + len(leaves))
-            seen[:, rows] = lineage
+            ancestors = trees.ancestors(tree)[leaves]
+            seen = ancestors.new_zeros(len(leaves), self.count + len(leaves))
+            seen[:, rows] = ancestors
             above = [rows[parent] for parent in tree.parent[leaves].tolist()]
-            self.run(tree.token[leaves], above, self.prefix + lineage.sum(-1) - 1, seen)
+            self.run(tree.token[leaves], above, self.prefix + ancestors.sum(-1) - 1, seen)
         self.cache.keep(self.prefix, rows, self.layers)
         return Entered(self.layers, torch.cat(self.hidden)[rows])
 

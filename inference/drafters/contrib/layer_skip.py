@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from inference.drafters.contrib.skip_search import load_skips
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification.sample import distribution
 from inference.verification.tree import DraftTree, root
 
 
-class LayerSkip:
-    """Drafts a chain, at temperatures above 0 drawn from the thinned target's law."""
+class LayerSkip(Drafter, DrafterState):
+    """Drafts a chain, above temperature 0 sampled from the thinned target's probs; its state is the target's cache."""
 
     @dataclass(frozen=True)
     class Config:
@@ -39,8 +39,6 @@ class LayerSkip:
                     f"drafter.layer_skip.stop is {self.stop}: give 0 for no stop, or a probability below 1"
                 )
 
-    feature_layers: tuple[int, ...] = ()
-
     def __init__(self, config: Config, target: Target, name: str) -> None:
         file = load_skips(Path(config.skips or "").expanduser(), target)
         self.parts, self.name, self.skips = target.parts, name, file.skips
@@ -48,14 +46,9 @@ class LayerSkip:
         self.stop = file.stop if config.stop is None else config.stop
         self.tree = f"chain-{self.depth}"
 
-    def reset(self, prompt: list[int]) -> None:
-        """Nothing to begin: what is known of the sequence stands in the target's cache."""
-
-    def forget(self) -> None:
-        """Nothing outlives a sequence."""
-
-    def observe(self, commit: Commit) -> None:
-        """Nothing to learn."""
+    def start(self, prompt: list[int]) -> "LayerSkip":
+        """Return the state of any sequence: none of its own."""
+        return self
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
@@ -64,16 +57,16 @@ class LayerSkip:
         assert cache is not None
         prefix, device = cache.length, self.parts.target.device
         chain = root(context.token[-1], device).token
-        laws: list[torch.Tensor] = []
-        while len(laws) < min(self.depth, context.room):
-            position = torch.tensor([prefix + len(laws)], device=device)
-            seen = torch.ones(1, prefix + len(laws) + 1, dtype=torch.bool, device=device)
+        q: list[torch.Tensor] = []
+        while len(q) < min(self.depth, context.room):
+            position = torch.tensor([prefix + len(q)], device=device)
+            seen = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
             logits = self.parts.skim(self.skips, chain[-1:], position, seen, cache)
-            laws.append(distribution(logits, context.sampling))
-            drawn = context.rng.distinct(laws[-1], 1, len(laws))[0]
-            chain = torch.cat([chain, drawn])
-            if float(logits.float().softmax(-1)[0, drawn]) < self.stop:
+            q.append(distribution(logits, context.sampling))
+            token = context.rng.distinct(q[-1], 1, len(q))[0]
+            chain = torch.cat([chain, token])
+            if float(logits.float().softmax(-1)[0, token]) < self.stop:
                 break
         cache.keep(prefix, [])
-        tree = DraftTree(chain, torch.arange(-1, len(laws), device=device))
-        return Proposal(tree, torch.cat([*laws, torch.zeros_like(laws[-1])]) if laws else None)
+        tree = DraftTree(chain, torch.arange(-1, len(q), device=device))
+        return Proposal(tree, torch.cat([*q, torch.zeros_like(q[-1])]) if q else None)

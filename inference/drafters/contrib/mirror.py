@@ -1,11 +1,12 @@
 """Mirror speculative decoding (arXiv 2510.13161): an assistant on another device drafts while the target verifies.
 
-The likeliest outcomes of the verification are drafted on from, all of them level by level in one pass of the assistant;
-when the target's answer is among them, the next draft is there at once. The assistant may live on another accelerator,
-or on the CPU beside one. Drafts depend on the text and the seed alone, so what was prepared is what would have been
-drafted: preparing changes the time a step takes and nothing else.
+The most probable outcomes of the verification are drafted on from, all of them level by level in one pass of the
+assistant; when the target's answer is among them, the next draft is there at once. The assistant may live on another
+accelerator, or on the CPU beside one. Drafts depend on the text and the seed alone, so what was prepared is what would
+have been drafted: preparing changes the time a step takes and nothing else.
 """
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from inference.drafters import runner
 from inference.drafters.assistant import Assistant
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import WARM, Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification.rng import Rng
 from inference.verification.sample import Sampling, distribution, penalize
@@ -28,24 +29,24 @@ Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, t
 
 
 class Chain:
-    """One chain of drafted tokens with the laws they came from, and the node of the assistant's under each."""
+    """One chain of drafted tokens with the probs q they were sampled from, and the assistant's node under each."""
 
     def __init__(self, logits: Float[Tensor, "1 V"], above: int, depth: int, rng: Rng, sampling: Sampling) -> None:
         self.depth, self.rng, self.sampling = depth, rng, sampling
         self.answers = [logits]  # to the text, and to each drafted token that was run
         self.above = above
         self.token: list[int] = []
-        self.laws: list[Tensor] = []
+        self.q: list[Tensor] = []
         self.nodes: list[int] = []
         self.seen: Tensor | None = None  # the tokens in the text, where a penalty asks for them
 
-    def draw(self, end: frozenset[int]) -> bool:
-        """Draw one more token; whether another may follow it."""
+    def sample(self, end: frozenset[int]) -> bool:
+        """Sample one more token; whether another may follow it."""
         logits = self.answers[-1]
         if self.seen is not None:
             logits = penalize(logits, self.seen, self.sampling)
-        self.laws.append(distribution(logits, self.sampling))
-        self.token.append(int(self.rng.distinct(self.laws[-1], 1, len(self.laws))))
+        self.q.append(distribution(logits, self.sampling))
+        self.token.append(int(self.rng.distinct(self.q[-1], 1, len(self.q))))
         if self.seen is not None:
             self.seen[:, self.token[-1]] = True
         return len(self.token) < self.depth and self.token[-1] not in end
@@ -57,10 +58,14 @@ class Chain:
         self.answers.append(answer)
 
 
-class Mirror:
-    """An assistant's chains, with the next one prepared during verification."""
+class Mirror(Drafter):
+    """An assistant's chains, with the next one prepared during verification.
 
-    feature_layers: tuple[int, ...] = ()
+    It counts over all sequences how often drafts were accepted and found prepared, which changes what is prepared, and
+    with it the time of a step alone.
+    """
+
+    memory = WARM
 
     @dataclass(frozen=True)
     class Config:
@@ -73,8 +78,8 @@ class Mirror:
             """Check the ranges."""
             if self.outcomes < 0:
                 raise ValueError(f"drafter.mirror.outcomes is {self.outcomes}: give 0 or more")
-            own = self.assistant
-            if (own.tree.kind, own.schedule, own.confidence) != ("chain", "constant", 0):
+            model = self.assistant
+            if (model.tree.kind, model.schedule, model.confidence) != ("chain", "constant", 0):
                 raise ValueError(
                     "drafter.mirror.assistant: it drafts chains of one length; set tree.kind=chain, schedule=constant "
                     "and confidence=0"
@@ -84,45 +89,65 @@ class Mirror:
         self.config, self.name = config, name
         self.assistant = Assistant(config.assistant, target, name)
         self.tree = self.assistant.tree
-        self.runner, self.vocabulary = self.assistant.runner, self.assistant.vocabulary
-        if config.outcomes and not self.runner.model.takes_trees:
+        if config.outcomes and not self.assistant.model.takes_trees:
             raise ValueError(
                 f"drafter.mirror.outcomes is {config.outcomes}, but the attention of {config.assistant.model} does not "
                 "honour a tree mask, which several outcomes need: use drafter=assistant"
             )
-        self.work: Future[None] | None = None
-        self.settled: Outcome | None = None
-        self.chains: dict[Outcome, Chain] = {}
-        self.beneath: dict[Outcome, int] = {}  # the node that ends each outcome
+        self.current: MirrorState | None = None
         self.forget()
 
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence."""
-        self._join(())
-        self.ready: Chain | None = None
-        self.assistant.reset(prompt)
+    def start(self, prompt: list[int]) -> "MirrorState":
+        """Begin a sequence; what is still prepared for the last one ends."""
+        self._finish()
+        self.current = MirrorState(self, prompt)
+        return self.current
 
     def forget(self) -> None:
         """Forget how often drafts were accepted and found prepared; the counts begin at three of four."""
         self.tried, self.accepted = 4, 3
-        self.asked = self.found = 0
+        self.verified = self.prepared = 0
+
+    def clone(self) -> "Mirror":
+        """Return a source with the same assistant and counts of its own."""
+        self._finish()
+        return copy.copy(self)
+
+    def _finish(self) -> None:
+        if self.current is not None:
+            self.current.join(())
+            self.current = None
+
+
+class MirrorState(DrafterState):
+    """One sequence: the assistant's state, and the chains that its worker prepares."""
+
+    def __init__(self, drafter: Mirror, prompt: list[int]) -> None:
+        self.drafter, self.config = drafter, drafter.config
+        self.assistant = drafter.assistant.start(prompt)
+        self.runner, self.vocabulary = self.assistant.runner, self.assistant.vocabulary
+        self.work: Future[None] | None = None
+        self.outcome: Outcome | None = None  # of the verification, once it is known
+        self.ready: Chain | None = None
+        self.chains: dict[Outcome, Chain] = {}
+        self.beneath: dict[Outcome, int] = {}  # the node that ends each outcome
 
     @torch.inference_mode()
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Take over what was prepared for this outcome, or let the assistant read on."""
-        following = tuple(commit.token.tolist())
+        following, counts = tuple(commit.token.tolist()), self.drafter
         if commit.verified is None:
-            self.assistant.observe(commit)
+            self.assistant.update(commit)
             return
         accepted, drafted = len(commit.verified.path) - 1, len(commit.verified.tree.token) - 1
-        self.accepted += accepted
-        self.tried += accepted + (accepted < drafted)
-        self.asked += 1
-        self.ready = self._join(following)
+        counts.accepted += accepted
+        counts.tried += accepted + (accepted < drafted)
+        counts.verified += 1
+        self.ready = self.join(following)
         if self.ready is None:
-            self.assistant.observe(commit)
+            self.assistant.update(commit)
             return
-        self.found += 1
+        counts.prepared += 1
         source, chain = self.assistant, self.ready
         source.text += self.vocabulary.follow(list(following))
         node = self.beneath[following]
@@ -141,12 +166,12 @@ class Mirror:
                 return Proposal(root(context.token[-1], device))
             chain = self._chain(source.level.logits, runner.ROOT, depth, context, ())
             self._draft({(): chain}, lambda _: True)
-        self.settled, self.chains = None, {}
+        self.outcome, self.chains = None, {}
         if self.config.outcomes:
             self.work = WORKERS.submit(self._ahead, chain, context._replace(token=context.token.copy()))
         token = torch.tensor([context.token[-1], *chain.token], device=device)
-        laws = torch.cat([*chain.laws, torch.zeros_like(chain.laws[-1])]).to(device)
-        return Proposal(DraftTree(token, torch.arange(-1, len(chain.token), device=device)), laws)
+        q = torch.cat([*chain.q, torch.zeros_like(chain.q[-1])]).to(device)
+        return Proposal(DraftTree(token, torch.arange(-1, len(chain.token), device=device)), q)
 
     def _depth(self, context: Context, committed: int) -> int:
         """Return how long the chain may be that is drafted after `committed` more tokens."""
@@ -154,7 +179,7 @@ class Mirror:
         return min(self.config.assistant.tree.depth, context.room - committed, free - committed)
 
     def _chain(self, logits: Float[Tensor, "1 V"], above: int, depth: int, context: Context, outcome: Outcome) -> Chain:
-        """Begin a chain after the context and an outcome; its randomness belongs to the place where it begins."""
+        """Begin a chain after the context and an outcome; its randomness belongs to the position where it begins."""
         rng = context.rng.at(len(context.token) + len(outcome), logits.device)
         chain = Chain(logits, above, depth, rng, context.sampling)
         if context.sampling.repetition_penalty != 1:
@@ -162,16 +187,17 @@ class Mirror:
             chain.seen[:, [*context.token, *outcome]] = True
         return chain
 
-    def _draft(self, chains: dict[Outcome, Chain], wanted: Callable[[Outcome], bool]) -> None:
-        """Draft the wanted chains to their ends, level by level."""
-        running = chains
+    def _draft(self, chains: dict[Outcome, Chain], possible: Callable[[Outcome], bool]) -> None:
+        """Draft the chains of possible outcomes to their ends, level by level."""
+        running, eos = chains, self.assistant.eos
         while True:
-            running = {key: one for key, one in running.items() if wanted(key) and one.draw(self.assistant.eos)}
+            running = {outcome: chain for outcome, chain in running.items() if possible(outcome) and chain.sample(eos)}
             if not running:
                 return
-            nodes, answers = self._run([one.token[-1] for one in running.values()], [o.above for o in running.values()])
-            for one, node, answer in zip(running.values(), nodes, answers.split(1), strict=True):
-                one.reached(node, answer)
+            tokens = [chain.token[-1] for chain in running.values()]
+            nodes, answers = self._run(tokens, [chain.above for chain in running.values()])
+            for chain, node, answer in zip(running.values(), nodes, answers.split(1), strict=True):
+                chain.reached(node, answer)
 
     def _run(self, token: list[int], above: list[int]) -> tuple[list[int], Float[Tensor, "N V"]]:
         """Run tokens under nodes; return their own nodes and the assistant's answers, on its device."""
@@ -181,11 +207,11 @@ class Mirror:
 
     @torch.inference_mode()
     def _ahead(self, chain: Chain, context: Context) -> None:
-        """Draft after the likeliest outcomes of verifying the chain, while they are not known to be wrong."""
+        """Draft after the most probable outcomes of verifying the chain, while they are not known to be wrong."""
         if len(chain.nodes) < len(chain.token):
             nodes, answer = self._run(chain.token[-1:], [chain.above])
             chain.reached(nodes[0], answer)
-        keys = [key for key in self._outcomes(chain) if self._wanted(key) and self._depth(context, len(key)) > 0]
+        keys = [key for key in self._outcomes(chain) if self._possible(key) and self._depth(context, len(key)) > 0]
         if not keys:
             return
         above = [[runner.ROOT, *chain.nodes][len(key) - 1] for key in keys]
@@ -195,37 +221,37 @@ class Mirror:
             key: self._chain(answer, node, self._depth(context, len(key)), context, key)
             for key, node, answer in zip(keys, nodes, answers.split(1), strict=True)
         }
-        self._draft(self.chains, self._wanted)
+        self._draft(self.chains, self._possible)
 
-    def _wanted(self, outcome: Outcome) -> bool:
+    def _possible(self, outcome: Outcome) -> bool:
         """Whether an outcome is still possible."""
-        return self.settled is None or self.settled == outcome
+        return self.outcome is None or self.outcome == outcome
 
     def _outcomes(self, chain: Chain) -> list[Outcome]:
-        """Return the likeliest outcomes: as many accepted as lately, then the assistant's own guess of what follows.
+        """Return the most probable outcomes: as many accepted as lately, then the assistant's guess of what follows.
 
         After a rejection that is its guess among the other tokens. An outcome that ends the answer needs no draft.
         """
-        rate, reach = self.accepted / self.tried, 1.0
+        rate, reach = self.drafter.accepted / self.drafter.tried, 1.0
         guesses: list[tuple[float, Outcome]] = []
         for depth, answer in enumerate(chain.answers):
-            law = answer[0].float().softmax(-1)
+            probs = answer[0].float().softmax(-1)
             rejected = depth < len(chain.token)
             if rejected:
-                law[chain.token[depth]] = 0
-            best = law.topk(min(self.config.outcomes, len(law)))
-            weight = reach * ((1 - rate) / law.sum().clamp_min(1e-9) if rejected else 1)
+                probs[chain.token[depth]] = 0
+            best = probs.topk(min(self.config.outcomes, len(probs)))
+            weight = reach * ((1 - rate) / probs.sum().clamp_min(1e-9) if rejected else 1)
             for value, token in zip((best.values * weight).tolist(), best.indices.tolist(), strict=True):
                 if value > 0 and not self.assistant.eos & {token, *chain.token[:depth]}:
                     guesses.append((value, (*chain.token[:depth], token)))
             reach *= rate
         return [outcome for _, outcome in sorted(guesses, reverse=True)[: self.config.outcomes]]
 
-    def _join(self, outcome: Outcome) -> Chain | None:
-        """Tell the worker what came of the verification, wait for it, and return the chain for that, if any."""
+    def join(self, outcome: Outcome) -> Chain | None:
+        """Hand the worker the outcome of the verification, wait for it, and return the chain for that, if any."""
         work, self.work = self.work, None
         if work is None:
             return None
-        self.settled = outcome
+        self.outcome = outcome
         work.result()
         return self.chains.get(outcome)

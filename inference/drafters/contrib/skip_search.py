@@ -101,9 +101,9 @@ def foresee(parts: Parts, skips: Skips, text: Text) -> tuple[list[bool], list[fl
     before = torch.arange(size, device=device) < position[:, None]
     seen = torch.cat([before, torch.eye(len(position), dtype=torch.bool, device=device)], 1)
     token = torch.tensor(text.token, device=device)
-    law = parts.skim(skips, token[position], position, seen, text.cache).float().softmax(-1)
+    probs = parts.skim(skips, token[position], position, seen, text.cache).float().softmax(-1)
     text.cache.keep(size, [])
-    sure, drafted = law.max(-1)
+    sure, drafted = probs.max(-1)
     return (drafted == token[position + 1]).tolist(), sure.tolist()
 
 
@@ -161,16 +161,16 @@ def climb(
 ) -> tuple[frozenset[int], Rating]:
     """Search sets of numbers below `size` for the best score; every set is scored once, `evaluations` sets at most."""
     order = random.Random(settings.seed)
-    known: dict[frozenset[int], Rating] = {}
+    ratings: dict[frozenset[int], Rating] = {}
 
     def better(bits: frozenset[int], than: frozenset[int]) -> bool:
-        if bits not in known and len(known) < settings.evaluations:
-            known[bits] = score(bits)
-        return bits in known and known[bits] > known[than]
+        if bits not in ratings and len(ratings) < settings.evaluations:
+            ratings[bits] = score(bits)
+        return bits in ratings and ratings[bits] > ratings[than]
 
     start: frozenset[int] = frozenset()
-    known[start] = score(start)
-    while len(known) < min(settings.evaluations, 2**size):
+    ratings[start] = score(start)
+    while len(ratings) < min(settings.evaluations, 2**size):
         improved = True
         while improved:
             improved = False
@@ -179,11 +179,11 @@ def climb(
                     start, improved = start ^ {bit}, True
         share = order.random()
         start = frozenset(bit for bit in range(size) if order.random() < share)
-        if start not in known and len(known) < settings.evaluations:
-            known[start] = score(start)
-        elif start not in known:
+        if start not in ratings and len(ratings) < settings.evaluations:
+            ratings[start] = score(start)
+        elif start not in ratings:
             break
-    return max(known.items(), key=lambda item: item[1])
+    return max(ratings.items(), key=lambda item: item[1])
 
 
 def save_skips(path: Path, content: SkipFile) -> None:
@@ -201,17 +201,18 @@ def load_skips(path: Path, target: Target) -> SkipFile:
     remedy = "search again with eval/search_skips.py"
     try:
         content: Any = parse_json(regular(path).read_bytes())
-        found = typed(SkipFile, content) if isinstance(content, dict) else None
+        skip_file = typed(SkipFile, content) if isinstance(content, dict) else None
     except OSError:
         raise ValueError(f"{path}: no such file; {remedy}") from None
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); {remedy}") from None
-    if found is None or found.format != FORMAT:
+    if skip_file is None or skip_file.format != FORMAT:
         raise ValueError(f"{path}: not a file of skipped sub-layers that this version reads; {remedy}")
-    if found.target.fingerprint != target.spec.fingerprint:
+    if skip_file.target.fingerprint != target.spec.fingerprint:
         raise ValueError(
-            f"{path}: its sub-layers are those of another target, {found.target.name}, not of {target.name}; {remedy}"
+            f"{path}: its sub-layers are those of another target, {skip_file.target.name}, not of {target.name}; "
+            f"{remedy}"
         )
-    if beyond := [i for i in (*found.attention, *found.mlp) if not 0 <= i < target.spec.num_layers]:
+    if beyond := [i for i in (*skip_file.attention, *skip_file.mlp) if not 0 <= i < target.spec.num_layers]:
         raise ValueError(f"{path}: it skips layer {beyond[0]} of {target.spec.num_layers}, counted from 0; {remedy}")
-    return found
+    return skip_file

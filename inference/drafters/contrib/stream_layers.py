@@ -1,11 +1,11 @@
 """Speculative streams (Bhendawade et al., arXiv 2402.11131) beside a frozen target.
 
-Behind a node of a pass ride its streams, one position further each. Where the top `layers` decoder layers begin, stream
-j takes on the node's hidden state plus a learned embedding of j. In these layers low-rank adapters (LoRA, arXiv
-2106.09685) act on the streams' rows alone, and the target's final norm and lm_head give stream j's law of the token
-j + 1 places after the node's. The paper tunes the target with its streams; here no row of the target's own changes.
+Behind a node of a pass stand its streams, one position further each. Where the top `layers` decoder layers begin,
+stream j takes on the node's hidden state plus a learned embedding of j. In these layers low-rank adapters (LoRA, arXiv
+2106.09685) act on the streams' rows alone, and the target's final norm and lm_head give stream j's probs of the token
+j + 1 positions after the node's. The paper tunes the target with its streams; here no row of the target's own changes.
 
-Shape letters: B rows of a batch, T positions, A anchors, the rows that have streams, G streams of each, R = A G riders.
+Shape letters: B rows of a batch, T positions, A anchors, the rows that have streams, G streams of each, R = A G.
 """
 
 import copy
@@ -68,7 +68,7 @@ class Streams(nn.Module):
         self.embedding = nn.Parameter(
             0.02 * torch.randn(config.streams, target.embeddings.hidden_size, device=target.device)
         )
-        self.act = RiderRows()
+        self.act = LookAheadRows()
         stack = _sharing(target.base)
         names = _linears(target, first, config.modules)
         adapted = _adapt(stack, names, config, self.act)
@@ -97,7 +97,7 @@ class Streams(nn.Module):
 
         Returns:
             The logits of the streams, and those of their teachers: by the legend of rows and depths, stream d of row t
-            is depth d, so its teacher is the target's law at row t+d. No gradient reaches the teachers.
+            is depth d, so its teacher is the target's distribution at row t+d. No gradient reaches the teachers.
         """
         target, streams, width = self._frozen[0], self.config.streams, token.shape[1]
         position, seen, source, stream = beside(document, anchor, streams)
@@ -129,7 +129,7 @@ class Streams(nn.Module):
         return (torch.cat([hidden[:, : self.act.first], begun], 1), *args[1:])
 
 
-class RiderRows:
+class LookAheadRows:
     """What the adapters of peft's LoRA layers do here: they act on the rows from `first` on.
 
     peft's own way to adapt a sequence's last tokens (activated LoRA) builds and gathers a mask in every layer, which
@@ -164,8 +164,8 @@ def beside(
     count = anchor.shape[1]
     source = anchor.repeat_interleave(streams, 1)
     stream = torch.arange(1, streams + 1, device=document.device).repeat(count)
-    own, visible = rows.positions(document), rows.visible(document)
-    position = torch.cat([own, own.gather(1, source) + stream], 1)
+    own_position, visible = rows.positions(document), rows.visible(document)
+    position = torch.cat([own_position, own_position.gather(1, source) + stream], 1)
     prefix = visible.gather(1, source[:, :, None].expand(-1, -1, width))
     above = torch.cat([visible, visible.new_zeros(batch, width, count * streams)], 2)
     below = torch.cat([prefix, earlier_streams(count, streams, document.device).expand(batch, -1, -1)], 2)
@@ -239,21 +239,23 @@ def _name_of(target: Target, layer: int) -> str:
     return next(name for name, module in target.base.named_modules() if module is target.decoder_layers[layer])
 
 
-def _linears(target: Target, first: int, wanted: list[str] | None) -> list[str]:
+def _linears(target: Target, first: int, kinds: list[str] | None) -> list[str]:
     """Return the names of the wanted linear layers in the decoder layers from `first` on."""
-    found: dict[str, list[str]] = {}  # by the last part of their names
+    by_kind: dict[str, list[str]] = {}  # by the last part of their names
     for layer in range(first, len(target.decoder_layers)):
         for name, module in target.decoder_layers[layer].named_modules():
             if isinstance(module, nn.Linear | Conv1D):
-                found.setdefault(name.rsplit(".", 1)[-1], []).append(f"{_name_of(target, layer)}.{name}")
-    unknown = [name for name in wanted or [] if name not in found]
-    if unknown or not found or wanted == []:
+                by_kind.setdefault(name.rsplit(".", 1)[-1], []).append(f"{_name_of(target, layer)}.{name}")
+    unknown = [name for name in kinds or [] if name not in by_kind]
+    if unknown or not by_kind or kinds == []:
         missing = ", ".join(unknown) or "linear layer to adapt"
-        raise ValueError(f"streams.modules is {wanted}: {target.name} has no {missing}; choose from {', '.join(found)}")
-    return [name for kind, names in found.items() if wanted is None or kind in wanted for name in names]
+        raise ValueError(
+            f"streams.modules is {kinds}: {target.name} has no {missing}; choose from {', '.join(by_kind)}"
+        )
+    return [name for kind, names in by_kind.items() if kinds is None or kind in kinds for name in names]
 
 
-def _adapt(stack: nn.Module, names: list[str], config: Streams.Config, act: RiderRows) -> dict[str, Any]:
+def _adapt(stack: nn.Module, names: list[str], config: Streams.Config, act: LookAheadRows) -> dict[str, Any]:
     """Give the named linear layers adapters, which start as no change; return the layers that peft made of them."""
     from peft import LoraConfig, inject_adapter_in_model
 

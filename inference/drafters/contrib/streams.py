@@ -1,9 +1,9 @@
 """Speculative streams as a draft source (Bhendawade et al., arXiv 2402.11131; see stream_layers.py).
 
-Every node of a tree is verified with its streams as riders behind it, so the pass that accepts a node has drafted what
-may follow its bonus token already. Streams know nothing of each other's tokens, as Medusa's heads do not, so a tree
-grows from the product of their laws. The prefill takes no riders: the first step drafts nothing and only brings the
-streams of its root along.
+Every node of a tree is verified with its streams behind it as look-ahead tokens, so the pass that accepts a node has
+drafted what may follow its bonus token already. Streams know nothing of each other's tokens, as Medusa's heads do not,
+so a tree grows from the product of their probs. The prefill takes no look-ahead tokens: the first step drafts nothing
+and only brings the streams of its root along.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,14 @@ from torch import Tensor
 from heads.base import Level
 from inference.drafters.contrib.stream_layers import Streams, earlier_streams, load_streams
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.tree import DraftTree, LookAhead
 
 
-class StreamsDrafter:
+class StreamsDrafter(Drafter):
     """Drafts from the streams of the node that was accepted last."""
-
-    feature_layers: tuple[int, ...] = ()
 
     @dataclass(frozen=True)
     class Config:
@@ -39,17 +37,22 @@ class StreamsDrafter:
         self.streams = streams or load_streams(Path(config.run).expanduser(), target)
         self.tree = config.tree.label
         self.depth = min(self.streams.config.streams, config.tree.deepest)  # deeper streams would draft nothing
+
+    def start(self, prompt: list[int]) -> "StreamsState":
+        """Begin a sequence, which has no streams before its first pass."""
+        return StreamsState(self)
+
+
+class StreamsState(DrafterState):
+    """One sequence: the logits of the streams that were accepted last, and the streams of the last proposal."""
+
+    def __init__(self, drafter: StreamsDrafter) -> None:
+        self.config, self.streams, self.depth = drafter.config, drafter.streams, drafter.depth
+        self.device = drafter.target.device
         self.drafted: Drafted | None = None
-        self.node: Tensor | None = None  # which node each rider belongs to
+        self.node: Tensor | None = None  # which node each look-ahead token belongs to
 
-    def reset(self, prompt: list[int]) -> None:
-        """Begin a new sequence."""
-        self.drafted, self.node = None, None
-
-    def forget(self) -> None:
-        """Nothing outlives a sequence."""
-
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Keep the streams of the node that was accepted last."""
         self.drafted = None
         if commit.verified is not None and commit.verified.look_ahead is not None and self.node is not None:
@@ -59,7 +62,7 @@ class StreamsDrafter:
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Grow the tree that the last pass has drafted, and let the streams of its nodes ride along."""
-        proposal = Proposal(trees.root(context.token[-1], self.target.device))
+        proposal = Proposal(trees.root(context.token[-1], self.device))
         if self.drafted is not None:
             proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, context)
         return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.room))
@@ -71,7 +74,7 @@ class StreamsDrafter:
         node = torch.arange(size, device=tree.token.device).repeat_interleave(self.depth)
         stream = torch.arange(1, self.depth + 1, device=node.device).repeat(size)
         offset = lineage.sum(-1)[node] - 1 + stream
-        fits = offset < room  # what a stream drafts stands one place further than the stream
+        fits = offset < room  # what a stream drafts stands one position further than the stream
         self.node, stream = node[fits], stream[fits]
         if not len(stream):
             return None
@@ -82,14 +85,14 @@ class StreamsDrafter:
 
 
 class Drafted:
-    """The laws that one node's streams gave, by depth; what a tree grows from."""
+    """The logits that one node's streams gave, by depth; what a tree grows from."""
 
     def __init__(self, logits: Float[Tensor, "G V"]) -> None:
         self.logits = logits
         self.max_depth = len(logits)
 
     def level(self, depth: int, nodes: int) -> Level:
-        """Return the law of the tokens at `depth`, the same under every node."""
+        """Return the logits of the tokens at `depth`, the same under every node."""
         logits = self.logits[depth - 1].expand(nodes, -1)
         return Level(logits, logits[:, :0], ())
 

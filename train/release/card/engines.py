@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from heads import HEADS
-from heads.formats.export import FORMATS, dflash, eagle, eagle3, hydra, medusa
-from heads.formats.export.files import LAYERS
+from heads.formats.layer_ids import STATES
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa
+from heads.formats.published.export import FORMATS
+from heads.modules.fusion import EAGLE3, default_layers
 from train.release.card.facts import Facts
 from train.release.card.text import block, code, quoted
 
@@ -148,10 +150,10 @@ def _shape(steps: int, wide: int, tokens: int) -> list[str]:
 
 
 def _trtllm(facts: Facts) -> str:
-    layers, count = facts.served["eagle_config"][LAYERS], facts.config["target"]["num_layers"]
+    layers, count = facts.served["eagle_config"][STATES], facts.config["target"]["num_layers"]
     said = ["speculative_config:", "  decoding_type: Eagle3", f"  max_draft_len: {facts.draft_tokens}"]
     said.append(f"  speculative_model: {facts.repo}")
-    if layers != [1, count // 2 - 1, count - 4]:  # which it reads unless others are said
+    if layers != default_layers(EAGLE3, count):  # which it reads unless others are said
         said.append(f"  eagle3_layers_to_capture: {layers}")
     line = f"trtllm-serve {shlex.quote(facts.path)} --config draft.yaml"
     return f"with this as draft.yaml:\n\n{block(chr(10).join(said), 'yaml')}\n\n{block(line)}"

@@ -6,8 +6,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from eval.measures.results import LIVE
 from eval.report.view import results_of
-from heads.formats.export import FORMATS
 from heads.formats.hub import REPO
+from heads.formats.published.export import FORMATS
 from train.release.card.facts import Facts
 
 TASK = "text-generation"

@@ -6,15 +6,15 @@ ids at the top level as hs[j]; SGLang reads them within `eagle_config` as hs[j +
 
 from typing import Any
 
-from heads.formats.export.eagle3 import COUNTED_BY_FIRST
-from heads.formats.export.files import LAYERS
-from heads.modules.fusion import FUSED, chosen_layers
+from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, STATES, as_outputs, as_states
+from heads.formats.published.eagle3 import COUNTED_BY_FIRST
+from heads.modules.fusion import EAGLE3, chosen_layers, default_layers
 from train.release.doctor.against import Against
 from train.release.doctor.examined import OWN, Examined
 from train.release.doctor.finding import Findings, ok, wrong
 
-WITHIN = f"eagle_config.{LAYERS}"
-BLOCK, FLAT = "dflash_config.target_layer_ids", "aux_hidden_state_layer_ids"
+WITHIN = f"eagle_config.{STATES}"
+BLOCK = f"dflash_config.{BLOCK_OUTPUTS}"
 SILENT = "it reads other layers than those it was trained on: acceptance falls, often to nothing, without an error"
 
 
@@ -37,12 +37,12 @@ def _recorded(head: Examined, against: Against) -> Findings:
     if "feature_layers" not in head.trained or head.form == OWN:
         return
     said = head.trained["feature_layers"]
-    count = FUSED if head.form == "eagle3" else _joined(head, against)
+    count = EAGLE3 if head.form == "eagle3" else _joined(head, against)
     right = sorted(chosen_layers(said, count, against.layers))
-    read = as_read(head) if head.form == "eagle3" else head.part("dflash_config")["target_layer_ids"]
+    read = as_read(head) if head.form == "eagle3" else head.part("dflash_config")[BLOCK_OUTPUTS]
     if read is not None and read != right:
         remedy = (
-            f"set {LAYERS} to {[i + 1 for i in right]} and {WITHIN} to {right}"
+            f"set {STATES} to {as_states(right)} and {WITHIN} to {right}"
             if head.form == "eagle3"
             else f"set {BLOCK} to {right}"
         )
@@ -55,17 +55,17 @@ def _recorded(head: Examined, against: Against) -> Findings:
 
 def as_read(head: Examined) -> list[int] | None:
     """Return whose outputs the engines read, vLLM first, None where no ids say it."""
-    top, nested = head.config.get(LAYERS), head.part("eagle_config").get(LAYERS)
+    top, nested = head.config.get(STATES), head.part("eagle_config").get(STATES)
     if head.form != "eagle3" or (top is None and nested is None):
         return None
-    return [i - 1 for i in top] if top is not None else list(nested or [])
+    return as_outputs(top) if top is not None else list(nested or [])
 
 
 def _said(head: Examined) -> str:
     if head.form == "eagle3":
-        top, nested = head.config.get(LAYERS), head.part("eagle_config").get(LAYERS)
+        top, nested = head.config.get(STATES), head.part("eagle_config").get(STATES)
         return "the default three" if top is None and nested is None else f"{top} for vLLM, {nested} for SGLang"
-    said = head.part("dflash_config").get("target_layer_ids") or head.part("head").get("feature_layers")
+    said = head.part("dflash_config").get(BLOCK_OUTPUTS) or head.part("head").get("feature_layers")
     return f"outputs of layers {said}" if said else "the last state, or the default layers"
 
 
@@ -76,21 +76,21 @@ def _own(head: Examined, against: Against) -> Findings:
 
 
 def _eagle3(head: Examined, against: Against) -> Findings:
-    top, nested = head.config.get(LAYERS), head.part("eagle_config").get(LAYERS)
+    top, nested = head.config.get(STATES), head.part("eagle_config").get(STATES)
     layers = against.layers
-    default = [2, layers // 2, layers - 3]
+    default = as_states(default_layers(EAGLE3, layers))
     joined = _joined(head, against)
-    both = [(top, LAYERS, 1), (nested, WITHIN, 0)]
+    both = [(top, STATES, 1), (nested, WITHIN, 0)]
     broken = [f for ids, key, first in both if ids is not None for f in _in_range(ids, key, first, layers - 2 + first)]
     yield from broken
     if broken:
         return
     if top is None and nested is None:
-        if joined != FUSED or sorted(set(default)) != default or default[0] > layers - 1 or default[-1] < 1:
+        if joined != EAGLE3 or sorted(set(default)) != default or default[0] > layers - 1 or default[-1] < 1:
             yield wrong(
-                f"{LAYERS} is missing, and fc.weight joins {joined} layers of a target of {layers}",
+                f"{STATES} is missing, and fc.weight joins {joined} layers of a target of {layers}",
                 f"every engine takes {default} for it, and {SILENT}, or stops at the shape of fc",
-                f"set {LAYERS} to what it was trained on, counted from the embedding, and {WITHIN} one lower each",
+                f"set {STATES} to what it was trained on, counted from the embedding, and {WITHIN} one lower each",
             )
         return
     yield from _places(top, nested, default)
@@ -109,26 +109,26 @@ def _eagle3(head: Examined, against: Against) -> Findings:
 def _places(top: Any, nested: Any, default: list[int]) -> Findings:
     """Compare the two places."""
     if top is None:
-        if [i + 1 for i in nested] != default:
+        if as_states(nested) != default:
             yield wrong(
-                f"{LAYERS} is missing at the top level, {WITHIN} is {nested}",
+                f"{STATES} is missing at the top level, {WITHIN} is {nested}",
                 f"vLLM does not look there and takes {default}: {SILENT}",
-                f"set {LAYERS} to {[i + 1 for i in nested]}",
+                f"set {STATES} to {as_states(nested)}",
                 "vllm", "speculators",
             )  # fmt: skip
     elif nested is None:
         if top != default:
             yield wrong(
-                f"{WITHIN} is missing, {LAYERS} is {top}",
+                f"{WITHIN} is missing, {STATES} is {top}",
                 f"SGLang looks there alone and takes the states {default}: {SILENT}",
-                f"set {WITHIN} to {[i - 1 for i in top]}",
+                f"set {WITHIN} to {as_outputs(top)}",
                 "sglang",
             )
-    elif nested != [i - 1 for i in top]:
+    elif nested != as_outputs(top):
         yield wrong(
-            f"{LAYERS} is {top}, {WITHIN} is {nested}: not the same layers",
-            f"vLLM reads the states {top} and SGLang {[i + 1 for i in nested]}; in one of them {SILENT}",
-            f"set {WITHIN} to {[i - 1 for i in top]} if {LAYERS} is right, else {LAYERS} to {[i + 1 for i in nested]}",
+            f"{STATES} is {top}, {WITHIN} is {nested}: not the same layers",
+            f"vLLM reads the states {top} and SGLang {as_states(nested)}; in one of them {SILENT}",
+            f"set {WITHIN} to {as_outputs(top)} if {STATES} is right, else {STATES} to {as_states(nested)}",
         )
 
 
@@ -148,7 +148,7 @@ def _counted(head: Examined, ids: list[int], nested: Any, joined: int) -> Findin
             f"set num_aux_hidden_states to {len(ids)}",
             "vllm", "sglang",
         )  # fmt: skip
-    elif count is None and len(ids) != FUSED and (nested is None or len(nested) != len(ids)):
+    elif count is None and len(ids) != EAGLE3 and (nested is None or len(nested) != len(ids)):
         yield wrong(
             f"num_aux_hidden_states is missing and there are {len(ids)} ids",
             "vLLM does not count those at the top level, makes fc for three and stops at its shape",
@@ -158,9 +158,9 @@ def _counted(head: Examined, ids: list[int], nested: Any, joined: int) -> Findin
 
 
 def _dflash(head: Examined, against: Against) -> Findings:
-    nested, flat = head.part("dflash_config").get("target_layer_ids"), head.config.get(FLAT)
+    nested, flat = head.part("dflash_config").get(BLOCK_OUTPUTS), head.config.get(BLOCK_STATES)
     if nested is None:
-        meant = [i - 1 for i in flat] if isinstance(flat, list) else "the layers that it was trained on"
+        meant = as_outputs(flat) if isinstance(flat, list) else "the layers that it was trained on"
         yield wrong(
             f"{BLOCK} is missing",
             "SGLang looks there alone and stops",
@@ -179,11 +179,11 @@ def _dflash(head: Examined, against: Against) -> Findings:
             "every engine stops at the shape of fc",
             f"name {joined} layers, those that it was trained on",
         )
-    if flat is not None and flat != [i + 1 for i in nested]:
+    if flat is not None and flat != as_states(nested):
         yield wrong(
-            f"{FLAT} is {flat}, {BLOCK} is {nested}: not the same layers",
+            f"{BLOCK_STATES} is {flat}, {BLOCK} is {nested}: not the same layers",
             f"speculators counts from the embedding, and {SILENT}",
-            f"set {FLAT} to {[i + 1 for i in nested]}",
+            f"set {BLOCK_STATES} to {as_states(nested)}",
             "speculators", "vllm",
         )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from heads.formats.export.files import LAYERS
+from heads.formats.layer_ids import STATES, as_states
 from heads.formats.published.decoder import THETA
 from heads.formats.store import CONFIG
 from heads.modules.rope import Rope
@@ -43,7 +43,7 @@ def layers(head: Examined, trials: Trials) -> Findings:
 
 def _layer_keys(head: Examined, outputs: list[int]) -> str:
     if head.form == "eagle3":
-        return f"set {LAYERS} to {[i + 1 for i in outputs]} and {WITHIN} to {outputs} in {CONFIG}"
+        return f"set {STATES} to {as_states(outputs)} and {WITHIN} to {outputs} in {CONFIG}"
     return f"set {BLOCK if head.form == 'dflash' else 'head.feature_layers'} to {outputs} in {CONFIG}"
 
 

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.common.errors import one_line
+from heads.formats.layer_ids import STATES, as_states
 from heads.formats.store import CONFIG, WEIGHTS, replacing
 
 Shapes = dict[str, tuple[int, ...]]
 OFFSETS, KNOWN = "d2t", "t2d"  # over the draft's vocabulary an offset to the target's id, over the target's a mask
 DTYPES = {OFFSETS: torch.int64, KNOWN: torch.bool}  # of all other tensors the one that config.json names
-LAYERS = "eagle_aux_hidden_state_layer_ids"
 NUMBERS = ("target_hidden_size", "logit_scale")  # keys that engines read as numbers, so that a null stops them
 
 
@@ -98,15 +98,15 @@ def _check_keys(config: dict[str, Any], dtype: torch.dtype) -> None:
         raise ValueError(f"{null[0]} is null: leave the key out")
     if config.get("torch_dtype") not in (None, str(dtype).removeprefix("torch.")):
         raise ValueError(f"torch_dtype is {config['torch_dtype']}, the tensors are {dtype}")
-    if LAYERS in config:
-        _check_layers(config[LAYERS], config["eagle_config"][LAYERS], config["num_aux_hidden_states"])
+    if STATES in config:
+        _check_layers(config[STATES], config["eagle_config"][STATES], config["num_aux_hidden_states"])
 
 
 def _check_layers(states: list[int], outputs: list[int], count: int) -> None:
     """Check the ids at the top level, which count hidden states from the embedding on, and those within."""
-    if states != sorted(set(states)) or len(states) != count or states != [i + 1 for i in outputs]:
+    if states != sorted(set(states)) or len(states) != count or states != as_states(outputs):
         raise ValueError(
-            f"{LAYERS} is {states} and within eagle_config {outputs}: not {count} increasing layers, counted from 1 "
+            f"{STATES} is {states} and within eagle_config {outputs}: not {count} increasing layers, counted from 1 "
             "and from 0"
         )
 

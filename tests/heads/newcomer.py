@@ -1,0 +1,69 @@
+"""A head that nobody else knows, in one file: a state that each drafted token is mixed into, read by the lm_head."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from heads.base import Draft, Embeddings, Features, Level
+from heads.common.ranges import Parts
+from heads.rows import drafted_token
+
+
+class Newcomer(nn.Module):
+    """The head; it keeps nothing of a sequence."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """Numbers of the head."""
+
+        name: str
+        depths: Parts
+
+    feature_layers: tuple[int, ...] = ()
+    vocab = None
+
+    def __init__(self, config: Config, embeddings: Embeddings) -> None:
+        super().__init__()
+        self.config, self.max_depth, self._embeddings = config, config.depths, (embeddings,)
+        self.mix = nn.Linear(2 * embeddings.hidden_size, embeddings.hidden_size)
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """The target's embedding and lm_head."""
+        return self._embeddings[0]
+
+    def step(self, state: Float[Tensor, "*n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+        """Return the state behind a token."""
+        return state + self.mix(torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
+
+    def score(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n V"]:
+        """Return the logits of states."""
+        del depth
+        return self.embeddings.logits(state)
+
+    def unroll(self, features: Features, depths: int, anchors: Bool[Tensor, "B T"] | None = None) -> list[Draft]:
+        """Draft from all rows."""
+        del anchors
+        state, drafts = features.last, []
+        for depth in range(1, depths + 1):
+            state = self.step(state, drafted_token(features.token, depth))
+            drafts.append(Draft(state))
+        return drafts
+
+    def extend(self, state: None, features: Features, token: Int[Tensor, "T"]) -> tuple[None, Level]:
+        """Score depth 1 from the last row."""
+        del state
+        return None, self._level(features.last[0, -1:], token[-1:])
+
+    def expand(
+        self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+    ) -> Level:
+        """Score the next depth."""
+        del state, mask
+        return self._level(level.hidden[parent], token)
+
+    def _level(self, before: Tensor, token: Tensor) -> Level:
+        hidden = self.step(before, token)
+        return Level(self.score(hidden, 1), hidden, ())
