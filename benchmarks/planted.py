@@ -102,8 +102,8 @@ BUGS = [
     ),
     Bug(
         "eval/measures/metrics.py",
-        "return ratio(sum(len(run.tokens) for run in runs), sum(run.prefill_s + run.decode_s for run in runs))",
-        "return ratio(sum(decoded(run) for run in runs), sum(run.prefill_s + run.decode_s for run in runs))",
+        "return [(len(run.tokens), run.prefill_s + run.decode_s) for run in runs]",
+        "return [(decoded(run), run.prefill_s + run.decode_s) for run in runs]",
         ["tests/eval/test_metrics.py", "tests/eval/test_live.py"],
     ),
     Bug(

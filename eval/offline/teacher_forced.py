@@ -6,6 +6,7 @@ a smaller depth or budget would have left of it follows from its scores. Of chai
 likely each of the text's tokens would have been accepted.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from eval.inputs.texts import Text
 from eval.measures.cost_model import Step
-from eval.measures.tally import Tally
+from eval.measures.metrics import Passes
 from heads.base import Draft, Features
 from heads.modules.vocab import spread
 from inference.drafters.head import HeadState
@@ -218,7 +219,7 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
     return Overlap(text, share, common)
 
 
-def expected(of: Overlap, depth: int) -> Tally:
+def expected(of: Overlap, depth: int) -> Passes:
     """Return the passes that decoding the text with drawn chains is expected to take, verified token by token.
 
     Which tokens the target chooses does not depend on the drafts, so along its text each draft is accepted with the
@@ -241,4 +242,4 @@ def expected(of: Overlap, depth: int) -> Tally:
             survive *= more
             if d < deepest:
                 reached[d] += here * survive
-    return Tally(float(text.made - 1), sum(begins[1 : text.made], 0.0), drafted, reached, 0.0)
+    return Passes(float(text.made - 1), sum(begins[1 : text.made], 0.0), drafted, math.fsum(reached), reached)
