@@ -13,7 +13,7 @@ from eval.live.interleaved import Runs
 from eval.offline.teacher_forced import unrolled
 from heads.base import Features
 from heads.common.untrusted import visible
-from heads.modules.vocab import spread
+from heads.modules.vocab import scatter_logits
 from inference.decode import Generation
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -142,7 +142,7 @@ def drafted(head: Any, features: Features, begin: int, run: Generation, temperat
             here = all_here[first : first + ROWS]
             at = torch.tensor(here, device=features.token.device) + begin
             state = draft.state[0, at - depth - 1]  # the row before the root is the last that the head had seen
-            law = softmax(spread(head.vocab, head.score(state, depth)), temperature)
+            law = softmax(scatter_logits(head.vocab, head.score(state, depth)), temperature)
             q = law.gather(1, features.token[0, at][:, None])[:, 0]
             found.update(zip(here, map(rounded, q.tolist()), strict=True))
     return found

@@ -19,7 +19,7 @@ from eval.inputs.texts import Text
 from eval.measures.cost_model import Step
 from eval.measures.metrics import Passes
 from heads.base import Draft, Features
-from heads.modules.vocab import spread
+from heads.modules.vocab import scatter_logits
 from inference.drafters.head import HeadState
 from inference.drafters.policy import CONFIDENT, TreeConfig, candidates
 from inference.protocol import Commit, Context
@@ -76,7 +76,7 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
     depth = min(depth, head.max_depth)
     drafts = unrolled(head, features, depth)
     begin = text.start - 1  # the row whose root is the first token of the answer
-    logits = (spread(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
+    logits = (scatter_logits(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
     rank = torch.stack([ranks(each, token[begin:], d) for d, each in enumerate(logits, 1)], 1)
     grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
     drafting = HeadState(head, largest[0]) if largest else None
@@ -210,7 +210,7 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
         known = places - d + 1
         if known < 1:
             break
-        q = distribution(spread(head.vocab, head.score(draft.state[0, begin : begin + known], d)), sampling)
+        q = distribution(scatter_logits(head.vocab, head.score(draft.state[0, begin : begin + known], d)), sampling)
         p = law[d : d + known]
         wanted = token[begin + d + 1 : begin + d + 1 + known, None]
         mine, theirs = (law.gather(1, wanted)[:, 0] for law in (q, p))
