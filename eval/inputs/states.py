@@ -21,9 +21,9 @@ class Around(Drafter):
         """Begin a sequence."""
         return self.inner.start(prompt)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget earlier sequences."""
-        self.inner.forget()
+        self.inner.reset()
 
 
 class Cold(Around):
@@ -33,7 +33,7 @@ class Cold(Around):
 
     def start(self, prompt: list[int]) -> DrafterState:
         """Begin a sequence with nothing."""
-        self.inner.forget()
+        self.inner.reset()
         return self.inner.start(prompt)
 
     def clone(self) -> "Cold":

@@ -62,7 +62,7 @@ def measure(
             penalty=settings.sampling.repetition_penalty,
             min_new_tokens=settings.min_new_tokens,
         )
-    return interleave(runners, prompts, repeats, warmup, settings.seed, [each.forget for each in drafters.values()])
+    return interleave(runners, prompts, repeats, warmup, settings.seed, [each.reset for each in drafters.values()])
 
 
 def _in_batches(
@@ -82,7 +82,7 @@ def _in_batches(
         speculate(target, drafter, (before * batch_size)[:batch_size], settings, batch_size=batch_size)
     for _ in range(repeats):
         for name in shuffle.sample(list(drafters), len(drafters)):
-            drafters[name].forget()
+            drafters[name].reset()
             made = speculate(target, drafters[name], tokens, settings, batch_size=batch_size)
             for each, run in zip(runs[name], made, strict=True):
                 each.append(run)

@@ -123,7 +123,7 @@ def measure(
         when = arrivals(len(prompts), request_rate, gaps)
         for name in shuffle.sample(list(together), len(together)):
             drafter = together[name]
-            drafter.forget()
+            drafter.reset()
             batch = batch_of(target, drafter, min(batch_size, len(tokens)))
             for each, served in zip(rounds[name], serve(batch, tokens, when, settings), strict=True):
                 each.append(served)

@@ -25,7 +25,7 @@ def replayed(drafters: Sequence[Drafter], texts: Sequence[Text], session: Sessio
     """Return each source's rows; one that remembers meets the texts in their order, beginning with nothing."""
     made: list[Row] = []
     for drafter in drafters:
-        drafter.forget()
+        drafter.reset()
         requests = [play(drafter, text) for text in texts]
         made += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), session, requests)
     return made

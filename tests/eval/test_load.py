@@ -110,7 +110,7 @@ class Noted(Plain):
 
     forgot = 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Count."""
         self.forgot += 1
 
