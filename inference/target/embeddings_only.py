@@ -75,10 +75,8 @@ class EmbeddingsOnly:
             _fill(model, parts, path, kind, chosen_device)
             return cls(model.eval().requires_grad_(False), tokenizer, path, chosen_device)
         except UNFIT as error:
-            problem = "its embeddings cannot be loaded without its layers"
-            raise ValueError(
-                f"model.path={path}: its embeddings cannot be loaded without its layers ({why})"
-            ) from error
+            problem = f"its embeddings cannot be loaded without its layers ({reason(error)})"
+            raise ValueError(f"model.path={path}: {problem}") from error
 
 
 def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -79,11 +79,11 @@ def test_a_head_saved_before_there_was_a_key_loads(tmp_path: Path, name: str) ->
     original: Any = toys.head(name, toys.target())
     save_head(tmp_path / "h", original, SPEC, TREE)
 
-    def reset(content: dict[str, Any]) -> None:
+    def forget(content: dict[str, Any]) -> None:
         head = content["head"]
         content["head"] = {k: v for k, v in head.items() if k in FIRST_KEYS or store.EARLIER.get(k, 0) != v}
 
-    assert same(original, load_head(edited(tmp_path / "h", reset), toys.target().embeddings, SPEC))
+    assert same(original, load_head(edited(tmp_path / "h", forget), toys.target().embeddings, SPEC))
     assert set(vars(original.config)) <= FIRST_KEYS | store.EARLIER.keys()
 
 

@@ -133,7 +133,7 @@ def decode(target: Target, drafts: Drafts, embeddings: Embeddings, prompt: Tenso
             stands = sequence.add(out.logits[i], guesses[i] if here else None, probs[i] if here else None)
             i += 1
         passes, verified_tokens = passes + 1, verified_tokens + i
-        target.reset(len(guesses) + 1 - i)
+        target.drop(len(guesses) + 1 - i)
         seen, token = out.rows(i), _from(sequence, begun, prompt)
     return Written(sequence.ids, passes, verified_tokens, sequence.scores, sequence.logits)
 
