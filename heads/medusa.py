@@ -33,7 +33,7 @@ class Medusa(nn.Module):
 
     @dataclass(frozen=True)
     class Config:
-        """Numbers of the head; `lm_head` is one of `Readout.KINDS`, of rank `lm_head_rank` where that is given."""
+        """Numbers of the head; `lm_head` is one of `DraftLmHead.KINDS`, of rank `lm_head_rank` where that is given."""
 
         name: str
         heads: Parts

@@ -4,8 +4,8 @@ drafters/         draft sources, one a file, and the policies by which a tree gr
 target/           the frozen target: loading, placement, cache, forward passes, and the proof that they are what
                   the engine needs
 verification/     trees, verification rules, sampling and random numbers: pure functions of tensors
-chat_template.py  its chat template rendered under limits: a program from outside
-limits.py         what fits into its context
+chat_template.py  the target's chat template, rendered under limits: it is a program from outside
+limits.py         what fits into the target's context
 session.py        one sequence: draft, verify, commit
 batch.py          sequences that enter and leave, one target pass over all
 decode.py         speculate() and autoregress(), one engine

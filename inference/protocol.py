@@ -112,11 +112,11 @@ class Drafter(Protocol):
 
     @property
     def memory(self) -> str:
-        """How it meets a sequence: with no memory, warm from earlier ones, or cold though it could be warm."""
+        """Its memory of earlier sequences: none, warm (it keeps them), or cold (it is reset before each)."""
         return WARM if self.remembers else NONE
 
     def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence; the one that was begun last has ended, for what is remembered."""
+        """Begin a sequence; a source with a memory may now remember the text of the one before."""
         ...
 
     def reset(self) -> None:

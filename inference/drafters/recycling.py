@@ -83,7 +83,7 @@ class Recycling(Drafter):
 
 
 class RecyclingState(DrafterState):
-    """One sequence: the candidates after each token, which several may share one after the other."""
+    """One sequence: the candidates after each token, shared with later sequences if the drafter remembers."""
 
     def __init__(self, drafter: Recycling, candidates: dict[int, list[int]]) -> None:
         self.drafter, self.candidates = drafter, candidates

@@ -290,7 +290,6 @@ class TargetModel:
             seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
             cache: the rows are appended to it.
             layers: the decoder layers whose outputs are wanted; a `stack` of its own gives none.
-            layers: the decoder layers whose outputs are wanted; a `stack` of its own gives none.
             column: the positions of all S rows; None for 0, 1, 2, … of the cached ones, and then these rows'.
             stack: what to run in place of the decoder stack.
         """
