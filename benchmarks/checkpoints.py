@@ -75,7 +75,7 @@ def main() -> None:
             seconds[saves].append(time.perf_counter() - begin)
         loop.saver.close()
         loop.tracker.close()
-        newest = format.found(loop.saver.folder)[-1]
+        newest = format.checkpoints(loop.saver.folder)[-1]
         size = sum(path.stat().st_size for path in newest.iterdir())
     with_save, without = (statistics.median(seconds[saves]) for saves in (True, False))
     of_step, waited = without / words.steps, loop.saver.seconds / words.blocks

@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from data.batches import Packed, pack
-from data.features.coding import Wanted, compute, join, to_given
+from data.features.coding import Wanted, compute, decode_rows, join
 from data.features.extract import extract
 from data.features.extraction import Layers, spec_of
 from data.features.quantize import DTYPES
@@ -121,7 +121,7 @@ def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
     token, document = case.packed.token[rows].long(), case.packed.document[rows].long()
     wanted = Wanted(case.layers, target.dtype)
     spent = fastest(
-        lambda: to_given(join(store.read(row) for row in rows), token, document, wanted, store.spec),
+        lambda: decode_rows(join(store.read(row) for row in rows), token, document, wanted, store.spec),
         lambda: target.features(token, document, case.layers),
     )
     reading, computing = (each / token.numel() for each in spent)

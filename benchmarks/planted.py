@@ -102,8 +102,8 @@ BUGS = [
     ),
     Bug(
         "eval/measures/metrics.py",
-        "return ratio(sum(len(run.tokens) for run in runs), sum(run.prefill_s + run.decode_s for run in runs))",
-        "return ratio(sum(decoded(run) for run in runs), sum(run.prefill_s + run.decode_s for run in runs))",
+        "return [(len(run.tokens), run.prefill_s + run.decode_s) for run in runs]",
+        "return [(decoded(run), run.prefill_s + run.decode_s) for run in runs]",
         ["tests/eval/test_metrics.py", "tests/eval/test_live.py"],
     ),
     Bug(
@@ -161,9 +161,9 @@ BUGS = [
         ["tests/data/test_masks.py", "tests/data/test_masks_options.py", "tests/data/test_prompts.py"],
     ),
     Bug(
-        "heads/formats/export/eagle3.py",
-        "LAYERS: [i + 1 for i in outputs],",
-        "LAYERS: list(outputs),",
+        "heads/formats/published/eagle3.py",
+        "STATES: as_states(outputs),",
+        "STATES: list(outputs),",
         ["tests/heads/test_export.py", "tests/heads/test_export_trtllm.py"],
     ),
     Bug(

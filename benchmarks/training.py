@@ -32,13 +32,13 @@ from eval.measures.machine import device_facts
 from heads import HEADS
 from heads.base import Draft, Features
 from heads.common.resolvers import register_resolvers
-from heads.modules.vocab import Readout
+from heads.modules.vocab import DraftLmHead
 from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.distributed.processes import keep_freed
 from train.losses import ObjectiveConfig
 from train.objective import AUTO, objective
-from train.weights import draw_anchors, weights
+from train.weights import sample_anchors, weights
 
 WIDTH, LENGTH = 256, 512
 register_resolvers()
@@ -59,7 +59,7 @@ class Reader(nn.Module):
         super().__init__()
         self.embeddings: Any = self
         self.hidden_size, self.vocab_size = WIDTH, vocabulary
-        self.lm_head = Readout(self.embeddings, "own", None)
+        self.lm_head = DraftLmHead(self.embeddings, "own", None)
 
     def head_weight(self) -> Tensor:
         """Return what the lm_head starts at."""
@@ -128,7 +128,7 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
     token = torch.randint(target.embeddings.vocab_size, (tokens // LENGTH, LENGTH))
     document, config = torch.zeros_like(token), run.objective
     features = target.features(token, document, head.feature_layers)
-    anchors = draw_anchors(document == 0, config.anchors, 0, torch.arange(len(token)))
+    anchors = sample_anchors(document == 0, config.anchors, 0, torch.arange(len(token)))
     weight = weights(document, torch.ones_like(token), anchors, config).row / token.numel()
 
     def step() -> None:

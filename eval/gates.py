@@ -52,13 +52,6 @@ def check(
     return gates, sampled
 
 
-def failed(name: str, sizes: Sequence[int], gates: Mapping[str, Gate], sampled: Sequence[SampledGate]) -> bool:
-    """Return whether a drafter's gate is red at a batch size or a temperature; one without a gate has not failed."""
-    greedy = (gates.get(labelled(name, size)) for size in sizes)
-    drawn = (each for each in sampled if each.drafter == name)
-    return any(gate is not None and not gate.passed for gate in greedy) or not all(each.passed for each in drawn)
-
-
 def agreement(
     target: Target, prompts: Sequence[Prompt], runs: Runs, settings: Settings
 ) -> Mapping[str, dict[str, Any]]:

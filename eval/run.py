@@ -19,17 +19,18 @@ from data.text.prompts import locate
 from data.text.sources import check_source
 from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
 from eval.endpoint import measure
-from eval.gates import check, failed, sources
+from eval.gates import check, sources
 from eval.inputs.drafters import check_drafters
 from eval.inputs.runs import model_of, own_prompts
 from eval.inputs.workloads import Selection, Workload, load_workload, read_workload
-from eval.measures.losslessness import Gate, SampledGate
+from eval.measures.losslessness import Failed, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
 from eval.report.side_by_side import folder_of, side_by_side
-from eval.report.write import READ, Report, table
-from eval.sessions import along_texts, check_sources, timed_rows
-from eval.tiers import Material, recorded, replayed
+from eval.report.text import terminal
+from eval.report.write import READ, Report
+from eval.sessions import Timed, along_texts, check_sources, timed_rows
+from eval.tiers import recorded, replayed
 from eval.tune import TunePlan, tune
 from eval.tuning.results import TUNED
 from heads.common.command import command
@@ -115,19 +116,19 @@ def measured(config: EvalConfig, model: ModelConfig) -> Report:
             del target
             gc.collect()  # two copies of a large target may not fit
             target = load_target(model, dtype, config.engine)
-    extras: dict[str, Any] = {}
-    drafters, made = sources(config, target), list[Material]()
-    rows = timed_rows(config, target, workloads, drafters, gates, sampled, extras, made) if live else []
-    untrusted = {name for name in drafters if failed(name, config.batch_sizes(), gates, sampled)}
-    rows += along_texts(config, target, workloads, drafters, logs or made, untrusted, extras)
+    drafters = sources(config, target)
+    timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
+    failed = Failed.of(gates, sampled)
+    untrusted = {name for name in drafters if failed.source(name, config.batch_sizes())}
+    rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, untrusted)
     return Report(
         target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype),
         settings=settings_of(config, workloads),
         gates=gates,
-        rows=rows,
+        rows=timed.rows + rows,
         sampled=sampled,
-        extras=extras,
+        extras=timed.extras | extras,
     )
 
 
@@ -271,7 +272,7 @@ def publish(report: Report, out: Path) -> None:
     """Print the table, which outlives a full disk; write the files, say where they are, and on stderr what failed."""
     # A pipe has no width of its own, and rich's guess would break the lines.
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    console.print(table(report))
+    console.print(terminal(report.as_dict()))
     report.write(out)
     files = [str(out / name) for name in READ if (out / name).exists()]
     console.print(visible(f"report: {' and '.join(files)}"), soft_wrap=True, markup=False)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,14 +14,22 @@ from eval.inputs.workloads import Workload
 from eval.live import request_rate
 from eval.live.answers import answers
 from eval.live.extras import training, trees
-from eval.live.interleaved import PLAIN, Session, measure, rows
+from eval.live.interleaved import PLAIN, measure, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
-from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row
+from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row, Session
 from eval.tiers import Material, answered, forced, other_trees, replayed, written
 from inference.drafters.registry import reads_text_alone
 from inference.protocol import Drafter
 from inference.target.target import Target
+
+
+class Timed(NamedTuple):
+    """What the live tier found: rows, what plain decoding wrote, and what the report shows besides, by its keys."""
+
+    rows: list[Row]
+    materials: list[Material]
+    extras: dict[str, Any]
 
 
 def timed_rows(
@@ -29,21 +37,17 @@ def timed_rows(
     target: Target,
     workloads: Sequence[Workload],
     drafters: Drafters,
-    gates: dict[str, Gate],
+    gates: Mapping[str, Gate],
     sampled: Sequence[SampledGate],
-    extras: dict[str, Any],
-    materials: list[Material],
-) -> list[Row]:
-    """Return the rows of all workloads, temperatures, batch sizes and rates, each an interleaved session of its own.
+) -> Timed:
+    """Measure all workloads, temperatures, batch sizes and rates, each in an interleaved session of its own.
 
-    `extras` takes what the report shows besides: training curves, and trees and answers of the first session.
-    `materials` takes what plain decoding wrote.
+    What the report shows besides are training curves, and trees and answers of the first session.
     """
-    if "head" in config.drafter:
-        extras["training"] = training(find_heads([*config.runs(), *config.compare]))
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    made: list[Row] = []
+    curves = training(find_heads([*config.runs(), *config.compare])) if "head" in config.drafter else None
+    found = Timed([], [], {} if curves is None else {"training": curves})
     start = 0
     for workload in workloads:
         for temperature, size, rate in itertools.product(
@@ -55,7 +59,7 @@ def timed_rows(
             rounds = None if rate is None else request_rate.measure(*how, size, rate)
             runs = measure(*how, hf, size) if rounds is None else request_rate.generations(rounds)
             if (size, rate) == (config.batch_sizes()[0], config.request_rates()[0]):
-                materials.append(answered(workload, target, settings, runs[PLAIN]))
+                found.materials.append(answered(workload, target, settings, runs[PLAIN]))
             here = [each for each in sampled if each.temperature == temperature]
             session = Session(
                 workload.name,
@@ -71,13 +75,13 @@ def timed_rows(
                 agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
                 request_rate=rate,
             )
-            if not made:
-                extras["trees"] = trees(runs, drafters)
-                extras["answers"] = answers(runs, drafters, workload.prompts, target, temperature)
+            if not found.rows:
+                shown = answers(runs, drafters, workload.prompts, target, temperature)
+                found.extras.update(trees=trees(runs, drafters), answers=shown)
             timed = rows(runs, drafters, gates, session)
-            made += timed if rounds is None else request_rate.waited(timed, rounds, session)
+            found.rows.extend(timed if rounds is None else request_rate.waited(timed, rounds, session))
         start += len(workload.prompts)
-    return made
+    return found
 
 
 def along_texts(
@@ -87,9 +91,8 @@ def along_texts(
     drafters: Mapping[str, Drafter],
     materials: list[Material],
     untrusted: Collection[str],
-    extras: dict[str, Any],
-) -> list[Row]:
-    """Return the rows of the tiers without a clock.
+) -> tuple[list[Row], dict[str, Any]]:
+    """Return the rows of the tiers without a clock, and what they say besides, by the report's keys.
 
     Args:
         config: the evaluation.
@@ -97,21 +100,19 @@ def along_texts(
         workloads: what it answers where no texts are given.
         drafters: the sources.
         materials: recorded texts, or what plain decoding has just written; empty where nothing was decoded.
-        untrusted: sources with a red gate, for which no speedup is predicted.
-        extras: takes what they say besides.
+        untrusted: sources that failed a losslessness check, for which no speedup is predicted.
     """
     tiers = config.tiers()
     if not {REPLAY, TEACHER_FORCED} & set(tiers):
-        return []
-    if not materials:
-        materials = written(config, target, workloads)
-    rows = replayed(config, config.seed, target, materials) if REPLAY in tiers else []
-    if TEACHER_FORCED in tiers:
-        more, extras["teacher_forced"] = forced(config, config.budget, target, drafters, materials)
-        rows += more
-        priced = set(drafters) - set(untrusted) if LIVE in tiers else set()
-        extras["other_trees"] = other_trees(config.tuner, config, target, drafters, materials, priced)
-    return rows
+        return [], {}
+    materials = materials or written(config, target, workloads)
+    made = replayed(config, config.seed, target, materials) if REPLAY in tiers else []
+    if TEACHER_FORCED not in tiers:
+        return made, {}
+    more, along = forced(config, config.budget, target, drafters, materials)
+    priced = set(drafters) - set(untrusted) if LIVE in tiers else set()
+    others = other_trees(config.tuner, config, target, drafters, materials, priced)
+    return made + more, {"teacher_forced": along, "other_trees": others}
 
 
 def check_sources(config: EvalConfig) -> None:

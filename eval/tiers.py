@@ -15,10 +15,9 @@ from eval.explain import explained, price
 from eval.inputs.states import in_states
 from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Selection, Workload, check_known, read_log
-from eval.measures import tally
-from eval.measures.metrics import median_run
-from eval.measures.results import REPLAY, TEACHER_FORCED, Row
-from eval.measures.tally import Heading
+from eval.measures.builder import Request, Source, text_results
+from eval.measures.metrics import Passes, counted, median_run
+from eval.measures.results import REPLAY, TEACHER_FORCED, Row, Session
 from eval.offline import replay
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
 from eval.offline.teacher_forced import replay as steps_of
@@ -46,10 +45,12 @@ class Material:
     texts: list[Text]
     own: bool
 
-    def heading(self, tier: str, seed: int) -> Heading:
+    def session(self, tier: str, seed: int) -> Session:
         """Return what its rows share."""
         of = self.workload
-        return Heading(tier, of.name, self.temperature, of.categories(), of.conversations, seed)
+        return Session(
+            of.name, self.temperature, 1, 0, seed, categories=of.categories(), conversations=of.conversations, tier=tier
+        )
 
 
 def answered(workload: Workload, target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]) -> Material:
@@ -119,7 +120,7 @@ def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence
     for each in materials:
         if not each.own and each.temperature != materials[0].temperature:
             continue  # what was recorded is what it is
-        made += replay.replayed(sources, each.texts, each.heading(REPLAY, seed))
+        made += replay.replayed(sources, each.texts, each.session(REPLAY, seed))
     return made
 
 
@@ -145,11 +146,12 @@ def forced(
             if drawn and tree.kind != "chain":
                 continue
             if drawn:
-                told, tallies = _drawn(target, drafter.head, tree, each, config.sampling(each.temperature))
+                told, counts = _drawn(target, drafter.head, tree, each, config.sampling(each.temperature))
             else:
-                told, tallies = _chosen(target, drafter.head, tree, each)
+                told, counts = _chosen(target, drafter.head, tree, each)
             rule = "token" if drawn else "greedy" if each.temperature == 0 else "point_mass"
-            made += tally.rows(name, tree.label, rule, tallies, each.heading(TEACHER_FORCED, config.seed), "none")
+            session = each.session(TEACHER_FORCED, config.seed)
+            made += text_results(Source(name, rule, tree.label), session, [Request(passes) for passes in counts])
             found.setdefault(name, {"workload": each.workload.name, "temperature": each.temperature, **told})
     return made, found
 
@@ -190,15 +192,17 @@ def within(tree: TreeConfig, depth: int) -> TreeConfig:
     return replace(tree, depth=min(tree.depth, depth), paths=paths, widths=tree.widths[:depth])
 
 
-def _chosen(
-    target: Target, head: Any, tree: TreeConfig, material: Material
-) -> tuple[dict[str, Any], list[tally.Tally]]:
+def _chosen(target: Target, head: Any, tree: TreeConfig, material: Material) -> tuple[dict[str, Any], list[Passes]]:
     """Return what is known of a head whose drafts are chosen by rank."""
     depth = min(head.max_depth, tree.deepest)
     grown = [tree] if tree.kind in CONFIDENT else []
     records = [record(target, head, text, grown, depth) for text in material.texts]
-    tallies = [tally.tally(steps_of(each, tree), each.text.made - 1) for each in records]
-    return table(records, depth), tallies
+    steps = [steps_of(each, tree) for each in records]
+    counts = [
+        counted([step.accepted for step in of], sum(step.nodes for step in of), each.text.made - 1)
+        for of, each in zip(steps, records, strict=True)
+    ]
+    return table(records, depth), counts
 
 
 def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
@@ -218,7 +222,7 @@ def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
 
 def _drawn(
     target: Target, head: Any, tree: TreeConfig, material: Material, sampling: Sampling
-) -> tuple[dict[str, Any], list[tally.Tally]]:
+) -> tuple[dict[str, Any], list[Passes]]:
     """Return what is known of a head whose chains are drawn."""
     depth = min(head.max_depth, tree.deepest)
     each = [overlap(target, head, text, sampling, depth) for text in material.texts]

@@ -70,7 +70,7 @@ class DraftVocabulary(nn.Module):
                 "ascending order; save or download it again"
             )
 
-    def place(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    def index_of(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """Return the tokens' indices among the drafted ones, -1 for those that are not drafted."""
         at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
         return torch.where(self.ids[at] == token, at, -1)

@@ -28,7 +28,7 @@ from heads.modules.kv_cache import Committed, joined, near
 from heads.modules.layers import Block as Layer
 from heads.modules.layers import RMSNorm, masked_attention
 from heads.modules.rope import Rope
-from heads.modules.vocab import Readout, draft_vocabulary, spread
+from heads.modules.vocab import DraftLmHead, draft_vocabulary, scatter_logits
 
 
 class Drafted(NamedTuple):
@@ -95,7 +95,7 @@ class Block(nn.Module):
         )
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
-        self.lm_head = Readout(embeddings, config.lm_head, self.vocab)
+        self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
         size, rank = embeddings.vocab_size if self.vocab is None else len(self.vocab.ids), config.markov_rank
         self.before = None if rank is None else nn.Embedding(embeddings.vocab_size, rank)
         self.bias = None if rank is None else nn.Linear(rank, size, bias=False)
@@ -215,4 +215,4 @@ class Block(nn.Module):
             logits = self.score(slot, depth).expand(len(token), -1)
         else:
             logits = self.score(self.conditioned(slot.expand(len(token), -1), token), depth)
-        return Level(spread(self.vocab, logits), slot.expand(len(token), -1), ())
+        return Level(scatter_logits(self.vocab, logits), slot.expand(len(token), -1), ())

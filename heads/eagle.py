@@ -20,7 +20,7 @@ from heads.modules.attention import KeyValue
 from heads.modules.kv_cache import Committed
 from heads.modules.layers import Attend, Block
 from heads.modules.rope import Rope
-from heads.modules.vocab import Readout, draft_vocabulary
+from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 
 class Eagle(nn.Module):
@@ -59,7 +59,7 @@ class Eagle(nn.Module):
             for i in range(config.layers)
         )
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
-        self.lm_head = Readout(embeddings, config.lm_head, self.vocab)
+        self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
     @property
     def embeddings(self) -> Embeddings:

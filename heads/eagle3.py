@@ -25,7 +25,7 @@ from heads.modules.fusion import EAGLE3, Fusion, chosen_layers
 from heads.modules.kv_cache import Committed
 from heads.modules.layers import Attend, Attention, Block, RMSNorm, SwiGLU
 from heads.modules.rope import Rope
-from heads.modules.vocab import Readout, draft_vocabulary
+from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 
 class WideBlock(nn.Module):
@@ -112,7 +112,7 @@ class Eagle3(nn.Module):
         self.inject_norm = RMSNorm(width, eps) if config.kv_injection else None
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
-        self.lm_head = Readout(embeddings, config.lm_head, self.vocab)
+        self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
     @property
     def embeddings(self) -> Embeddings:

@@ -22,7 +22,7 @@ from heads.modules.attention import KeyValue
 from heads.modules.kv_cache import Committed
 from heads.modules.layers import Attend, Block, RMSNorm
 from heads.modules.rope import Rope
-from heads.modules.vocab import Readout, draft_vocabulary, spread
+from heads.modules.vocab import DraftLmHead, draft_vocabulary, scatter_logits
 from heads.rows import drafted_token
 
 
@@ -129,7 +129,7 @@ class Hydra(nn.Module):
         )
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_heads = nn.ModuleList(
-            Readout(embeddings, config.lm_head, self.vocab, config.lm_head_rank, config.lm_head_bias)
+            DraftLmHead(embeddings, config.lm_head, self.vocab, config.lm_head_rank, config.lm_head_bias)
             for _ in range(config.heads)
         )
 
@@ -182,4 +182,4 @@ class Hydra(nn.Module):
 
     def _level(self, x: Float[Tensor, "N X"]) -> Level:
         depth = x.shape[-1] // self.embeddings.hidden_size - 1
-        return Level(spread(self.vocab, self.score(self.branches[depth - 1](x), depth)), x, ())
+        return Level(scatter_logits(self.vocab, self.score(self.branches[depth - 1](x), depth)), x, ())

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from heads.base import Draft, Embeddings, Features, Level, check_depths
 from heads.common.ranges import Count, Parts
-from heads.modules.vocab import Readout, draft_vocabulary, spread
+from heads.modules.vocab import DraftLmHead, draft_vocabulary, scatter_logits
 
 
 class ResidualBlock(nn.Module):
@@ -54,7 +54,7 @@ class Medusa(nn.Module):
         )
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_heads = nn.ModuleList(
-            Readout(embeddings, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
+            DraftLmHead(embeddings, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
         )
 
     @property
@@ -88,4 +88,4 @@ class Medusa(nn.Module):
         return Level(self._logits(hidden[:1], depth).expand(len(hidden), -1), hidden, ())
 
     def _logits(self, last: Float[Tensor, "1 D"], depth: int) -> Float[Tensor, "1 V"]:
-        return spread(self.vocab, self.score(self.blocks[depth - 1](last), depth))
+        return scatter_logits(self.vocab, self.score(self.blocks[depth - 1](last), depth))

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from heads.base import Draft, Embeddings, Features, Level, check_depths
 from heads.common.ranges import Count, Parts, Width
-from heads.modules.vocab import draft_vocabulary, spread
+from heads.modules.vocab import draft_vocabulary, scatter_logits
 from heads.rows import drafted_token
 
 EPS = 1e-6
@@ -117,4 +117,4 @@ class Mlp(nn.Module):
 
     def _level(self, before: Tensor, token: Tensor, depth: int) -> Level:
         hidden = self.step(before, token, depth)
-        return Level(spread(self.vocab, self.score(hidden, depth)), hidden, ())
+        return Level(scatter_logits(self.vocab, self.score(hidden, depth)), hidden, ())

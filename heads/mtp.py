@@ -20,7 +20,7 @@ from heads.modules.attention import KeyValue
 from heads.modules.kv_cache import Committed
 from heads.modules.layers import Attend, Block, RMSNorm
 from heads.modules.rope import Rope
-from heads.modules.vocab import Readout, draft_vocabulary
+from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 
 class Mtp(nn.Module):
@@ -62,7 +62,7 @@ class Mtp(nn.Module):
         self.block: nn.Module = Block(width, shape, rope=Rope.of(config), eps=eps, qk_norm=config.qk_norm)
         self.norm: nn.Module = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
-        self.lm_head = Readout(embeddings, config.lm_head, self.vocab)
+        self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
     @property
     def embeddings(self) -> Embeddings:

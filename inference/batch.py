@@ -66,9 +66,9 @@ class Batch:
         outs = self.target.score_all(
             [(proposal.tree, proposal.look_ahead) for proposal in proposals], self.cache, sessions[0].layers
         )
-        share = (sessions[0].clock() - begin) / len(sessions)
+        seconds = (sessions[0].clock() - begin) / len(sessions)
         for session, proposal, out in zip(sessions, proposals, outs, strict=True):
-            session.commit(proposal, out, share)
+            session.commit(proposal, out, seconds)
 
 
 def batch_of(target: Target, drafter: Drafter, size: int) -> Batch:

@@ -123,10 +123,10 @@ class Timed(ImmutableSandboxedEnvironment):
         tree = self.parse(source)
         tick = nodes.EnvironmentAttribute("tick", lineno=1)
         repeated: Any = tree.find_all((nodes.For, nodes.Macro))
-        for each in repeated:
-            each.body.insert(0, nodes.ExprStmt(tick, lineno=each.lineno))
-            if isinstance(each, nodes.For) and each.test is not None:  # the body does not see what that leaves out
-                each.test = nodes.And(tick, each.test, lineno=each.lineno)
+        for node in repeated:
+            node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+            if isinstance(node, nodes.For) and node.test is not None:  # the body does not see what that leaves out
+                node.test = nodes.And(tick, node.test, lineno=node.lineno)
         tree.set_environment(self)
         return super().from_string(tree, *args, **named)
 
@@ -137,19 +137,19 @@ class Timed(ImmutableSandboxedEnvironment):
         return True
 
     @staticmethod
-    def concat(parts: Iterable[str]) -> str:
+    def concat(texts: Iterable[str]) -> str:
         """Join what a template, a macro or a block gives."""
-        made, size = [], 0
-        for part in parts:
-            size += len(part)
+        pieces, size = [], 0
+        for piece in texts:
+            size += len(piece)
             if size > WIDEST:
                 raise SecurityError("a text of it is too large")
-            made.append(part)
-        return "".join(made)
+            pieces.append(piece)
+        return "".join(pieces)
 
-    def joined(self, *parts: object) -> str:
+    def joined(self, *texts: object) -> str:
         """Return the texts of some values in one, as the operator ~ does."""
-        return self.concat(map(str, parts))
+        return self.concat(map(str, texts))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Multiply or raise to a power, where that is no bomb."""

@@ -119,7 +119,7 @@ class Drafter(Protocol):
         """Begin a sequence; the one that was begun last has ended, for what is remembered."""
         ...
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget earlier sequences; by default nothing outlives one."""
         return
 

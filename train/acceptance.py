@@ -10,7 +10,7 @@ from eval.inputs.texts import write
 from eval.measures import metrics
 from eval.offline.teacher_forced import ranks, unrolled
 from heads.base import Features
-from heads.modules.vocab import spread
+from heads.modules.vocab import scatter_logits
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -69,7 +69,7 @@ class AcceptanceEvaluator:
             drafts = unrolled(head, features, depths)
             token, right = features.token[0, start - 1 :], None
             for d in range(depths):
-                logits = spread(head.vocab, head.score(drafts[d].state[0, start - 1 :], d + 1))
+                logits = scatter_logits(head.vocab, head.score(drafts[d].state[0, start - 1 :], d + 1))
                 rank = ranks(logits, token, d + 1).cpu()
                 right = (rank == 0) if right is None else right & (rank == 0)
                 hits[d], rows[d] = hits[d] + right.sum(), rows[d] + (rank >= 0).sum()

@@ -80,7 +80,7 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
     inject_adapter_in_model(lora, head)
 
 
-def plain(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+def merged_copy(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """Return a new head of the same kind on the CPU, its adapters merged.
 
     Args:

@@ -32,7 +32,7 @@ class Guard:
         for key, value in {"recent": [], "skipped": 0, "in_a_row": 0}.items():
             progress.setdefault(key, value)
 
-    def judge(self, loss: float, norm: float) -> str | None:
+    def check(self, loss: float, norm: float) -> str | None:
         """Return the reason why a step of this loss and gradient norm is bad, None if it is good, and record it."""
         recent: list[float] = self.progress["recent"]
         usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None

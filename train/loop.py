@@ -125,7 +125,7 @@ class Loop:
     def save(self, step: int) -> None:
         """Write a checkpoint beside the training, unless this step has one."""
         if self.saver.saved != step:
-            content = {"progress": dict(self.progress), **self.identity.kept()}
+            content = {"progress": dict(self.progress), **self.identity.as_state()}
             self.saver.save(self.step.state, step, content, int(self.progress["best_step"]))
 
     def train(self) -> None:
@@ -299,5 +299,5 @@ class Loop:
 
 def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | EmbeddingsOnly | None) -> Any:
     """Return a plain copy of the head with these weights, in the target's dtype, or in its own without a target."""
-    copy = adapt.plain(head, weights).eval().requires_grad_(False)
+    copy = adapt.merged_copy(head, weights).eval().requires_grad_(False)
     return copy.to(target.device, target.dtype) if target else copy

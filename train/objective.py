@@ -16,8 +16,8 @@ from torch import Tensor
 
 from heads import rows
 from heads.base import Draft, DraftHead, Features
-from heads.modules.top_k import TopLaw, likeliest, whole_law
-from heads.modules.vocab import Readout
+from heads.modules.top_k import TopLogProbs, argmax, full_log_probs
+from heads.modules.vocab import DraftLmHead
 from train.losses import LOSSES, ObjectiveConfig, Rows, TeacherProbs
 
 AUTO = -1  # as many logits in a chunk as suit the device
@@ -35,7 +35,7 @@ def objective(
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
     chunk: int | None = AUTO,
-    top: TopLaw | None = None,
+    top: TopLogProbs | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
@@ -110,7 +110,7 @@ class Work(NamedTuple):
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
     chunk: int | None
-    top: TopLaw | None
+    top: TopLogProbs | None
 
     def size(self) -> int:
         """Return how many teacher rows make a chunk."""
@@ -135,13 +135,13 @@ class Work(NamedTuple):
     def teacher_probs(self, teacher: Int[Tensor, "n"]) -> TeacherProbs:
         """Return the target's distribution at these rows."""
         if self.top is not None:
-            top = TopLaw(*(field.flatten(0, 1)[teacher] for field in self.top))
-            log_p = whole_law(top, self.head.embeddings.vocab_size)
+            top = TopLogProbs(*(field.flatten(0, 1)[teacher] for field in self.top))
+            log_p = full_log_probs(top, self.head.embeddings.vocab_size)
         else:
             logits = self.head.embeddings.logits(self.features.last.flatten(0, 1)[teacher])
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        best, vocab = likeliest(log_p), self.head.vocab
-        return TeacherProbs(log_p, best) if vocab is None else TeacherProbs(log_p[:, vocab.ids], vocab.place(best))
+        best, vocab = argmax(log_p), self.head.vocab
+        return TeacherProbs(log_p, best) if vocab is None else TeacherProbs(log_p[:, vocab.ids], vocab.index_of(best))
 
     def rows(self, d: int, fields: Sequence[Tensor | None], pick: Pick, probs: TeacherProbs) -> Rows:
         """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of their `Draft`."""
@@ -154,7 +154,7 @@ class Work(NamedTuple):
             probs,
             pick.position,
             logits.to(dtype).log_softmax(-1),
-            token if vocab is None else vocab.place(token),
+            token if vocab is None else vocab.index_of(token),
             None if feature is None else feature.to(dtype),
             self.features.last.flatten(0, 1)[pick.teacher].to(dtype),
             None if confidence is None else confidence.to(dtype),
@@ -205,7 +205,7 @@ class _Chunked(torch.autograd.Function):
         sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
         module: Any = work.head
         input_index = {id(x): i for i, x in enumerate(inputs[count:], count)}
-        lm_heads = [m for m in module.modules() if isinstance(m, Readout) and id(m.weight) in input_index]
+        lm_heads = [m for m in module.modules() if isinstance(m, DraftLmHead) and id(m.weight) in input_index]
         with ExitStack() as stack:
             added = [stack.enter_context(lm_head.adding()) for lm_head in lm_heads]
             for teacher in work.used().split(work.size()):

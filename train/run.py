@@ -28,8 +28,8 @@ from rich.console import Console
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
 from data.features.source import FeatureSource
 from data.features.store_files import write_whole
-from data.text.lineage import lineage
 from data.text.prompts import load_training, save_prompts
+from data.text.provenance import source_records
 from data.text.template import template_sha256
 from eval.config import eval_config
 from eval.run import evaluate
@@ -187,7 +187,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
             **provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)),
             "chat_template_sha256": template_sha256(target.tokenizer),
             "data": counts.report(),
-            "sources": lineage(run.data),
+            "sources": source_records(run.data),
             **start_of(run),
             **origin_of(source),
         }

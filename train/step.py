@@ -13,7 +13,7 @@ from data.batches import Batch
 from data.features.source import FeatureSource, Given
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count
-from heads.modules.top_k import TopLaw
+from heads.modules.top_k import TopLogProbs
 from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
@@ -23,7 +23,7 @@ from train.objective import objective
 from train.optim import Average, learning_rate, optimizer
 from train.tracking.clock import Clock
 from train.tracking.flops import Flops, peak_flops
-from train.weights import Weights, draw_anchors, noisy, trainable, weights
+from train.weights import Weights, noisy, sample_anchors, trainable, weights
 
 
 class Loss(nn.Module):
@@ -36,7 +36,7 @@ class Loss(nn.Module):
         self.unroll = torch.compile(unroll) if compiled else unroll
 
     def forward(
-        self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLaw | None = None
+        self, features: Features, weight: Tensor, anchors: Tensor | None, top: TopLogProbs | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Draft from the rows and return the weighted loss with its metrics, matrix products in bf16 if `quick`."""
         head: Any = self.head
@@ -116,7 +116,7 @@ class Stepper:
         self.clock.lap("optimiser")
         numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
         self.clock.lap("wait")
-        bad = self.guard.judge(numbers["loss"], numbers["grad_norm"])
+        bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
         self.update(step, good=bad is None)
         self.clock.lap("optimiser")
         self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
@@ -187,7 +187,7 @@ class Stepper:
         """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight."""
         config = self.objective
         useful = trainable(batch.document, batch.mask, config.depths).any(0)
-        anchors = draw_anchors(useful, config.anchors, self.trainer.seed, number(batch, step))
+        anchors = sample_anchors(useful, config.anchors, self.trainer.seed, number(batch, step))
         return anchors, weights(batch.document, batch.mask, anchors, config)
 
     def backward(

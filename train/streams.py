@@ -44,7 +44,7 @@ from heads.common.errors import user_errors
 from heads.common.redact import redacted_values
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
-from heads.modules.top_k import likeliest
+from heads.modules.top_k import argmax
 from inference.decode import Settings, speculate
 from inference.drafters.contrib.stream_layers import KIND, Streams, frozen, save_streams
 from inference.drafters.contrib.streams import StreamsDrafter
@@ -139,7 +139,7 @@ def stream_sums(
     number = torch.arange(valid.shape[2], device=valid.device).expand_as(valid)[valid]
     q, p = draft[valid].float(), teacher[valid].float()
     loss = -(p.softmax(-1) * q.log_softmax(-1)).sum(-1)
-    agrees = (likeliest(q) == likeliest(p)).to(loss.dtype)
+    agrees = (argmax(q) == argmax(p)).to(loss.dtype)
     empty = loss.new_zeros(valid.shape[2])
     return {"loss": empty.index_add(0, number, loss), "accuracy": empty.index_add(0, number, agrees)}
 

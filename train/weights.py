@@ -58,7 +58,7 @@ def weights(
     return Weights(trained, trained / held.gather(2, number).clamp_min(1), (held > 0).sum((1, 2)).float())
 
 
-def draw_anchors(
+def sample_anchors(
     useful: Bool[Tensor, "B T"], count: int | None, seed: int, index: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B T"] | None:
     """Sample the `count` anchor rows of each packed sequence, useful ones first; None where all rows are anchors."""

@@ -202,7 +202,7 @@ class Conversation:
             self.cause = self.cause or "empty"
             return
         calls = [json.dumps(call, ensure_ascii=False) for call in reply.tool_calls]
-        readable = all(round_trips(part, self.tokenizer) for part in (text, reasoning))
+        readable = all(round_trips(piece, self.tokenizer) for piece in (text, reasoning))
         if not readable or not all(is_text(call, self.tokenizer) for call in calls):
             self.cause = "round_trip"
             return

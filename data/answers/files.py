@@ -126,8 +126,8 @@ class Answers:
                 if not fits(list[dict[str, Any]], messages):
                     raise _no_answer(self.out, start)
                 count = sum(message.get("role") == "assistant" for message in messages) or 1
-                part = entries.get(line["id"])  # of a merge that was killed before it wrote the causes
-                cause = shortened.get(line["id"], part.cause if part else "")
+                entry = entries.get(line["id"])  # of a merge that was killed before it wrote the causes
+                cause = shortened.get(line["id"], entry.cause if entry else "")
                 entries[line["id"]] = Entry(self.out, start, end, True, count, cause)
         return entries
 

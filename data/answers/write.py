@@ -100,15 +100,15 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
     console = Console(stderr=True)
     quiet = worker.rank > 0 or not console.is_terminal
     outcomes = answerer.answer(talks) if records else iter(())
-    with answers.part(worker.rank, worker.world) as part:
+    with answers.part(worker.rank, worker.world) as answered:
         tracked: Iterator[Outcome] = iter(
             track(outcomes, "answers", total=len(records), console=console, transient=True, disable=quiet)
         )
         for number, outcome in enumerate(tracked, 1):
-            part.write(outcome)
+            answered.write(outcome)
             if number % work.sync_every == 0:
-                part.sync()
-        part.sync()
+                answered.sync()
+        answered.sync()
 
 
 def source_of(config: DataConfig) -> dict[str, Any]:

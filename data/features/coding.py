@@ -11,7 +11,7 @@ from data.features.quantize import Coded, decode, encode
 from data.features.source import Given, forward
 from data.features.store import Row, StoreSpec
 from heads.base import Embeddings, Features
-from heads.modules.top_k import TopLaw, top_log_probs
+from heads.modules.top_k import TopLogProbs, top_log_probs
 from inference.target.target import Target
 
 HIDDEN, LAST, IDS, LOG_P = "hidden", "last", "ids", "log_p"
@@ -81,7 +81,7 @@ def split(rows: Row) -> list[Row]:
     return [{name: tensor[i : i + 1] for name, tensor in rows.items()} for i in range(count)]
 
 
-def to_given(
+def decode_rows(
     rows: Row, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], request: Wanted, spec: StoreSpec
 ) -> Given:
     """Decode stored rows to a head's training input, on their device, with the layers of the request."""
@@ -97,4 +97,4 @@ def to_given(
         last = decode(Coded(rows[LAST], rows.get(LAST + SCALE)), request.dtype)
         return Given(Features(token, hidden, last, document), None)
     last = torch.zeros(*token.shape, 0, dtype=request.dtype, device=token.device)
-    return Given(Features(token, hidden, last, document), TopLaw(rows[IDS].long(), rows[LOG_P]))
+    return Given(Features(token, hidden, last, document), TopLogProbs(rows[IDS].long(), rows[LOG_P]))

@@ -14,7 +14,7 @@ from data.batches import Batch, Batches
 from data.features.quantize import DTYPES
 from heads.base import Features
 from heads.common.ranges import Amount, Count
-from heads.modules.top_k import TopLaw
+from heads.modules.top_k import TopLogProbs
 
 MODES = ("live", "stored", "hybrid")
 TEACHERS = ("state", "top_k")
@@ -75,7 +75,7 @@ class Given(NamedTuple):
     """The input of a training step: features, and the teacher's top-k where `last` was not stored (then of width 0)."""
 
     features: Features
-    top: TopLaw | None
+    top: TopLogProbs | None
 
 
 class MicroBatch(NamedTuple):

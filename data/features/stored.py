@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from data.batches import Batch, Batches
-from data.features.coding import Wanted, join, split, to_given
+from data.features.coding import Wanted, decode_rows, join, split
 from data.features.source import Given, MicroBatch
 from data.features.store import DamagedError, FeatureStore, Row
 from data.features.writer import StoreWriter
@@ -147,4 +147,4 @@ class Stored:
             {name: tensor.to(self.device, non_blocking=True) for name, tensor in (row or {}).items()} for row in rows
         ]
         token, document = batch.token.to(self.device), batch.document.to(self.device)
-        return to_given(join(moved), token, document, self.form, self.store.spec)
+        return decode_rows(join(moved), token, document, self.form, self.store.spec)

@@ -10,6 +10,6 @@ turns.py       the spans of a chat's answers in its text
 reasoning.py   the reasoning before an answer, kept or cut
 masks.py       a document's tokens and loss mask
 prompts.py     records to samples and to prompts
-lineage.py     provenance of a run's text: its sources, and who wrote the answers
+provenance.py  provenance of a run's text: its sources, and who wrote the answers
 cache.py       tokenised samples on disk: written once, mapped by all processes
 """

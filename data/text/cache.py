@@ -149,20 +149,20 @@ class Writer:
             flush(path)
 
 
-def read_cache(place: Path) -> dict[str, Any] | None:
+def read_cache(folder: Path) -> dict[str, Any] | None:
     """Return the report of a cache folder, None where there is none.
 
     Raises:
         DamagedError: it is there, but not as it was written.
     """
-    if not place.is_dir():
+    if not folder.is_dir():
         return None
     try:
-        meta = parse_json((place / META).read_bytes())
+        meta = parse_json((folder / META).read_bytes())
         if meta.pop("self") != _checksum(meta):
             raise DamagedError(f"{META} is not what was written")
         for name in (SAMPLES, PROMPTS):
-            if content_hash(inside(place, name)) != meta["sha256"][name]:
+            if content_hash(inside(folder, name)) != meta["sha256"][name]:
                 raise DamagedError(f"{name} is not what was written")
         report: dict[str, Any] = meta["report"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -171,7 +171,7 @@ def read_cache(place: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def making(place: Path) -> Iterator[Writer | None]:
+def making(folder: Path) -> Iterator[Writer | None]:
     """Give the one process that may make a cache folder its writer, the others None once it is made.
 
     The folder appears when the block ends, and not if it raises.
@@ -179,39 +179,39 @@ def making(place: Path) -> Iterator[Writer | None]:
     Raises:
         ValueError: the folder cannot be written.
     """
-    rough = place.with_suffix(".making")
-    lock = FileLock(str(place.with_suffix(".lock")))
+    rough = folder.with_suffix(".making")
+    lock = FileLock(str(folder.with_suffix(".lock")))
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            log.info("another process tokenises the data; waiting for %s", place)
+            log.info("another process tokenises the data; waiting for %s", folder)
             lock.acquire()
         try:
-            if _is_whole(place):
+            if _is_whole(folder):
                 yield None
                 return
-            for left in (rough, place):  # by one that died, or damaged
+            for left in (rough, folder):  # by one that died, or damaged
                 shutil.rmtree(left, ignore_errors=True)
             rough.mkdir()
             yield Writer(rough)
-            rough.rename(place)
-            flush(place.parent)
+            rough.rename(folder)
+            flush(folder.parent)
         finally:
             shutil.rmtree(rough, ignore_errors=True)
             lock.release()
     except (OSError, NotImplementedError) as error:  # the latter from a file system without locks
         raise ValueError(
-            f"data.cache={place.parent}: cannot be written ({error}); make room, name another folder, or null for none"
+            f"data.cache={folder.parent}: cannot be written ({error}); make room, name another folder, or null for none"
         ) from error
 
 
-def _is_whole(place: Path) -> bool:
+def _is_whole(folder: Path) -> bool:
     try:
-        return read_cache(place) is not None
+        return read_cache(folder) is not None
     except DamagedError as damage:
-        log.warning("%s: %s; tokenising anew", place, damage)
+        log.warning("%s: %s; tokenising anew", folder, damage)
         return False
 
 

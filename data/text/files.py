@@ -144,7 +144,7 @@ def _documents(file: TextIOBase) -> Iterator[Raw]:
         end = end or (SEPARATOR if SEPARATOR in more else "\n")
         *whole, text = (text + more).split(end)
         *cut, text = _parts(text)
-        yield from _texts([part for piece in whole for part in _parts(piece)] + cut)
+        yield from _texts([text for piece in whole for text in _parts(piece)] + cut)
     yield from _texts([text])
 
 
@@ -196,15 +196,15 @@ def _parsed(text: str, number: int, path: Path) -> Any:
         return json.loads(text.rstrip())  # an object that breaks off is missing its end there, not on the next line
     except json.JSONDecodeError as error:
         where = number + error.lineno - 1
-        raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); mend or remove it") from error
+        raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); fix or remove it") from error
     except RecursionError as error:
-        raise ValueError(f"{path}: line {number} is {TOO_DEEP} to be read; mend or remove it") from error
+        raise ValueError(f"{path}: line {number} is {TOO_DEEP} to be read; fix or remove it") from error
     except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"{path}: line {number} cannot be read ({error}); mend or remove it") from error
+        raise ValueError(f"{path}: line {number} cannot be read ({error}); fix or remove it") from error
 
 
 def _check_depth(record: Any, number: int, path: Path) -> None:
     try:
         shallow(record)
     except ValueError as error:
-        raise ValueError(f"{path}: line {number} is {error} to be read; mend or remove it") from error
+        raise ValueError(f"{path}: line {number} is {error} to be read; fix or remove it") from error

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data.config import DataConfig
-from data.text.masks import told
+from data.text.masks import counts_line
 from data.text.records import Record, content_text
 
 # A word is a run of letters, digits and _ with the marks on them (\w has no vowel signs), but of scripts written
@@ -64,7 +64,7 @@ class Counts:
             prompts = self.checked + self.unchecked
             dropped += [f"{self.contaminated:,} with {words} words of one of {prompts:,} evaluation prompts{beside}"]
         dropped += [f"{self.short:,} under {config.min_tokens} tokens"] if config.min_tokens > 1 else []
-        chats = f"; of the chats, {told(self.chats)}" if +self.chats else ""
+        chats = f"; of the chats, {counts_line(self.chats)}" if +self.chats else ""
         return (
             f"data: {read}; held out: {self.held_out:,}; dropped: {', '.join(dropped) or 'nothing'}; "
             f"kept: {self.samples:,} samples, {self.tokens:,} tokens, "
@@ -94,7 +94,7 @@ class Filters:
         if self._words is not None:
             grams = [set(_grams(text, self._words)) for text in evaluation]
             self._forbidden = set().union(*grams)
-            self.counts.unchecked = sum(not found for found in grams)
+            self.counts.unchecked = sum(not shared for shared in grams)
             self.counts.checked = len(grams) - self.counts.unchecked
 
     def __call__(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
@@ -128,9 +128,9 @@ def _grams(text: str, count: int) -> Iterator[Gram]:
 
 def _key(record: Record) -> bytes:
     """Return a hash that is equal for records that differ in case and white space alone."""
-    said = [_plain(content_text(message)) for message in record.messages]
+    spoken = [_plain(content_text(message)) for message in record.messages]
     beside = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
-    whole = [_plain(record.text), record.tools, said, beside]
+    whole = [_plain(record.text), record.tools, spoken, beside]
     return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 

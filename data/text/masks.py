@@ -65,7 +65,7 @@ def samples_of(
         return []
 
 
-def told(seen: Counter[str]) -> str:
+def counts_line(seen: Counter[str]) -> str:
     """Format counts as a line, the most frequent first."""
     return "; ".join(f"{count} {cause}" for cause, count in (+seen).most_common())
 

@@ -15,7 +15,7 @@ from data.config import DataConfig
 from data.text.cache import PROMPTS, SAMPLES, CachedSamples, DamagedError, cache_key, making, read_cache
 from data.text.files import Raw
 from data.text.filters import Counts, Filters
-from data.text.masks import Sample, is_plain, samples_of, told
+from data.text.masks import Sample, counts_line, is_plain, samples_of
 from data.text.records import Record, content_text, label
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import encode, encode_plain, render
@@ -225,7 +225,7 @@ def _samples(
 def _warn(counts: Counts, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
     """Warn of dropped and cut chats, and of a tokenizer without byte fallback that loses much of the text."""
     if +counts.chats:
-        log.warning("%s: of its chats, %s", config.named, told(counts.chats))
+        log.warning("%s: of its chats, %s", config.named, counts_line(counts.chats))
     unknown = counts.unknown / max(1, counts.tokens)
     if tokenizer.unk_token_id != tokenizer.eos_token_id and unknown > MOST_UNKNOWN:
         log.warning(

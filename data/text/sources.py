@@ -29,7 +29,7 @@ SPLIT_WORDS = {  # as `datasets` knows them
     "test": ("test", "testing", "eval", "evaluation"),
 }
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?")
-DRAWS = 1000  # numbers drawn at once, as `datasets.interleave_datasets` draws them
+SAMPLED_AT_ONCE = 1000  # numbers sampled at once, as `datasets.interleave_datasets` does
 
 
 @runtime_checkable
@@ -74,8 +74,8 @@ class Files:
     def identity(self) -> str:
         """Return the files' formats and hashes; when streaming, not to read them, their names, sizes and times."""
         if self.streaming:
-            found = [(file, file.stat()) for file in self.files]
-            return repr([(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in found])
+            stats = [(file, file.stat()) for file in self.files]
+            return repr([(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in stats])
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
     def ends(self, count: int) -> tuple[int, list[Raw]]:
@@ -93,7 +93,7 @@ class Hub:
     revision: str
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records. Whatever stops them is told with the record's number."""
+        """Yield the records. An error names the record's number."""
         read = 0
         try:
             for record in self.table:
@@ -133,12 +133,12 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
         return Files(name, (path,), streaming)
     if path.is_dir():
         inside = (file for file in path.rglob("*") if file.is_file() and kind_of(file) and not _is_beside(file))
-        found = sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts))
-        return Files(name, _of_split(path, found, split), streaming)
+        visible = sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts))
+        return Files(name, _of_split(path, visible, split), streaming)
     if glob.has_magic(name):
-        found = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
-        own = {file.resolve(): file for file in sorted(found) if not _is_beside(file)}  # `**/` finds a file twice
-        matched = tuple(sorted(own.values()))
+        matches = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
+        unique = {file.resolve(): file for file in sorted(matches) if not _is_beside(file)}  # `**/` finds a file twice
+        matched = tuple(sorted(unique.values()))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming)
@@ -192,14 +192,14 @@ def _is_beside(file: Path) -> bool:
 def _of_split(folder: Path, files: list[Path], split: str) -> tuple[Path, ...]:
     """Return the files of a split: those whose names in the folder hold it, and those that name no split."""
 
-    def names(file: Path, wanted: str) -> bool:
-        words = "|".join(SPLIT_WORDS.get(wanted, (re.escape(wanted),)))
+    def names(file: Path, name: str) -> bool:
+        words = "|".join(SPLIT_WORDS.get(name, (re.escape(name),)))
         return re.search(rf"(?<![a-z0-9])({words})(?![a-z0-9])", str(file.relative_to(folder)).lower()) is not None
 
     if not files:
         raise ValueError(f"{folder}: holds no file in the formats read, {', '.join(FORMATS)}")
-    wanted = split or next((s for s in EVALUATION_SPLITS if any(names(file, s) for file in files)), "")
-    chosen = [file for file in files if names(file, wanted) or not any(names(file, s) for s in SPLIT_WORDS)]
+    shown = split or next((s for s in EVALUATION_SPLITS if any(names(file, s) for file in files)), "")
+    chosen = [file for file in files if names(file, shown) or not any(names(file, s) for s in SPLIT_WORDS)]
     if not chosen:
         raise ValueError(f"{folder}: no file's name holds the split {split}; set data.split")
     return tuple(chosen)
@@ -230,7 +230,7 @@ def read_all(source: Source) -> Iterator[tuple[str, Record]]:
 
 
 class Part(NamedTuple):
-    """A source, the range of its records that is trained on, and those that are held out, with their places."""
+    """A source, the range of its records that is trained on, and those that are held out, with their indices."""
 
     source: Source
     start: int
@@ -272,7 +272,7 @@ def _divided(source: Source, count: int, config: DataConfig) -> Part:
 
 def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[tuple[str, Record]]:
     """Yield every record to train on with its source's name: one source after another, or mixed by `data.weights`."""
-    named = [part.trained() for part in parts]
+    named = [source_part.trained() for source_part in parts]
     mixed = chain.from_iterable(named) if config.weights is None else interleave(named, config.weights, config.seed)
     return _unique(mixed)
 
@@ -280,12 +280,12 @@ def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[tupl
 def held_out_records(parts: Sequence[Part]) -> Iterator[tuple[str, Record]]:
     """Yield the records that are held out, one of each source in turn."""
     named = [[(p.source.name, parse(raw, index, p.source.name)) for index, raw in p.held_out] for p in parts]
-    longest = max(len(each) for each in named)
-    return _unique(each[i] for i in range(longest) for each in named if i < len(each))
+    longest = max(map(len, named))
+    return _unique(records[i] for i in range(longest) for records in named if i < len(records))
 
 
 def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: int) -> Iterator[T]:
-    """Mix sources: each item comes from source i with probability weights[i] / sum(weights), drawn by the seed.
+    """Mix sources: each item comes from source i with probability weights[i] / sum(weights), sampled by the seed.
 
     It ends with the last item of the source that runs out first, so that nothing repeats and the shares hold: the
     order of `datasets.interleave_datasets` with these probabilities and `stopping_strategy="first_exhausted"`.
@@ -295,7 +295,7 @@ def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: i
     end: Any = object()
     ahead = [next(source, end) for source in sources]
     while True:
-        for i in rng.choice(len(sources), size=DRAWS, p=shares):
+        for i in rng.choice(len(sources), size=SAMPLED_AT_ONCE, p=shares):
             if ahead[i] is end:
                 return
             yield ahead[i]
@@ -305,11 +305,11 @@ def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: i
 
 
 def _unique(records: Iterator[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
-    """Add its place among all to an id that came before, again where that came before too."""
+    """Add its index among all to an id that came before, again where that came before too."""
     seen: set[str] = set()
-    for place, (source, record) in enumerate(records):
+    for index, (source, record) in enumerate(records):
         name = record.id
         while name in seen:
-            name = f"{name}@{place}"
+            name = f"{name}@{index}"
         seen.add(name)
         yield source, record._replace(id=name)

@@ -21,9 +21,9 @@ class WrappedDrafter(Drafter):
         """Begin a sequence."""
         return self.inner.start(prompt)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the memory of earlier sequences."""
-        self.inner.forget()
+        self.inner.reset()
 
 
 class Cold(WrappedDrafter):
@@ -33,7 +33,7 @@ class Cold(WrappedDrafter):
 
     def start(self, prompt: list[int]) -> DrafterState:
         """Begin a sequence without memory of earlier ones."""
-        self.inner.forget()
+        self.inner.reset()
         return self.inner.start(prompt)
 
     def clone(self) -> "Cold":

@@ -13,7 +13,7 @@ from eval.live.interleaved import Runs
 from eval.offline.teacher_forced import unrolled
 from heads.base import Features
 from heads.common.untrusted import visible
-from heads.modules.vocab import spread
+from heads.modules.vocab import scatter_logits
 from inference.decode import Generation
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -142,7 +142,7 @@ def drafted(head: Any, features: Features, begin: int, run: Generation, temperat
             block = indices[first : first + ROWS]
             at = torch.tensor(block, device=features.token.device) + begin
             state = draft.state[0, at - depth - 1]  # the position before the root is the last that the head had seen
-            probs = softmax(spread(head.vocab, head.score(state, depth)), temperature)
+            probs = softmax(scatter_logits(head.vocab, head.score(state, depth)), temperature)
             q = probs.gather(1, features.token[0, at][:, None])[:, 0]
             probabilities.update(zip(block, map(rounded, q.tolist()), strict=True))
     return probabilities

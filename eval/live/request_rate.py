@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from data.text.prompts import Prompt
-from eval.live.interleaved import PLAIN, Runs, Session
+from eval.live.interleaved import PLAIN, Runs
 from eval.measures import metrics
-from eval.measures.results import Row
+from eval.measures.results import Part, Row, Session
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.plain import Plain
@@ -123,7 +123,7 @@ def measure(
         when = arrivals(len(prompts), request_rate, gaps)
         for name in shuffle.sample(list(together), len(together)):
             drafter = together[name]
-            drafter.forget()
+            drafter.reset()
             batch = batch_of(target, drafter, min(batch_size, len(tokens)))
             for each, served in zip(rounds[name], serve(batch, tokens, when, settings), strict=True):
                 each.append(served)
@@ -140,14 +140,13 @@ def waited(rows: Sequence[Row], rounds: Rounds, session: Session) -> list[Row]:
 
     Latencies are those of all rounds: each had other arrivals, so none is more typical than another.
     """
-    everywhere = range(len(rounds[PLAIN]))
-    return [_waited(row, rounds, session.categories.get(row.category, everywhere), session) for row in rows]
+    parts = {part.category: part for part in session.parts(len(rounds[PLAIN]))}
+    return [_waited(row, rounds, parts[row.category], session.seed) for row in rows]
 
 
-def _waited(row: Row, rounds: Rounds, places: Sequence[int], session: Session) -> Row:
+def _waited(row: Row, rounds: Rounds, part: Part, seed: int) -> Row:
     """Return a row with what its requests waited, and a speedup of latencies if it had one."""
-    groups = [session.conversations[place] for place in places] if session.conversations else None
-    mine, plain = ([rounds[name][place] for place in places] for name in (row.drafter, PLAIN))
+    mine, plain = ([rounds[name][index] for index in part.indices] for name in (row.drafter, PLAIN))
     served = list(chain.from_iterable(mine))
     spreads = {
         "tau": metrics.quantiles([metrics.ratio(metrics.decoded(each.made), len(each.made.steps)) for each in served]),
@@ -161,7 +160,7 @@ def _waited(row: Row, rounds: Rounds, places: Sequence[int], session: Session) -
         tokens_per_second=throughput(mine),
         latency_s=statistics.median(each.made.latency_s for each in served),
         speedup=latency_ratio(mine, plain) if trusted else None,
-        speedup_ci=latency_interval(mine, plain, session.seed, groups) if trusted else None,
+        speedup_ci=latency_interval(mine, plain, seed, part.groups) if trusted else None,
         speedup_hf=None,
         whole_tokens_per_second=None,
         whole_speedup=None,

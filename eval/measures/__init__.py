@@ -3,9 +3,9 @@
 cost_model.py    the speed that costs and acceptance predict, in batches of any size
 losslessness.py  the gate: the same tokens as plain decoding
 chi_square.py    the chi-square test of sampled tokens, and the sample size for its power
-tally.py         passes counted along a text, as rows
 metrics.py       acceptance and speed from recorded generations
 machine.py       a measurement's environment: device, versions, revision
-results.py       a row of the report
+results.py       a row of the report, and the session it was measured in
+builder.py       the builder of rows: passes and requests, timed or not
 written.py       plain values for JSON
 """

@@ -1,6 +1,6 @@
 """The losslessness gate: speculative greedy decoding must emit plain greedy decoding's tokens, prompt by prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -131,6 +131,69 @@ class SampledGate:
 
 VERDICTS = ("identical", "near_tie", "failed")
 UNCHECKED = Gate(0, 0, 0, 0)
+WITHHELD = "withheld"  # stands where the speedup of a failed result would
+
+
+def differs(counts: Mapping[str, int] | None) -> bool:
+    """Whether a prompt failed, by a result's counts."""
+    return bool(counts and counts.get("failed"))
+
+
+def in_words(counts: Mapping[str, int] | None) -> str:
+    """Return a result's counts for a table."""
+    if not counts or not counts.get("checked"):
+        return "-"
+    ties = f", {counts['near_tie']} near tie" if counts.get("near_tie") else ""
+    failed = f", {counts['failed']} FAILED" if differs(counts) else ""
+    return f"{counts['identical']}/{counts['checked']}{ties}{failed}"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The failed losslessness checks of a report, and the one rule by which they fail a result.
+
+    A result fails with a prompt of its own that differs, with its drafter's greedy check at its batch size, and with
+    the check at its temperature. What was not checked has not failed.
+
+    Attributes:
+        greedy: by name and batch size, as `labelled`.
+        sampled: by name and temperature.
+    """
+
+    greedy: frozenset[str]
+    sampled: frozenset[tuple[str, float]]
+
+    @classmethod
+    def of(cls, gates: Mapping[str, Gate], sampled: Sequence[SampledGate]) -> "Failed":
+        """Return those among verdicts."""
+        return cls(
+            frozenset(name for name, gate in gates.items() if not gate.passed),
+            frozenset((each.drafter, each.temperature) for each in sampled if not each.passed),
+        )
+
+    @classmethod
+    def recorded(cls, settings: Mapping[str, Any]) -> "Failed":
+        """Return those among the settings of a report.json."""
+        return cls(
+            frozenset(name for name, gate in settings.get("gate", {}).items() if not gate.get("passed", True)),
+            frozenset(
+                (each["drafter"], each["temperature"])
+                for each in settings.get("sampled_gate", [])
+                if not each["passed"]
+            ),
+        )
+
+    def result(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of the report has failed."""
+        report = row.get("report", "")
+        greedy = labelled(row["drafter"], row["batch_size"], report) in self.greedy
+        sampled = (labelled(row["drafter"], 1, report), row["temperature"]) in self.sampled
+        return differs(row.get("lossless")) or greedy or sampled
+
+    def source(self, name: str, sizes: Sequence[int]) -> bool:
+        """Whether a drafter has failed at one of these batch sizes, or at any temperature."""
+        greedy = any(labelled(name, size) in self.greedy for size in sizes)
+        return greedy or any(drafter == name for drafter, _ in self.sampled)
 
 
 def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergence | None:

@@ -5,9 +5,10 @@ counts the tokens after it and the target passes ("steps") that committed them. 
 so a long answer weighs more than a short one; where nothing was measured the value is None, never NaN.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -32,12 +33,34 @@ DEFINITIONS = {
 }
 
 Interval = tuple[float, float]
+Number = int | float
+Pair = tuple[Number, Number]
+Pairs = Sequence[Pair]  # of each request: tokens, and the seconds that they took
 Groups = Sequence[int] | None  # of each request, such as the conversation that it is a turn of
 
 
 @dataclass(frozen=True)
+class Passes:
+    """Target passes and what they committed; expectations where drafts are sampled.
+
+    Attributes:
+        tokens: committed after the first one, which is the prefill's.
+        steps: the passes.
+        drafted: tokens of all drafts; None where nobody counts them.
+        accepted: of these.
+        by_depth: passes that accepted 1, 2, … drafted tokens or more; empty where nobody counts them.
+    """
+
+    tokens: Number
+    steps: Number
+    drafted: Number | None
+    accepted: Number
+    by_depth: Sequence[Number]
+
+
+@dataclass(frozen=True)
 class Acceptance:
-    """How well the target accepted the drafts of a set of runs; depth d is at index d - 1."""
+    """How well the target accepted the drafts of a set of requests; depth d is at index d - 1."""
 
     steps: int
     tokens: int
@@ -47,6 +70,7 @@ class Acceptance:
     conditional_by_depth: list[float]  # P(a >= d | a >= d - 1)
     draft_tokens: int
     accepted_per_draft_token: float | None
+    definitions: dict[str, float | None]  # by the names of `DEFINITIONS`
 
 
 def median_run(repeats: Sequence[Generation]) -> Generation:
@@ -64,38 +88,70 @@ def decoded(run: Generation) -> int:
 
 
 def acceptance(runs: Sequence[Generation]) -> Acceptance:
-    """Return the acceptance of one run a prompt."""
-    steps = [step for run in runs for step in run.steps]
-    tokens = sum(map(decoded, runs))
-    drafted = sum(step.drafted for step in steps)
-    deepest = max((step.accepted for step in steps), default=0)
-    reached = [sum(step.accepted >= depth for step in steps) for depth in range(deepest + 1)]
-    each = [decoded(run) / len(run.steps) for run in runs if run.steps]
+    """Return the acceptance of one run a request."""
+    return pooled([passes(run) for run in runs])
+
+
+def passes(run: Generation) -> Passes:
+    """Return the counts of a run."""
+    return counted([step.accepted for step in run.steps], sum(step.drafted for step in run.steps), decoded(run))
+
+
+def counted(accepted: Sequence[int], drafted: int, tokens: int) -> Passes:
+    """Return the counts of passes that accepted so many drafted tokens each."""
+    by_depth = [sum(count >= depth for count in accepted) for depth in range(1, max(accepted, default=0) + 1)]
+    return Passes(tokens, len(accepted), drafted, sum(accepted), by_depth)
+
+
+def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptance:
+    """Return the acceptance of a set of requests.
+
+    Args:
+        requests: the counts of each; empty where only their sum is known.
+        whole: their sum, if it was counted apart.
+    """
+    total = together(requests) if whole is None else whole
+    reached = [count for count in total.by_depth if count > 0]  # they fall: no pass came deeper than the first 0
+    tau, tau_mean = ratio(total.tokens, total.steps), _mean([ratio(each.tokens, each.steps) for each in requests])
+    drafted = total.drafted or 0
     return Acceptance(
-        steps=len(steps),
-        tokens=tokens,
-        tau=ratio(tokens, len(steps)),
-        tau_request_mean=ratio(sum(each), len(each)),
-        accepted_by_depth=[count / len(steps) for count in reached[1:]],
-        conditional_by_depth=[count / above for above, count in pairwise(reached)],
-        draft_tokens=drafted,
-        accepted_per_draft_token=ratio(sum(step.accepted for step in steps), drafted),
+        steps=round(total.steps),
+        tokens=round(total.tokens),
+        tau=tau,
+        tau_request_mean=tau_mean,
+        accepted_by_depth=[count / total.steps for count in reached],
+        conditional_by_depth=[count / above for above, count in pairwise([total.steps, *reached])],
+        draft_tokens=round(drafted),
+        accepted_per_draft_token=ratio(total.accepted, drafted),
+        definitions={
+            "mean_acceptance_length": tau,
+            "mean_acceptance_length_by_request": tau_mean,
+            "accepted_per_pass": ratio(total.accepted, total.steps),
+            "accepted_per_pass_by_request": _mean([ratio(each.accepted, each.steps) for each in requests]),
+            "draft_acceptance_rate": ratio(total.accepted, drafted),
+            "committed_per_verified": (
+                None if total.drafted is None else ratio(total.accepted + total.steps, drafted + total.steps)
+            ),
+        },
     )
 
 
-def definitions(runs: Sequence[Generation]) -> dict[str, float | None]:
-    """Return the published definitions of acceptance side by side, by the names of `DEFINITIONS`."""
-    found, steps = acceptance(runs), [step for run in runs for step in run.steps]
-    accepted, passes = sum(step.accepted for step in steps), len(steps)
-    each = [sum(step.accepted for step in run.steps) / len(run.steps) for run in runs if run.steps]
-    return {
-        "mean_acceptance_length": found.tau,
-        "mean_acceptance_length_by_request": found.tau_request_mean,
-        "accepted_per_pass": ratio(accepted, passes),
-        "accepted_per_pass_by_request": ratio(sum(each), len(each)),
-        "draft_acceptance_rate": found.accepted_per_draft_token,
-        "committed_per_verified": ratio(accepted + passes, found.draft_tokens + passes),
-    }
+def together(requests: Sequence[Passes]) -> Passes:
+    """Return the sums of the counts of requests."""
+    drafted = [each.drafted for each in requests if each.drafted is not None]
+    return Passes(
+        tokens=math.fsum(each.tokens for each in requests),
+        steps=math.fsum(each.steps for each in requests),
+        drafted=math.fsum(drafted) if len(drafted) == len(requests) else None,
+        accepted=math.fsum(each.accepted for each in requests),
+        by_depth=[math.fsum(depth) for depth in zip_longest(*(each.by_depth for each in requests), fillvalue=0.0)],
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of what was measured."""
+    known = [value for value in values if value is not None]
+    return ratio(math.fsum(known), len(known))
 
 
 def tau_within(found: Acceptance, depth: int) -> float | None:
@@ -104,18 +160,6 @@ def tau_within(found: Acceptance, depth: int) -> float | None:
     Exact where the target's choices after a step do not depend on how long the step was, as on recorded text.
     """
     return None if found.tau is None else 1 + sum(found.accepted_by_depth[:depth])
-
-
-def by_request(runs: Sequence[Generation], base: Sequence[Generation] | None) -> dict[str, dict[str, float]]:
-    """Return the quantiles over the requests of τ, tokens per second, latency in seconds and, over `base`, speedup."""
-    values: dict[str, list[float | None]] = {
-        "tau": [ratio(decoded(run), len(run.steps)) for run in runs],
-        "tokens_per_second": [tokens_per_second([run]) for run in runs],
-        "latency_s": [run.latency_s for run in runs],
-    }
-    if base is not None:
-        values["speedup"] = [speedup([run], [plain]) for run, plain in zip(runs, base, strict=True)]
-    return {name: spread for name, each in values.items() if (spread := quantiles(each))}
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float]:
@@ -133,14 +177,31 @@ def rules_used(runs: Sequence[Generation]) -> str:
     return " + ".join(sorted(used)) or "none"
 
 
+def decoding(runs: Sequence[Generation]) -> Pairs:
+    """Return each run's tokens after the prefill's, and the seconds that they took."""
+    return [(decoded(run), run.decode_s) for run in runs]
+
+
+def end_to_end(runs: Sequence[Generation]) -> Pairs:
+    """Return each run's tokens, and the seconds from the beginning of its prefill on."""
+    return [(len(run.tokens), run.prefill_s + run.decode_s) for run in runs]
+
+
+def speed(pairs: Pairs) -> float | None:
+    """Return the tokens per second: total tokens over total seconds."""
+    return ratio(sum(tokens for tokens, _ in pairs), sum(seconds for _, seconds in pairs))
+
+
+def over(pairs: Pairs, base: Pairs) -> float | None:
+    """Return the tokens per second over those of `base`, which holds the same requests."""
+    assert len(pairs) == len(base), "a speedup needs the same requests on both sides"
+    fast, slow = speed(pairs), speed(base)
+    return None if fast is None or slow is None else ratio(fast, slow)
+
+
 def tokens_per_second(runs: Sequence[Generation]) -> float | None:
-    """Decoding speed, the prefill excluded: total tokens over total seconds."""
-    return ratio(sum(map(decoded, runs)), sum(run.decode_s for run in runs))
-
-
-def whole_tokens_per_second(runs: Sequence[Generation]) -> float | None:
-    """End to end: all tokens, the prefill's among them, over the seconds of prefill and decoding."""
-    return ratio(sum(len(run.tokens) for run in runs), sum(run.prefill_s + run.decode_s for run in runs))
+    """Return the speed of decoding, the prefill excluded."""
+    return speed(decoding(runs))
 
 
 def seconds(runs: Sequence[Generation]) -> dict[str, float]:
@@ -160,48 +221,37 @@ def overlap_headroom(seconds: dict[str, float]) -> float | None:
 
 
 def speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | None:
-    """Tokens per second of `runs` over those of `base`, which hold the same requests."""
-    assert len(runs) == len(base), "a speedup needs the same requests on both sides"
-    fast, slow = tokens_per_second(runs), tokens_per_second(base)
-    return None if fast is None or slow is None else ratio(fast, slow)
-
-
-def whole_speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | None:
-    """Tokens per second of `runs` over those of `base`, end to end."""
-    assert len(runs) == len(base), "a speedup needs the same requests on both sides"
-    fast, slow = whole_tokens_per_second(runs), whole_tokens_per_second(base)
-    return None if fast is None or slow is None else ratio(fast, slow)
+    """Return the speed of decoding over that of `base`, which holds the same requests."""
+    return over(decoding(runs), decoding(base))
 
 
 def tau_interval(runs: Sequence[Generation], seed: int, groups: Groups = None) -> Interval | None:
     """Return tau's confidence interval under resampling of the requests, those of a group together."""
-    counts = torch.tensor([[decoded(run), len(run.steps)] for run in runs], dtype=torch.float64)
-    return bootstrap(within(counts, groups), lambda total: total[:, 0] / total[:, 1], seed)
+    return pooled_interval([passes(run) for run in runs], seed, groups)
+
+
+def pooled_interval(requests: Sequence[Passes], seed: int, groups: Groups = None) -> Interval | None:
+    """Return tau's confidence interval, likewise; None where the counts of the requests are not known apart."""
+    if not requests:
+        return None
+    columns = torch.tensor([[each.tokens, each.steps] for each in requests], dtype=torch.float64)
+    return bootstrap(within(columns, groups), lambda total: total[:, 0] / total[:, 1], seed)
 
 
 def speedup_interval(
     runs: Sequence[Generation], base: Sequence[Generation], seed: int, groups: Groups = None
 ) -> Interval | None:
-    """Return the speedup's confidence interval; `runs` and `base` hold the same requests in the same order.
+    """Return the speedup's confidence interval; `runs` and `base` hold the same requests in the same order."""
+    return paired_interval(decoding(runs), decoding(base), seed, groups)
 
-    Paired: a request is drawn with its run and its base, so what makes it slow for both cancels.
+
+def paired_interval(pairs: Pairs, base: Pairs, seed: int, groups: Groups = None) -> Interval | None:
+    """Return the interval of a ratio of two speeds.
+
+    Paired: a request is sampled with its run and its base, so what makes it slow for both cancels.
     """
-    ours, theirs = ([[float(decoded(run)), run.decode_s] for run in each] for each in (runs, base))
-    return paired_interval(ours, theirs, seed, groups)
-
-
-def whole_speedup_interval(
-    runs: Sequence[Generation], base: Sequence[Generation], seed: int, groups: Groups = None
-) -> Interval | None:
-    """Return the interval of the speedup end to end, likewise."""
-    ours, theirs = ([[float(len(run.tokens)), run.prefill_s + run.decode_s] for run in each] for each in (runs, base))
-    return paired_interval(ours, theirs, seed, groups)
-
-
-def paired_interval(runs: list[list[float]], base: list[list[float]], seed: int, groups: Groups) -> Interval | None:
-    """Return the interval of a ratio of two speeds, of tokens and seconds of the same requests on both sides."""
-    assert len(runs) == len(base), "a paired interval needs the same requests on both sides"
-    columns = [[*ours, *theirs] for ours, theirs in zip(runs, base, strict=True)]
+    assert len(pairs) == len(base), "a paired interval needs the same requests on both sides"
+    columns = [[*ours, *theirs] for ours, theirs in zip(pairs, base, strict=True)]
     both = within(torch.tensor(columns, dtype=torch.float64), groups)
     return bootstrap(both, lambda total: (total[:, 0] / total[:, 1]) / (total[:, 2] / total[:, 3]), seed)
 

@@ -1,9 +1,11 @@
-"""A row of the report: what one draft source made of one workload, at one temperature and batch size."""
+"""Results: one draft source on one workload at one temperature and batch size, and the session it was measured in."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from eval.measures.metrics import Interval
+from eval.measures.losslessness import Gate
+from eval.measures.metrics import Groups, Interval
 
 LIVE, TEACHER_FORCED, REPLAY = TIERS = ("live", "teacher_forced", "replay")  # the first alone has a clock
 
@@ -58,3 +60,45 @@ class Row:
     tier: str = LIVE
     request_rate: float | None = None
     report: str = ""  # where reports stand side by side, the one that it is from
+
+
+class Part(NamedTuple):
+    """Some requests of a session: a category (empty: all), their indices, and the groups resampled together."""
+
+    category: str
+    indices: Sequence[int]
+    groups: Groups
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all results of one measurement share.
+
+    Attributes:
+        start: the index of its first prompt among those that the losslessness check compared.
+        categories: the indices of each category's prompts in it.
+        conversations: of each prompt; intervals come from resampling these. Empty: each prompt is one.
+        coupled: at a temperature above 0, each drafter's verdict under coupled noise.
+        untrusted: drafters that are given no speedup at this temperature.
+        agreement: of each drafter's timed tokens with plain decoding's.
+    """
+
+    workload: str
+    temperature: float
+    batch_size: int
+    memory_bytes: int
+    seed: int
+    start: int = 0
+    categories: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    conversations: Sequence[int] = ()
+    coupled: Mapping[str, Gate] = field(default_factory=dict)
+    untrusted: frozenset[str] = frozenset()
+    agreement: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    request_rate: float | None = None
+    tier: str = LIVE
+
+    def parts(self, count: int) -> Iterator[Part]:
+        """Yield all of so many requests, then those of each category."""
+        for category, indices in {"": range(count), **self.categories}.items():
+            groups = [self.conversations[index] for index in indices] if self.conversations else None
+            yield Part(category, indices, groups)

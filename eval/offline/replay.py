@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from eval.inputs.texts import Text
-from eval.measures.cost_model import Step
-from eval.measures.results import Row
-from eval.measures.tally import Heading, Tally, rows, tally
+from eval.measures.builder import UNTIMED, Request, Source, text_results
+from eval.measures.metrics import counted
+from eval.measures.results import Row, Session
 from inference.protocol import Context, Drafter
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
@@ -21,19 +21,20 @@ from inference.verification.tree import agreed
 RULE = "recorded text"
 
 
-def replayed(drafters: Sequence[Drafter], texts: Sequence[Text], heading: Heading) -> list[Row]:
+def replayed(drafters: Sequence[Drafter], texts: Sequence[Text], session: Session) -> list[Row]:
     """Return each source's rows; one that remembers meets the texts in their order, beginning with nothing."""
     made: list[Row] = []
     for drafter in drafters:
-        drafter.forget()
-        tallies = [play(drafter, text) for text in texts]
-        made += rows(drafter.name, drafter.tree, RULE, tallies, heading, drafter.memory)
+        drafter.reset()
+        requests = [play(drafter, text) for text in texts]
+        made += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), session, requests)
     return made
 
 
-def play(drafter: Drafter, text: Text) -> Tally:
+def play(drafter: Drafter, text: Text) -> Request:
     """Let a source draft along a text as decoding would: each pass after what the one before it committed."""
-    made, steps, spent = 1, [], 0.0
+    made, drafted, spent = 1, 0, 0.0
+    accepted: list[int] = []
     rng = Generator(0, torch.device("cpu"))  # none of them draws
     begin = time.perf_counter()
     state = drafter.start(text.token[: text.start])
@@ -44,7 +45,7 @@ def play(drafter: Drafter, text: Text) -> Tally:
         begin = time.perf_counter()
         tree = state.propose(context).tree
         spent += time.perf_counter() - begin
-        accepted = agreed(tree, text.token[end:])
-        steps.append(Step(end - 1, len(tree.token) - 1, accepted))
-        made += accepted + 1
-    return tally(steps, text.made - 1, spent)
+        accepted.append(agreed(tree, text.token[end:]))
+        drafted += len(tree.token) - 1
+        made += accepted[-1] + 1
+    return Request(counted(accepted, drafted, text.made - 1), seconds=UNTIMED | {"draft": spent})

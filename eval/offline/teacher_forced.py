@@ -6,6 +6,7 @@ its scores say which nodes a smaller depth or budget would have kept. Of sampled
 the text's tokens would have been accepted is computed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from eval.inputs.texts import Text
 from eval.measures.cost_model import Step
-from eval.measures.tally import Tally
+from eval.measures.metrics import Passes
 from heads.base import Draft, Features
-from heads.modules.vocab import spread
+from heads.modules.vocab import scatter_logits
 from inference.drafters.head import HeadState
 from inference.drafters.policy import CONFIDENT, TreeConfig, candidates
 from inference.protocol import Commit, Context
@@ -75,7 +76,7 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
     depth = min(depth, head.max_depth)
     drafts = unrolled(head, features, depth)
     begin = text.start - 1  # the position whose root is the first token of the answer
-    logits = (spread(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
+    logits = (scatter_logits(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
     rank = torch.stack([ranks(guess, token[begin:], d) for d, guess in enumerate(logits, 1)], 1)
     grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
     drafting = HeadState(head, largest[0]) if largest else None
@@ -207,7 +208,7 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
         count = text.made - d
         if count < 1:
             break
-        q = distribution(spread(head.vocab, head.score(draft.state[0, begin : begin + count], d)), sampling)
+        q = distribution(scatter_logits(head.vocab, head.score(draft.state[0, begin : begin + count], d)), sampling)
         p = probs[d : d + count]
         x = token[begin + d + 1 : begin + d + 1 + count, None]
         qx, px = (dist.gather(1, x)[:, 0] for dist in (q, p))
@@ -216,7 +217,7 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
     return Overlap(text, ratio, common)
 
 
-def expected(of: Overlap, depth: int) -> Tally:
+def expected(of: Overlap, depth: int) -> Passes:
     """Return the expected passes of decoding the text with sampled chains, verified token by token.
 
     The target's tokens do not depend on the drafts, so along its text each draft is accepted with the probability in
@@ -239,4 +240,4 @@ def expected(of: Overlap, depth: int) -> Tally:
             survive *= accept
             if d < deepest:
                 reached[d] += begin * survive
-    return Tally(float(text.made - 1), sum(begins[1 : text.made], 0.0), drafted, reached, 0.0)
+    return Passes(float(text.made - 1), sum(begins[1 : text.made], 0.0), drafted, math.fsum(reached), reached)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-Told = Mapping[str, Any]  # a row as report.json has it
+Record = Mapping[str, Any]  # a row as report.json has it
 
 COSTS = ("verification", "draft", "overhead")
 RUNGS = ("ideal", *COSTS)
@@ -26,18 +26,18 @@ SESSION = ("report", "workload", "category", "temperature", "batch_size", "reque
 PLAIN = "plain"
 
 
-def laddered(rows: Sequence[Told]) -> list[dict[str, Any]]:
+def laddered(rows: Sequence[Record]) -> list[dict[str, Any]]:
     """Return the rows, each with its `ladder`; None where it has no speedup or nothing to compare with."""
     plain = {session(row): row for row in rows if row["drafter"] == PLAIN}
     return [{**row, "ladder": ladder(row, plain.get(session(row)))} for row in rows]
 
 
-def session(row: Told) -> tuple[Any, ...]:
+def session(row: Record) -> tuple[Any, ...]:
     """Return what a row has in common with the plain decoding beside it."""
     return tuple(row.get(key) for key in SESSION)
 
 
-def ladder(row: Told, plain: Told | None) -> dict[str, Any] | None:
+def ladder(row: Record, plain: Record | None) -> dict[str, Any] | None:
     """Return a row's way from τ to its speedup.
 
     Args:
@@ -73,7 +73,7 @@ def ladder(row: Told, plain: Told | None) -> dict[str, Any] | None:
     }
 
 
-def _beyond(row: Told, plain: Told, part: str) -> float:
+def _beyond(row: Record, plain: Record, part: str) -> float:
     """Return the seconds of a part of a step beyond those of plain decoding's."""
     return float(row["seconds"][part] / row["steps"] - plain["seconds"][part] / plain["steps"])
 
@@ -88,7 +88,6 @@ def _tau(conditional: Sequence[float]) -> float:
     return 1.0 + sum(accumulate(conditional, mul))
 
 
-HEADER = ("drafter", "T", "τ", *(f"after {cost}" for cost in COSTS[:-1]), "speedup", "oracle", "would help most")
 NOTE = (
     "The ladder leads from τ to the speedup: what would be left if only the dearer pass counted, then the draft too, "
     "then all. The oracle has the same acceptance, its drafts and its wider passes for nothing. What would help most "
@@ -98,13 +97,18 @@ NOTE = (
 )
 
 
-def cells(name: str, row: Told) -> list[str]:
-    """Return a row's cells under `HEADER`, for Markdown; the row must have a ladder."""
-    found = row["ladder"]
-    rungs = [f"{found['rungs'][rung]:.2f}" for rung in RUNGS]
-    return [name, f"{row['temperature']:g}", *rungs, f"{found['oracle']:.2f}", advice(found)]
-
-
-def advice(found: Told) -> str:
+def advice(found: Record) -> str:
     """Return what would help most, in words."""
     return f"{REMEDIES[found['most']]} ({found['less'][found['most']]:.3f} with a tenth less loss)"
+
+
+def sentence(name: str, found: Record) -> str:
+    """Return the way from τ to the speedup in words, of a result that has a ladder."""
+    rungs, gain = found["rungs"], found["less"][found["most"]]
+    return (
+        f"{name} commits {rungs['ideal']:.2f} tokens a pass. Passes at their own price leave "
+        f"{rungs['verification']:.2f} of that; drafting leaves {rungs['draft']:.2f}; the rest of the step leaves the "
+        f"measured {rungs['overhead']:.2f}. What would help most is {REMEDIES[found['most']]}: a tenth of that loss "
+        f"gone would give {gain:.2f}. An oracle that drafts exactly what is accepted, for nothing, would reach "
+        f"{found['oracle']:.2f}."
+    )

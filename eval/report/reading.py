@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from eval.measures import metrics
-from eval.measures.chi_square import LawTest
-from eval.measures.losslessness import Divergence, Gate, SampledGate
+from eval.measures.losslessness import Gate
 from eval.measures.results import Row
 from eval.report.breakdown import laddered
 from eval.report.forms import RECORDS, damage, damage_of_settings
+from eval.report.recorded import greedy_check, sampled_check
 from eval.report.write import SCHEMA, Report
-from heads.common.typed import fits, typed
+from heads.common.typed import typed
 from heads.common.untrusted import names_code, parse_json, regular, shown
 
 OWN = ("schema", "target", "device", "settings", "rows")  # what else stands in a report are its extras
@@ -22,7 +22,6 @@ EXTRAS = {  # by eval/live/extras.py and the tiers, and where reports stand side
     "warnings": list,
 }  # fmt: skip
 GATES = ("gate", "sampled_gate")  # of its settings
-COUNTS = ("checked", "identical", "near_tie", "failed")
 TEXTS = [each.name for each in fields(Row) if each.type is str]  # which `typed` makes of numbers too
 # Beyond these a report is none of ours, and its page would take gigabytes.
 MOST_BYTES, MOST_ROWS = 32 << 20, 2_000
@@ -80,11 +79,11 @@ def report_of(told: Mapping[str, Any], file: str) -> Report:
     """Return the report that `read_report` has read.
 
     Raises:
-        ValueError: its gates are damaged, or a row has a speedup though its gate is red.
+        ValueError: its gates are damaged, or a row has a speedup though it failed a losslessness check.
     """
     try:
-        gates = {name: _gate(each) for name, each in told["settings"].get("gate", {}).items()}
-        sampled = [_sampled(each) for each in told["settings"].get("sampled_gate", [])]
+        gates = {name: greedy_check(each) for name, each in told["settings"].get("gate", {}).items()}
+        sampled = [sampled_check(each) for each in told["settings"].get("sampled_gate", [])]
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"report {file} has damaged gates ({error}): evaluate again to write it anew") from None
     settings = {key: value for key, value in told["settings"].items() if key not in GATES}
@@ -92,8 +91,8 @@ def report_of(told: Mapping[str, Any], file: str) -> Report:
     report = Report(told["target"], told["device"], settings, gates, [], sampled, extras)
     rows = [row_of(row) for row in told["rows"]]
     for row in rows:
-        if report.red(row) and any(getattr(row, key) is not None for key in SPEEDUPS):
-            raise ValueError(f"report {file}: {row.drafter} has a speedup and a red gate: evaluate again")
+        if report.failed(row) and any(getattr(row, key) is not None for key in SPEEDUPS):
+            raise ValueError(f"report {file}: {row.drafter} has a speedup and failed its check: evaluate again")
     return replace(report, rows=rows)
 
 
@@ -178,28 +177,3 @@ def row_of(told: Any) -> Row:
         raise ValueError(f"agreement.gaps is {shown(gaps)}, expected a list of numbers")
     known = {"gaps": [math.inf if gap is None else gap for gap in gaps]} if gaps else {}
     return replace(row, agreement=row.agreement | known)
-
-
-def _gate(told: Any) -> Gate:
-    """Return a gate; that it was red without a failure is what a lossy rule leaves."""
-    gate = typed(Gate, {key: told[key] for key in (*COUNTS, "first")})
-    ties = tuple(typed(Divergence, each) for each in told.get("ties", []))
-    return replace(gate, ties=ties, lossy=gate.passed and not told["passed"])
-
-
-def _sampled(told: Any) -> SampledGate:
-    """Return a gate above temperature 0."""
-    equal, drawn = told["coupled"], told["law"]
-    law = None if drawn is None else {key: value for key, value in drawn.items() if key != "control_caught"}
-    sizes, failed_at = tuple(equal.get("batch_sizes", (1,))), equal.get("failed_at")
-    if not fits(tuple[int, ...], sizes) or not fits(int | None, failed_at):
-        raise ValueError(f"batch_sizes {shown(sizes)} and failed_at {shown(failed_at)} are no batch sizes")
-    return SampledGate(
-        drafter=str(told["drafter"]),
-        temperature=float(told["temperature"]),
-        coupled=_gate({**equal, "passed": equal["checked"] > 0 and not equal["failed"]}),
-        law=None if law is None else typed(LawTest, law),
-        why=str(told["why_no_law"]),
-        batch_sizes=sizes,
-        failed_at=failed_at,
-    )

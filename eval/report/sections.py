@@ -1,231 +1,188 @@
-"""The later parts of the Markdown report: categories, definitions, requests, end to end, load, depths, gates."""
+"""The sections of a report in their order, each with its text, tables and plots; renderers only set them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from eval.measures.losslessness import Gate, SampledGate, labelled
-from eval.measures.metrics import DEFINITIONS, LEVEL, QUANTILES
-from eval.measures.results import LIVE, TIERS
+from eval.measures.metrics import DEFINITIONS
+from eval.report import advice, breakdown, columns
 from eval.report.breakdown import PLAIN
-from eval.report.tables import grid, number, spread
+from eval.report.plots import results as plots
+from eval.report.plots import simulated, tree
+from eval.report.plots.results import Plot
+from eval.report.recorded import greedy_check, sampled_check
+from eval.report.view import PAGE, TEXT, Record, Result, Table, results_of
 
-INTERVAL = f"[{LEVEL:.0%}]"
-NAMED = ("drafter", "workload", "T")
-SHOWN = 5  # near ties, of each drafter
-DRAWN_CHAINS = (
-    "teacher_forced counts a chain that is drawn token by token: block verification, the rule of decoding unless asked "
-    "otherwise, accepts as much or more."
+MOST = 5  # near ties shown of each drafter
+SAMPLED_CHAINS = (
+    "teacher_forced counts a chain that is sampled token by token: block verification, the rule of decoding unless "
+    "asked otherwise, accepts as much or more."
 )
+NODES = (
+    "Each node with the share of the target passes that accepted it: the fuller the node and the thicker its line, "
+    "the greater the share. Siblings stand in the order in which they were drafted."
+)
+TIERS = (
+    "One τ, measured up to three times: live by decoding; teacher_forced by one pass of target and head over the text; "
+    "replay by drafting along the text, without the target. What they count differs only where the text does, or the "
+    "rule. The intervals resample the prompts. " + SAMPLED_CHAINS
+)
+CHECKED = "Greedy output against plain decoding's, token for token, in the gate's dtype."
+SAMPLED = (
+    "Under coupled noise every drafter must emit plain decoding's tokens. The chi-square test draws next tokens "
+    "after fixed texts with the rule in use, as often as it takes to reject a distribution that is off by the total "
+    "variation TV with the power that is named. The control, a rule known to be broken, must be rejected each time."
+)
+TIES = (
+    "The gap is plain decoding's between its two best tokens where the other first differs. What is timed is not "
+    "checked: rounding decides there, and from there on two texts differ."
+)
+LOAD = (
+    "Requests come at random, so many a second on average, and wait in a queue while as many are being answered as "
+    "the capacity says. TTFT and latency count from the arrival to the first and to the last token. The latency "
+    "ratio is plain decoding's mean over the drafter's: above 1 the drafter's requests end sooner."
+)
+END_TO_END = (
+    "End to end counts all tokens over prefill and decoding together. A source whose memory is warm drafts from "
+    "the requests before, in their order, and begins every round of measurement with nothing; cold, it forgets "
+    "before every request; none, nothing outlives a request."
+)
+WITHIN = (
+    "τ, had every draft ended at that depth: the sum of P(a≥d) up to it and the bonus token, from the passes that "
+    "were made. `budget=K` measures it: then no source drafts deeper than K."
+)
+AGAINST = {"batch_size": "batch size", "temperature": "temperature", "request_rate": "requests a second"}
 
 
-def sections(
-    rows: Sequence[Any], sampled: Sequence[SampledGate], gates: Mapping[str, Gate], red: Callable[[Any], bool]
-) -> Iterator[str]:
-    """Yield headings, tables and legends; of parts that have nothing to tell, nothing."""
-    whole_rows = [row for row in rows if not row.category]
-    clocked = [row for row in rows if row.tier == LIVE] or rows
-    overall = [row for row in clocked if not row.category]
-    parts = {
-        "With and without a clock": tiers(whole_rows),
-        "By category": categories(clocked, red),
-        "What others call acceptance": definitions(overall),
-        "End to end": whole(overall, red),
-        "Under load": load(overall, red),
-        "Over the requests": requests(overall),
-        "At an equal depth of draft": depths(overall),
-        "Sampled tokens": drawn(sampled),
-        "Near ties": ties(overall, gates),
-    }
-    for heading, told in parts.items():
-        if told:
-            yield f"## {heading}"
-            yield from told
+@dataclass(frozen=True)
+class Section:
+    """A part of a report; `folded` is shown on demand, where that can be."""
+
+    id: str
+    title: str
+    text: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    plots: Sequence[Plot] = ()
+    folded: bool = False
+    bullets: Sequence[str] = ()
 
 
-def tiers(rows: Sequence[Any]) -> list[str]:
-    """Return τ as each tier measured it, and whether the intervals meet."""
-    alone = [row for row in rows if row.drafter != PLAIN and row.batch_size == 1]
-    found: dict[tuple[str, str, float], dict[str, Any]] = {}
-    for row in alone:
-        named = labelled(row.drafter, 1, row.report)
-        found.setdefault((named, row.workload, row.temperature), {}).setdefault(row.tier, row)
-    body = [
-        [name, workload, f"{temperature:g}", *(_tau(each.get(tier)) for tier in TIERS), _meet(list(each.values()))]
-        for (name, workload, temperature), each in found.items()
-    ]
-    legend = (
-        "live decodes; teacher_forced is one pass of target and head over the text; replay drafts along the text, "
-        "without the target. One law, so one τ: what they count differs only where the text does, or the rule. "
-        + DRAWN_CHAINS
+def sections(report: Record, medium: str) -> list[Section]:
+    """Return the sections that have a table, a plot or a list, for one of the renderers."""
+    measured = results_of(report)
+    overall = [result for result in measured if result.overall]
+    parts = on_page(report, measured) if medium == PAGE else in_text(report, overall)
+    return [part for part in parts if part.plots or part.bullets or any(table.lines for table in part.tables)]
+
+
+def in_text(report: Record, overall: Sequence[Result]) -> Iterator[Section]:
+    """Yield the sections of Markdown: those of whole workloads, with tables in place of plots."""
+    measured, name = results_of(report), columns.on_workload(overall)
+    yield Section("reports", "The reports", tables=[columns.reports(report)])
+    yield Section("results", "Results", tables=[columns.results(overall, TEXT)])
+    yield Section("times", "Where the time goes", tables=[columns.times(overall, name)])
+    yield why(report, columns.why(overall, columns.LABEL))
+    yield other(report, columns.MOST)
+    yield along(report)
+    yield Section("tiers", "With and without a clock", [TIERS], columns.tiers(measured)[:1])
+    yield Section("categories", "By category", tables=[columns.categories(measured)])
+    meanings = [f"`{name}`: {meaning}" for name, meaning in DEFINITIONS.items()]
+    listed = columns.definitions(overall)
+    yield Section("definitions", "What others call acceptance", [], [listed], bullets=meanings if listed.lines else [])
+    yield Section("end_to_end", "End to end", [END_TO_END], [columns.end_to_end(overall)])
+    yield Section("load", "Under load", [LOAD], [columns.load(overall, columns.DRAFTER)])
+    yield Section("requests", "Over the requests", tables=[columns.requests(overall)])
+    yield Section("within", "At an equal depth of draft", [WITHIN], [columns.within(overall)])
+    yield checks(report, overall, [])
+
+
+def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
+    """Yield the sections of the page: those of all results, with plots, and every number under its key."""
+    drawn = [tree.tree(name, record) for name, record in report.get("trees", {}).items() if record["paths"]]
+    both = [plots.with_intervals(report, "speedup", "speedup"), plots.with_intervals(report, "tau", "τ")]
+    loads = [*(plots.against(report, key, name) for key, name in AGAINST.items()), plots.latencies(report)]
+    trees = other(report, None, simulated.loads(report) + simulated.trees(report))
+    yield Section("reports", "The reports", tables=[columns.reports(report)])
+    yield Section("results", "Results", [], [columns.results(measured, PAGE)], there(both))
+    yield why(report, columns.why(measured, columns.NAME), there([plots.ladder(report)]))
+    yield checks(report, measured, [columns.checks(report)])
+    yield Section("depths", "Acceptance by depth", [], [columns.depths(measured)], there([plots.acceptance(report)]))
+    yield Section("load", "Under load and temperature", [], [columns.load(measured, columns.NAME)], there(loads))
+    yield trees
+    yield Section(
+        "times", "Where the time goes", [], [columns.times(measured, columns.NAME)], there([plots.time_split(report)])
     )
-    several = len({row.tier for row in alone}) > 1
-    return [grid((*NAMED, *(f"τ, {tier}" for tier in TIERS), "intervals meet"), body), legend] if several else []
+    yield Section("tree", "The tree", [NODES] if drawn else [], [columns.nodes(report, measured)], drawn, folded=True)
+    yield along(report, simulated.along(report))
+    yield Section("tiers", "With and without a clock", [TIERS], columns.tiers(measured))
+    yield Section("training", "Training of the head", plots=plots.training(report))
+    everything = columns.everything(measured)
+    yield Section("everything", "Every number", ["As report.json has them."], [everything], folded=True)
 
 
-def _tau(row: Any) -> str:
-    return "-" if row is None else spread(row.tau, row.tau_ci)
+def there(made: Sequence[Plot | None]) -> list[Plot]:
+    """Return the plots that there are."""
+    return [plot for plot in made if plot is not None]
 
 
-def _meet(rows: Sequence[Any]) -> str:
-    """Return whether the intervals meet; if not, whether the sources' texts are other ones, which near ties make."""
-    known = [row.tau_ci for row in rows if row.tau_ci is not None]
-    if len(known) < 2:
-        return "-"
-    if max(low for low, _ in known) <= min(high for _, high in known):
-        return "yes"
-    other = any(row.agreement.get("identical", row.prompts) < row.prompts for row in rows)
-    return "NO, but the texts differ" if other else "NO"
+def why(report: Record, table: Table, drawn: Sequence[Plot] = ()) -> Section:
+    """Return the way from τ to the speedup: in words for each drafter's first result, and in numbers for all."""
+    laddered = [result for result in firsts(report) if result.row.get("ladder")]
+    sentences = [breakdown.sentence(result.name, result.row["ladder"]) for result in laddered]
+    return Section("why", "Why not more?", [*sentences, *recommended(report), breakdown.NOTE], [table], drawn)
 
 
-def reports(extras: Mapping[str, Any]) -> list[str]:
-    """Return, of reports side by side, what forbids to compare them, and what each was measured on and under."""
-    if "reports" not in extras:
-        return []
-    warnings = [f"**Compare with care:** {warning}." for warning in extras["warnings"]]
-    body = [
-        [each["name"], *(str(value) for value in told_of(each).values()), f"`{each['file']}`"]
-        for each in extras["reports"]
+def firsts(report: Record) -> list[Result]:
+    """Return each drafter's first result: of the first session asked for, not of the most flattering one."""
+    first: dict[str, Result] = {}
+    for result in results_of(report):
+        first.setdefault(columns.drafter_of(result), result)
+    return [result for result in first.values() if result.row["drafter"] != PLAIN] or list(first.values())
+
+
+def recommended(report: Record) -> list[str]:
+    """Return which tree to take and at which load to stop, in words."""
+    return [line for name, record in report.get("other_trees", {}).items() for line in advice.lines(name, record)]
+
+
+def other(report: Record, most: int | None, drawn: Sequence[Plot] = ()) -> Section:
+    """Return what other trees and loads would give."""
+    lines = recommended(report)
+    tables = [columns.other_trees(report, most), columns.other_loads(report)]
+    return Section("other", "Other trees and loads", [*lines, advice.NOTE] if lines else [], tables, drawn)
+
+
+def along(report: Record, drawn: Sequence[Plot] = ()) -> Section:
+    """Return what one pass of target and head over the text says."""
+    return Section("forced", "The head along the text", [advice.FORCED], [columns.ranks(report)], drawn)
+
+
+def checks(report: Record, measured: Sequence[Result], tables: Sequence[Table]) -> Section:
+    """Return the losslessness checks: above temperature 0 in words, with the near ties."""
+    settings = report["settings"]
+    sampled = [sampled_check(check) for check in settings.get("sampled_gate", [])]
+    lines = [f"{'' if check.passed else 'FAILED: '}{check}." for check in sampled]
+    near = [
+        f"near tie of {name}: {tie}"
+        for name, gate in settings.get("gate", {}).items()
+        for tie in greedy_check(gate).ties[:MOST]
     ]
-    return [*warnings, grid(("report", *told_of(extras["reports"][0]), "file"), body)]
+    near += [_timed(result) for result in measured if _parted(result.row)]
+    text = [CHECKED, *[SAMPLED] * bool(sampled), *[TIES] * bool(near)]
+    return Section("gate", "Is it lossless?", text, tables, bullets=[*lines, *near])
 
 
-def told_of(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what to know first of a report that stands beside others: its target, device, settings and code."""
-    target, device, settings, work = (report[part] for part in ("target", "device", "settings", "work"))
-    code = settings.get("provenance", {})
-    found = {"target": target.get("name"), "device": device.get("name"), "dtype": device.get("dtype")}
-    found |= {key: settings.get(key) for key in ("max_new_tokens", "prompts", "engine")} | dict(work)
-    found |= {"revision": (code.get("revision") or "-")[:12], "date": code.get("date")}
-    return {key: "-" if value is None else value for key, value in found.items()}
+def _parted(row: Mapping[str, Any]) -> bool:
+    """Whether timed tokens left plain decoding's."""
+    return bool(row["agreement"].get("identical", row["prompts"]) < row["prompts"])
 
 
-def categories(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:
-    """Return the rows of single categories."""
-    header = ("drafter", "workload/category", "T", "prompts", f"τ {INTERVAL}", f"speedup {INTERVAL}")
-    body = [
-        [
-            *(*_named(row), str(row.prompts), spread(row.tau, row.tau_ci)),
-            "withheld" if red(row) else spread(row.speedup, row.speedup_ci),
-        ]
-        for row in rows
-        if row.category
-    ]
-    return [grid(header, body)] if body else []
-
-
-def definitions(rows: Sequence[Any]) -> list[str]:
-    """Return the published definitions side by side, and their legend."""
-    body = [
-        [*_named(row), *(number(row.definitions.get(name), 3) for name in DEFINITIONS)]
-        for row in rows
-        if row.definitions
-    ]
-    legend = "\n".join(f"- `{name}`: {told}" for name, told in DEFINITIONS.items())
-    return [grid((*NAMED, *DEFINITIONS), body), legend] if body else []
-
-
-def whole(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:
-    """Return the speeds with the prefill."""
-    header = (*NAMED, "memory", "prefill s", "tok/s, end to end", f"speedup, end to end {INTERVAL}")
-    body = [
-        [
-            *(*_named(row), row.state, number(row.prefill_s, 2), number(row.whole_tokens_per_second, 1)),
-            "withheld" if red(row) else spread(row.whole_speedup, row.whole_speedup_ci),
-        ]
-        for row in rows
-        if row.whole_tokens_per_second is not None
-    ]
-    legend = (
-        "End to end counts all tokens over prefill and decoding together. A source whose memory is warm drafts from "
-        "the requests before, in their order, and begins every round of measurement with nothing; cold, it forgets "
-        "before every request; none, nothing outlives a request."
+def _timed(result: Result) -> str:
+    """Return how far timed tokens are plain decoding's, with the logit gaps where they first differ."""
+    counts = result.row["agreement"]
+    gaps = ", ".join("inf" if gap is None else f"{gap:.3g}" for gap in counts["gaps"][:MOST])
+    return (
+        f"timed in {counts['dtype']}, {result.label} on {result.row['workload']}: {counts['identical']} of "
+        f"{counts['checked']} prompts identical, {counts['near_tie']} near ties, {counts['beyond']} beyond; top-2 "
+        f"logit gaps {gaps}"
     )
-    return [grid(header, body), legend] if body else []
-
-
-def load(rows: Sequence[Any], red: Callable[[Any], bool]) -> list[str]:
-    """Return what requests waited for, where they came at a rate."""
-    parts = {"queue s": "queue_s", "TTFT s": "ttft_s", "latency s": "latency_s"}
-    marks = [f"{title} {mark}" for title in parts for mark in ("p50", "p95")]
-    body = [
-        [
-            *(labelled(row.drafter, 1, row.report), row.workload, f"{row.temperature:g}"),
-            *(f"{row.request_rate:g}", str(row.batch_size)),
-            *(number(row.by_request[key][mark], 3) for key in parts.values() for mark in ("p50", "p95")),
-            number(row.tokens_per_second, 1),
-            "withheld" if red(row) else spread(row.speedup, row.speedup_ci),
-        ]
-        for row in rows
-        if row.request_rate is not None
-    ]
-    legend = (
-        "Requests come at random, so many a second on average, and wait in a queue while as many are being answered as "
-        "the capacity says. TTFT and latency count from the arrival to the first and to the last token. The latency "
-        "ratio is plain decoding's mean over the drafter's: above 1 the drafter's requests end sooner."
-    )
-    header = (*NAMED, "req/s", "capacity", *marks, "tok/s", f"latency ratio {INTERVAL}")
-    return [grid(header, body), legend] if body else []
-
-
-def requests(rows: Sequence[Any]) -> list[str]:
-    """Return the quantiles over the requests."""
-    marks = [f"p{share * 100:g}" for share in QUANTILES]
-    body = [
-        [*_named(row), what, *(number(found[mark], 2) for mark in marks)]
-        for row in rows
-        for what, found in row.by_request.items()
-        if what in ("tau", "speedup")  # the JSON has more
-    ]
-    return [grid((*NAMED, "of each request", *marks), body)] if body else []
-
-
-def depths(rows: Sequence[Any]) -> list[str]:
-    """Return what τ would be at equal depths of draft."""
-    deepest = max((len(row.tau_within_depth) for row in rows), default=0)
-    body = [
-        [
-            *_named(row),
-            *(number(value, 2) for value in row.tau_within_depth + [None] * (deepest - len(row.tau_within_depth))),
-        ]
-        for row in rows
-        if row.tau_within_depth
-    ]
-    legend = (
-        "τ, had every draft ended at that depth: the sum of P(a≥d) up to it and the bonus token, from the passes that "
-        "were made. `budget=K` measures it: then no source drafts deeper than K."
-    )
-    return [grid((*NAMED, *(f"depth {d + 1}" for d in range(deepest))), body), legend] if body else []
-
-
-def drawn(sampled: Sequence[SampledGate]) -> list[str]:
-    """Return the verdicts above temperature 0."""
-    legend = (
-        "Under coupled noise every drafter must emit plain decoding's tokens. The chi-square test draws next tokens "
-        "after fixed texts with the rule in use, as often as it takes to reject a law that is off by the total "
-        "variation TV with the power that is named. The control, a rule known to be broken, must be rejected each time."
-    )
-    lines = "\n".join(f"- {'' if each.passed else '**RED** '}{each}" for each in sampled)
-    return [lines, legend] if sampled else []
-
-
-def ties(rows: Sequence[Any], gates: Mapping[str, Gate]) -> list[str]:
-    """Return the near ties of the gate, and where the timed tokens left plain decoding's, with their logit gaps."""
-    lines = [f"- gate, {name}: {tie}" for name, gate in gates.items() for tie in gate.ties[:SHOWN]]
-    for row in rows:
-        if row.agreement.get("identical", row.prompts) < row.prompts:
-            told, name = row.agreement, labelled(row.drafter, row.batch_size, row.report, row.request_rate)
-            gaps = ", ".join(f"{gap:.3g}" for gap in told["gaps"][:SHOWN])
-            lines.append(
-                f"- timed in {told['dtype']}, {name} on {row.workload}: {told['identical']} of {told['checked']} "
-                f"prompts identical, {told['near_tie']} near ties, {told['beyond']} beyond; top-2 logit gaps {gaps}"
-            )
-    legend = (
-        "The gap is plain decoding's between its two best tokens where the other first differs. What is timed is not "
-        "gated: rounding decides there, and from there on two texts differ."
-    )
-    return ["\n".join(lines), legend] if lines else []
-
-
-def _named(row: Any) -> list[str]:
-    name = labelled(row.drafter, row.batch_size, row.report, row.request_rate)
-    return [name, row.workload, f"{row.temperature:g}"]

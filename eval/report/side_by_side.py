@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from eval.measures.losslessness import Gate, labelled
-from eval.report.page.tables import flattened
+from eval.report.columns import flattened
+from eval.report.forms import RECORDS
 from eval.report.reading import read_report, report_of
+from eval.report.tables import shown
+from eval.report.view import results_of
 from eval.report.write import Report
 
 # What says nothing about whether numbers compare.
@@ -19,13 +22,8 @@ HARMLESS = ("path", "load", "clock_mhz", "python", "gate_dtype", "gate_tv", "rep
 NEVER_BESIDE = (
     "these reports were measured in sessions of their own: speedups are each over plain decoding of their own session"
 )
-EXTRAS = {  # what a page shows of each part beside the rows: by name a record, or a list of records
-    "training": {"steps", "tau"},
-    "trees": {"label", "note", "steps", "paths", "accepted"},
-    "teacher_forced": {"rank", "n_alpha", "at_every_token"},
-    "other_trees": {"trees"},
-    "answers": {"drafter", "prompt", "question", "temperature", "pieces", "steps"},
-}
+# What a record of each part beside the rows must have to be shown.
+NEEDED: dict[str, set[str]] = {part: {*form} for part, form in RECORDS.items()} | {"other_trees": {"trees"}}
 KEPT = 12  # characters of a hash that tell it from others
 HASHES = ("revision", "fingerprint")
 
@@ -112,18 +110,18 @@ def differences(found: Mapping[str, Report]) -> list[str]:
 def conditions(report: Report) -> dict[str, dict[str, Any]]:
     """Return what a report's numbers depend on, in parts; of its provenance the code alone."""
     provenance = report.settings.get("provenance", {})
-    rows = report.overall
+    rows = [each.row for each in results_of({"rows": [vars(row) for row in report.rows]}) if each.overall]
     return {
         "target": report.target,
         "device": report.device,
         "settings": {key: value for key, value in report.settings.items() if key != "provenance"},
         "code": {key: provenance.get(key) for key in ("revision", "dirty")},
         "work": {
-            "workload": _listed(row.workload for row in rows),
-            "temperature": _listed(f"{row.temperature:g}" for row in rows),
-            "batch_size": _listed(row.batch_size for row in rows),
-            "tier": _listed(row.tier for row in rows),
-            "request_rate": _listed("-" if row.request_rate is None else f"{row.request_rate:g}" for row in rows),
+            "workload": _listed(row["workload"] for row in rows),
+            "temperature": _listed(f"{row['temperature']:g}" for row in rows),
+            "batch_size": _listed(row["batch_size"] for row in rows),
+            "tier": _listed(row["tier"] for row in rows),
+            "request_rate": _listed(shown(row["request_rate"], None) for row in rows),
         },
     }
 
@@ -161,9 +159,9 @@ def left_out(found: Mapping[str, Report]) -> Iterator[str]:
 def _readable(key: str, each: Any) -> bool:
     """Whether a part of a report beside its rows has what the page shows of it."""
     records = list(each.values()) if isinstance(each, Mapping) else each
-    known = key in EXTRAS and isinstance(records, list)
+    known = key in NEEDED and isinstance(records, list)
     return known and all(
-        set(one) >= EXTRAS[key] and not any(isinstance(piece, list) for piece in one.get("pieces", []))
+        set(one) >= NEEDED[key] and not any(isinstance(piece, list) for piece in one.get("pieces", []))
         for one in records
     )
 

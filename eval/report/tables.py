@@ -1,21 +1,24 @@
-"""Numbers and tables in Markdown."""
+"""Numbers for reading, and tables in Markdown."""
 
 import math
 from collections.abc import Sequence
-
-from eval.measures.metrics import Interval
-
-
-def number(value: float | None, digits: int) -> str:
-    """Return a number for reading, or a dash where there is none."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+from typing import Any
 
 
-def spread(value: float | None, interval: Interval | None) -> str:
-    """Return a number with its interval."""
-    if interval is None or interval[0] == interval[1]:  # plain decoding against itself
-        return number(value, 2)
-    return f"{number(value, 2)} [{number(interval[0], 2)}, {number(interval[1], 2)}]"
+def shown(value: Any, digits: int | None = 2) -> str:
+    """Return a value for reading: a number with so many digits behind its point, a dash where there is none."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return "-" if not math.isfinite(value) else f"{value:g}" if digits is None else f"{value:.{digits}f}"
+    return "-" if value is None else str(value)
+
+
+def spread(value: float | None, interval: Sequence[float | None] | None) -> str:
+    """Return a number with its interval, if that has a width."""
+    if value is None or interval is None or None in interval or interval[0] == interval[1]:
+        return shown(value)
+    return f"{shown(value)} [{shown(interval[0])}, {shown(interval[1])}]"
 
 
 def grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.measures.cost_model import Costs, Prediction, stops_paying
+from eval.measures.losslessness import WITHHELD, differs
 from eval.measures.metrics import Interval
+from eval.report.text import rich_table
 from eval.tuning.grid import CHAIN, TREE
 from inference.drafters.policy import TreeConfig
 
@@ -101,7 +103,7 @@ class Tuning:
     def passed(self) -> bool:
         """Whether every tree that was timed is lossless."""
         timed = [one.measured for at in self.batches for one in at.candidates if one.measured is not None]
-        return not any(one.lossless["failed"] for one in timed)
+        return not any(differs(one.lossless) for one in timed)
 
     def stops(self) -> dict[str, dict[str, int | None]]:
         """Return from which batch size on a chain and a tree no longer pay, predicted and measured; None: they do."""
@@ -169,28 +171,24 @@ def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
 
 def cost_table(batches: Sequence[AtBatch], contexts: Mapping[int, Mapping[int, float]]) -> Table:
     """Return the cost of a verification pass by drafted nodes, at the workload's own contexts and at others."""
-    table = Table(title="milliseconds of a verification pass by drafted nodes, and of a plain step")
     widest = batches[0].costs.verify
     shown = [size for size in sorted(widest) if all(size in each for each in contexts.values())]
-    table.add_column("sequences and context")
-    for name in ("plain", *map(str, shown)):
-        table.add_column(name, justify="right")
     own = [(f"{at.batch}, workload", at.costs.plain, at.costs.verify) for at in batches]
     far = [(f"1, {context} tokens", None, each) for context, each in contexts.items()]
-    for name, plain, row in [*own, *far]:
-        cells = [plain, *(row.get(size) for size in shown)]
-        table.add_row(name, *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in cells))
-    return table
+    body = [
+        [name, *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in (plain, *map(row.get, shown)))]
+        for name, plain, row in [*own, *far]
+    ]
+    title = "milliseconds of a verification pass by drafted nodes, and of a plain step"
+    return rich_table(title, ["sequences and context", "plain", *map(str, shown)], body)
 
 
 def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
     """Return the candidates at a batch size, a row each."""
     found = next((one.measured for one in candidates if one.measured), None)
     rate = found.plain_tokens_per_second if found else None
-    table = Table(title=f"trees at batch size {batch}" + (f", plain {rate:.1f} tokens/s" if rate else ""))
     headers = "family, tree, predicted tau, tok/s, speedup, measured tau, tok/s, speedup, off by, predicted by context"
-    for name in headers.split(", "):
-        table.add_column(name, justify="left" if name in ("family", "tree") else "right")
+    body = []
     for one in candidates:
         elsewhere = ", ".join(f"{context}: {gain:.2f}" for context, gain in one.at_contexts.items())
         expected, found = one.predicted, one.measured
@@ -199,7 +197,8 @@ def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
             told += ["", "", ""]
         else:
             told += [f"{found.tau or 0:.2f}", f"{found.tokens_per_second or 0:.1f}"]
-            told += [f"{found.speedup:.2f}" if found.speedup else "withheld"]
+            told += [f"{found.speedup:.2f}" if found.speedup else WITHHELD]
         told += ["" if one.error is None else f"{100 * one.error:+.1f} %", elsewhere]
-        table.add_row(one.family, one.tree.label, *told)
-    return table
+        body.append([one.family, one.tree.label, *told])
+    title = f"trees at batch size {batch}" + (f", plain {rate:.1f} tokens/s" if rate else "")
+    return rich_table(title, headers.split(", "), body)

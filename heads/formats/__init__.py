@@ -2,10 +2,8 @@
 
 custom_generate/  a head in plain transformers: the code that a published repository carries as its
                   custom_generate
-export/           heads in the formats that engines and other projects read: one format a file, each checked as it
-                  is written
-published/        draft heads that other projects have published, one format a file, each recognised by the names
-                  of its tensors
+published/        draft heads as other projects publish them and engines read them, one format a file, read and
+                  written by it
 layer_ids.py      how other projects count the layers that a head reads
 store.py          a head on disk: save, load, refuse another target's
 weights.py        safetensors checked before memory is taken for them

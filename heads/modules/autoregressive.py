@@ -18,7 +18,7 @@ from heads.base import Draft, DraftVocabulary, Features, Level
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import Committed, committing, joined, near
 from heads.modules.layers import Attend, masked_attention
-from heads.modules.vocab import spread
+from heads.modules.vocab import scatter_logits
 
 
 @runtime_checkable
@@ -105,7 +105,7 @@ def extend(head: Recurrent, state: Committed | None, features: Features, token: 
     context = head.inject(start, position[None], end)
     if not context:
         committed, hidden, read = commit(head, state, start, token)
-        return committed, Level(spread(head.vocab, head.score(read[0, -1:], 1)), hidden[0, -1:], ())
+        return committed, Level(scatter_logits(head.vocab, head.score(read[0, -1:], 1)), hidden[0, -1:], ())
     pairs = tuple(joined(state.layers[i] if state else None, pair) for i, pair in enumerate(context))
     committed = Committed(end, pairs)
     alone = torch.ones(1, 0, dtype=torch.bool, device=token.device)
@@ -165,7 +165,7 @@ def _draft(
 
     last = state.length + mask.shape[1]
     hidden, read = head.advance(token[None], above, position[None], last, _by_layer(attend, head))
-    return Level(spread(head.vocab, head.score(read[0], 1)), hidden[0], tuple(drafted))
+    return Level(scatter_logits(head.vocab, head.score(read[0], 1)), hidden[0], tuple(drafted))
 
 
 def _by_layer(attend: Callable[..., Tensor], head: Recurrent) -> list[Attend]:

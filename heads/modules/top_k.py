@@ -9,8 +9,8 @@ from torch import Tensor
 BLOCK = 128  # tokens that are searched for the index of the maximum
 
 
-def likeliest(scores: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
-    """Return the argmax of each row, of equals the first, on a CPU several times faster than `argmax`.
+def argmax(scores: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
+    """Return the argmax of each row, of equals the first, on a CPU several times faster than `torch.argmax`.
 
     There torch finds a maximum by vectors and its index number by number. So a row's best block is found first.
     """
@@ -23,20 +23,20 @@ def likeliest(scores: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
     return best * BLOCK + block.argmax(-1)
 
 
-class TopLaw(NamedTuple):
+class TopLogProbs(NamedTuple):
     """The top-k tokens of each row and their log-probs; the other tokens share the remaining mass evenly."""
 
     ids: Int[Tensor, "*n K"]
     log_p: Float[Tensor, "*n K"]
 
 
-def top_log_probs(logits: Float[Tensor, "*n V"], k: int) -> TopLaw:
+def top_log_probs(logits: Float[Tensor, "*n V"], k: int) -> TopLogProbs:
     """Return the top-k tokens of each row with their log-probs, the most likely first."""
     best = logits.float().log_softmax(-1).topk(k, -1)
-    return TopLaw(best.indices, best.values)
+    return TopLogProbs(best.indices, best.values)
 
 
-def whole_law(top: TopLaw, vocab_size: int) -> Float[Tensor, "*n V"]:
+def full_log_probs(top: TopLogProbs, vocab_size: int) -> Float[Tensor, "*n V"]:
     """Return the log-probs of all tokens: those in `top`, and for the others an even share of the remaining mass.
 
     They are normalised at the end, since rounding may leave the top ones with slightly more or less than 1.

@@ -22,12 +22,12 @@ def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None
     return None if size is None or size >= full_size else DraftVocabulary(size, full_size)
 
 
-def spread(vocab: DraftVocabulary | None, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
+def scatter_logits(vocab: DraftVocabulary | None, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
     """Return logits over the target's vocabulary."""
     return logits if vocab is None else vocab.scatter(logits)
 
 
-class Readout(nn.Module):
+class DraftLmHead(nn.Module):
     """The lm_head of a draft head: from final-normed states to logits over the draft vocabulary.
 
     It is the target's, shared and frozen, or one of the head's own that starts as a copy of the target's and is
@@ -129,5 +129,5 @@ def prune(head: nn.Module, counts: Int[Tensor, "V"]) -> None:
     if vocab is not None:
         vocab.choose(counts)
         for module in head.modules():
-            if isinstance(module, Readout):
+            if isinstance(module, DraftLmHead):
                 module.start()

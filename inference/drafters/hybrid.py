@@ -59,10 +59,10 @@ class Hybrid(Drafter):
         """Begin a sequence with both sources; what the head is worth is learned over all of them."""
         return HybridState(self, prompt)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget both sources' memories and records."""
-        self.main.forget()
-        self.lookup.forget()
+        self.main.reset()
+        self.lookup.reset()
         self.record = Record(self.config.expected)
 
     def clone(self) -> "Hybrid":

@@ -29,16 +29,8 @@ from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
 __all__ = [
-    "CONFIDENT",
-    "Expander",
-    "Growth",
-    "TreeConfig",
-    "candidates",
-    "check_masks",
-    "check_tree",
-    "grow",
-    "most_nodes",
-]
+    "CONFIDENT", "Expander", "Growth", "TreeConfig", "candidates", "check_masks", "check_tree", "grow", "most_nodes",
+]  # fmt: skip
 
 
 @runtime_checkable

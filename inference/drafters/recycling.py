@@ -71,7 +71,7 @@ class Recycling(Drafter):
         """Begin a sequence with the candidates of earlier ones, or with none."""
         return RecyclingState(self, self.candidates if self.remembers else {})
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget past requests, so that the next one starts cold."""
         self.candidates.clear()
 

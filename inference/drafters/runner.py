@@ -25,9 +25,9 @@ class DraftModelRunner:
         """Begin with no text."""
         self.cache = self.model.cache()
         self.token: list[int] = []
-        self._forget_drafts()
+        self._drop_drafts()
 
-    def _forget_drafts(self) -> None:
+    def _drop_drafts(self) -> None:
         self.below: dict[tuple[int, int], int] = {}  # (node above, token) -> node
         self.path: list[list[int]] = []  # each node's nodes from the top down, its own the last
         self.level = [ROOT]
@@ -44,7 +44,7 @@ class DraftModelRunner:
         logits = self.model.prefill(missing, self.cache).logits
         assert logits is not None
         self.token = list(token)
-        self._forget_drafts()
+        self._drop_drafts()
         return logits[0]
 
     def _drafted(self, token: list[int]) -> list[int]:
@@ -97,7 +97,7 @@ class DraftModelRunner:
         below = {(number[a], t): number[n] for (a, t), n in self.below.items() if n in live}
         self.cache.keep(size, [*nodes, *live])
         self.token = list(token)
-        self._forget_drafts()
+        self._drop_drafts()
         self.below = below
         self.path = [list(range(node + 1)) for node in range(len(live))]
         self.level = [len(live) - 1]  # ROOT if there is none

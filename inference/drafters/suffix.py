@@ -84,11 +84,11 @@ class Suffix(Drafter):
         self.current = SuffixState(self, prompt)
         return self.current
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget past requests, so that the next one starts cold: the order of requests matters to a warm start."""
         self.past = SuffixTree(self.config.depth)
         if self.current is not None:
-            self.current.forget()
+            self.current.reset()
 
     def clone(self) -> "Suffix":
         """Return a source with a copy of the past's tree."""
@@ -105,7 +105,7 @@ class Suffix(Drafter):
             self.past.start()
             self.past.extend(output)
             while self.past.nodes > self.config.memory_nodes:
-                self.past.forget_oldest()
+                self.past.drop_oldest()
 
 
 class SuffixState(DrafterState):
@@ -120,7 +120,7 @@ class SuffixState(DrafterState):
         self.suffixes.start()
         self.extend(prompt)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Leave the past's old tree; the text so far will not be remembered either."""
         self.past_matches = []
         self.answer = len(self.text)
@@ -191,9 +191,9 @@ def _tree(locus: Locus, budget: int, floor: float) -> Draft:
     serial = itertools.count()
     probability, score, at = 1.0, 0.0, -1
     while True:
-        for share, below in _continuations(locus):
-            if probability * share >= floor:
-                heapq.heappush(queue, (-probability * share, next(serial), below, at))
+        for weight, below in _continuations(locus):
+            if probability * weight >= floor:
+                heapq.heappush(queue, (-probability * weight, next(serial), below, at))
         if not queue or len(token) >= budget:
             return Draft(token, parent, score)
         negative, _, locus, above = heapq.heappop(queue)

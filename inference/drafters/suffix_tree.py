@@ -122,7 +122,7 @@ class SuffixTree:
         node.children[child.text[child.start]] = child
         return node
 
-    def forget_oldest(self) -> None:
+    def drop_oldest(self) -> None:
         """Take back all that the oldest text added."""
         text = self.texts.pop(0)
         if not self.texts:

@@ -164,8 +164,8 @@ def _decoder_steps(model: Target) -> list[dict[str, Any]]:
     state = json.loads(backend.decoder.__getstate__())
     steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     for step in steps:
-        known = step["type"] in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse", "Strip")
-        if not (known or (step["type"] == "Replace" and "String" in step["pattern"])):
+        byte_wise = step["type"] in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse", "Strip")
+        if not (byte_wise or (step["type"] == "Replace" and "String" in step["pattern"])):
             raise ValueError(
                 f"{model.name}: tokens of a tokenizer with a {step['type']} decoder cannot be compared one by one: use "
                 "drafter=assistant_slem"

@@ -6,8 +6,8 @@ embeddings.py       its embedding and lm_head, all that a head needs besides
 embeddings_only.py  a target of which only these are loaded
 loading.py          what it is loaded with: transformers, and its quantisation
 tokenizer.py        its tokenizer without the model, for sources that read text alone
-placement.py        where it lies: replicated, cut up among processes, spread over devices, streamed
-placed.py           what its passes rely on then: whole ends, fingerprint, whose rows go through together
+placement.py        placement: replicated, tensor-parallel, over several devices, offloaded
+placed.py           a placed target: its device, whole embeddings, fingerprint and process group
 packed.py           the attention of packed rows, document by document
 adapter.py          the PEFT adapter that it may carry, merged into it
 checkpoint.py       its tensors on disk, and its fingerprint

@@ -85,14 +85,14 @@ def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedMo
         )
     folder = find(adapter)
     try:
-        mark = fingerprint(checkpoint.fingerprint(model, path), folder)
+        digest = fingerprint(checkpoint.fingerprint(model, path), folder)
         check_config(read_config(folder), folder / WEIGHTS, [name for name, _ in model.named_modules()])
         config: Any = PeftConfig.from_pretrained(str(folder))
         if config.is_prompt_learning:
             raise ValueError(f"{config.peft_type.value} adds tokens, not weights, and cannot be merged")
         wrapped: Any = PeftModel(model, config)
-        found: Any = wrapped.load_adapter(str(folder), "default", torch_device=str(model.device))
-        if odd := [*found.missing_keys, *found.unexpected_keys]:
+        report: Any = wrapped.load_adapter(str(folder), "default", torch_device=str(model.device))
+        if odd := [*report.missing_keys, *report.unexpected_keys]:
             raise ValueError(f"only one of both has {odd[0]}")
         merged: PreTrainedModel = wrapped.merge_and_unload()
     except (*UNFIT, re.error) as error:
@@ -101,7 +101,7 @@ def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedMo
             f"model.adapter={adapter} cannot be merged into model.path={path}: {reason}; give the model that it was "
             "trained for, or save it with peft again"
         ) from error
-    return merged, Adapter(adapter, mark)
+    return merged, Adapter(adapter, digest)
 
 
 def find(adapter: str) -> Path:
@@ -154,7 +154,7 @@ def check_config(config: dict[str, Any], weights: Path, modules: list[str]) -> N
     if sum(end - start for start, end in config.get("layer_replication") or []) > MOST_PARTS:
         raise ValueError(f"layer_replication makes more than {MOST_PARTS} layers")
     rounds = re.findall(r"niter_(\d{1,9})|iter\W+(\d{1,9})", json.dumps(config))
-    if any(int("".join(each)) > MOST_ROUNDS for each in rounds):
+    if any(int("".join(count)) > MOST_ROUNDS for count in rounds):
         raise ValueError(f"its weights begin after more than {MOST_ROUNDS} rounds of an iteration")
     _check_patterns([pair for key in PATTERNS for pair in _forms(key, config.get(key))], modules)
 

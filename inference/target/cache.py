@@ -66,7 +66,7 @@ class SequenceLayer(DynamicLayer):
         """Append rows and return all of them."""
         new = key_states.shape[2]
         end = self.length + new
-        keys, values = (each[self.slot : self.slot + 1] for each in self.store.fit(key_states, value_states, end))
+        keys, values = (tensor[self.slot : self.slot + 1] for tensor in self.store.fit(key_states, value_states, end))
         keys.narrow(2, self.length, new).copy_(key_states)
         values.narrow(2, self.length, new).copy_(value_states)
         self.length, self.is_initialized = end, True
@@ -156,8 +156,8 @@ class TargetCache:
                 if index is None:
                     index = torch.tensor(rows, device=layer.store.both[0].device) + prefix
                 for buffer in layer.store.both:
-                    own = buffer[self.slot]
-                    own.narrow(1, prefix, len(rows)).copy_(own.index_select(1, index.to(own.device)))
+                    entries = buffer[self.slot]
+                    entries.narrow(1, prefix, len(rows)).copy_(entries.index_select(1, index.to(entries.device)))
             layer.length = prefix + len(rows)
 
     def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
@@ -165,8 +165,8 @@ class TargetCache:
         whole = _pass(self.stores, columns, end)
         if len(whole.keys[0]) == 1:
             return whole
-        own = slice(self.slot, self.slot + 1)
-        return whole._replace(keys=[each[own] for each in whole.keys], values=[each[own] for each in whole.values])
+        slot = slice(self.slot, self.slot + 1)
+        return whole._replace(keys=[key[slot] for key in whole.keys], values=[value[slot] for value in whole.values])
 
     def append(self, count: int) -> None:
         """Take note of the rows that a pass wrote behind the others."""

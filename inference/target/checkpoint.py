@@ -68,12 +68,12 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(config)
     files = tensor_files(checkpoint)
     shards = {*files.values()}
-    count, size = sum(each.numel() for each in model.parameters()), sum(file.stat().st_size for file in shards)
+    count, size = sum(weight.numel() for weight in model.parameters()), sum(file.stat().st_size for file in shards)
     if count > MOST_OF_A_BYTE * size:
         raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
     if getattr(config, "quantization_config", None) is not None:
         return
-    floating = {name for name, each in model.named_parameters() if each.is_floating_point()}
+    floating = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     for file in shards:
         with safe_open(file, "pt") as opened:
             kinds = {name: str(opened.get_slice(name).get_dtype()) for name in floating.intersection(opened.keys())}
@@ -127,13 +127,13 @@ def fingerprint(model: PreTrainedModel, checkpoint: str) -> str:
     parameters = dict(model.named_parameters())
     quantised = {name for name, parameter in parameters.items() if not _plain(parameter)}
     few = {name: parameters[name].detach().flatten()[:FEW] for name in parameters.keys() - quantised}
-    mark = ""
+    prefix = ""
     if getattr(model, "hf_quantizer", None) is not None:
         try:
             few |= _originals(checkpoint, quantised)
         except (OSError, ValueError, KeyError, SafetensorError):
-            mark = QUANTISED
-    return mark + digest(few)
+            prefix = QUANTISED
+    return prefix + digest(few)
 
 
 def fingerprint_on_disk(model: PreTrainedModel, checkpoint: str) -> str:

@@ -56,9 +56,9 @@ class Compiled:
             token, position, seen, rows, column = padded(token, position, seen, rows, column)
         mask = self.target.attention_mask(seen, position, column)
         if not self.static:
-            for each in (token, position, rows.columns, *_tensors(mask)):
-                for dim in range(each.dim()):
-                    torch._dynamo.maybe_mark_dynamic(each, dim)
+            for tensor in (token, position, rows.columns, *_tensors(mask)):
+                for dim in range(tensor.dim()):
+                    torch._dynamo.maybe_mark_dynamic(tensor, dim)
             return self.call(token, position, mask, rows, layers)
         torch.compiler.cudagraph_mark_step_begin()
         hidden, last = self.call(token, position, mask, rows, layers)
@@ -116,5 +116,5 @@ def padded(
     behind = rows.columns[:, -1:] + torch.arange(1, more + 1, device=token.device)
     unused = torch.arange(width, device=token.device).expand(idle, -1)
     rows = rows._replace(columns=torch.cat([torch.cat([rows.columns, behind], 1), unused]), end=reach)
-    token, position = (pad(each, (0, more, 0, idle)) for each in (token, position))
+    token, position = (pad(tensor, (0, more, 0, idle)) for tensor in (token, position))
     return token, position, seen, rows, None if column is None else pad(column, (0, reach - end, 0, idle))

@@ -87,23 +87,23 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def device_named(wanted: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
     """Return a device by its name, None being the accelerator if there is one.
 
     Raises:
         ValueError: torch knows no such device, or sees none here.
     """
     try:
-        device = torch.device(wanted or default_device())
+        device = torch.device(name or default_device())
     except RuntimeError:
-        raise ValueError(f"model.device is {wanted!r}: give cpu, cuda or cuda:N, or null") from None
+        raise ValueError(f"model.device is {name!r}: give cpu, cuda or cuda:N, or null") from None
     here = torch.accelerator.current_accelerator()
     if device.type not in ("cpu", "cuda", here.type if here else "cpu"):
-        raise ValueError(f"model.device is {wanted!r}, which this machine has not: give cpu, or null for what there is")
+        raise ValueError(f"model.device is {name!r}, which this machine has not: give cpu, or null for what there is")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(
-            f"model.device is {wanted}, and torch sees {count} accelerators on this machine: give cpu, or null for "
+            f"model.device is {name}, and torch sees {count} accelerators on this machine: give cpu, or null for "
             "what there is"
         )
     return device

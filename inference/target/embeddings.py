@@ -1,4 +1,4 @@
-"""The two ends of a target: what a head needs of it besides its features."""
+"""A target's embedding and lm_head: what a head needs of it besides its features."""
 
 import torch
 from jaxtyping import Float, Int
@@ -87,8 +87,8 @@ def layer_shape(config: PreTrainedConfig) -> LayerShape:
 def final_norm(base: nn.Module, layers: int) -> nn.Module:
     """Return the norm behind the last of a base model's decoder layers: the last module with a vector beside them."""
     for holder in base.modules():
-        if any(isinstance(part, nn.ModuleList) and len(part) == layers for part in holder.children()):
-            norms = [part for part in holder.children() if getattr(getattr(part, "weight", None), "ndim", 0) == 1]
+        if any(isinstance(child, nn.ModuleList) and len(child) == layers for child in holder.children()):
+            norms = [child for child in holder.children() if getattr(getattr(child, "weight", None), "ndim", 0) == 1]
             if norms:
                 return norms[-1]
     raise ValueError(f"{type(base).__name__}: no norm found behind its decoder layers; its last state cannot be normed")

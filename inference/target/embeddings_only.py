@@ -1,4 +1,4 @@
-"""A target of which only the ends are loaded: its embedding, final norm and lm_head, straight from the checkpoint.
+"""The target's embedding, final norm and lm_head alone, read straight from the checkpoint.
 
 All that training from stored features needs. The layers stay on disk, so the largest target's head trains on a device
 that could never hold the target.
@@ -33,9 +33,9 @@ class EmbeddingsOnly:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, place: torch.device
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, chosen_device: torch.device
     ) -> None:
-        self.name, self.tokenizer, self.device = name, tokenizer, place
+        self.name, self.tokenizer, self.device = name, tokenizer, chosen_device
         self.config: Any = model.config.get_text_config()
         self.embeddings = TargetEmbeddings(model)
         self.norm = final_norm(model.base_model, self.config.num_hidden_layers)
@@ -46,7 +46,7 @@ class EmbeddingsOnly:
 
     @classmethod
     def load(cls, path: str, dtype: str, device: str | None, trust_remote_code: bool) -> "EmbeddingsOnly":
-        """Load the ends of a checkpoint.
+        """Load embedding, final norm and lm_head of a checkpoint.
 
         Args:
             path: folder or Hub name.
@@ -57,8 +57,8 @@ class EmbeddingsOnly:
         Raises:
             ValueError: they cannot be loaded without the layers, and why.
         """
-        place = device_named(device)
-        kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
+        chosen_device = device_named(device)
+        kind = fast_dtype(chosen_device) if dtype == "auto" else DTYPES[dtype]
         if dtype == "auto":
             note_dtype(path, trust_remote_code, kind)
         remote = {"trust_remote_code": trust_remote_code}
@@ -72,27 +72,27 @@ class EmbeddingsOnly:
             model.tie_weights()
             count = model.config.get_text_config().num_hidden_layers
             parts = [model.get_input_embeddings(), model.get_output_embeddings(), final_norm(model.base_model, count)]
-            _fill(model, parts, path, kind, place)
-            return cls(model.eval().requires_grad_(False), tokenizer, path, place)
+            _fill(model, parts, path, kind, chosen_device)
+            return cls(model.eval().requires_grad_(False), tokenizer, path, chosen_device)
         except UNFIT as error:
-            why = reason(error)
-            raise ValueError(f"model.path={path}: its ends cannot be loaded without its layers ({why})") from error
+            problem = f"its embeddings cannot be loaded without its layers ({reason(error)})"
+            raise ValueError(f"model.path={path}: {problem}") from error
 
 
 def _fill(model: nn.Module, parts: list[nn.Module], path: str, dtype: torch.dtype, device: torch.device) -> None:
     """Give some modules of a model on the meta device their weights from the checkpoint; tied ones stay tied."""
-    if any(len(list(part.buffers())) for part in parts):
+    if any(len(list(module.buffers())) for module in parts):
         raise ValueError("they compute with more than weights")
-    parameters = {id(parameter) for part in parts for parameter in part.parameters()}
+    parameters = {id(parameter) for module in parts for parameter in module.parameters()}
     files, loaded = tensor_files(path), {}
     for name, parameter in model.named_parameters():
         if id(parameter) in parameters:
             with safe_open(files[name], "pt") as opened:
                 tensor = opened.get_tensor(name).to(device, dtype)
             loaded[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
-    for part in parts:
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            setattr(part, name, loaded[id(parameter)])
+    for module in parts:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, loaded[id(parameter)])
 
 
 def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | EmbeddingsOnly:

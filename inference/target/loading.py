@@ -124,16 +124,20 @@ def load(
     method = _method(quantize)
     remote = {"trust_remote_code": trust_remote_code}
     configured = configuration(path, trust_remote_code)
-    own: Any = getattr(configured, "quantization_config", None)
+    saved_config: Any = getattr(configured, "quantization_config", None)
     with _errors(path):
         tokenizer = _tokenizer(path, trust_remote_code)
-    if method is not None and own is not None:
-        name = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
+    if method is not None and saved_config is not None:
+        name = (
+            saved_config.get("quant_method")
+            if isinstance(saved_config, dict)
+            else getattr(saved_config, "quant_method", None)
+        )
         raise ValueError(f"model.quantize={quantize}: {path} is quantised already ({name}); leave model.quantize out")
-    placement.check(where, quantize if method else None if own is None else "by its checkpoint", None, device)
+    placement.check(where, quantize if method else None if saved_config is None else "by its checkpoint", None, device)
     with _errors(path):
         options = placement.options(where, path, device, dtype, trust_remote_code)
-        if (method is not None or own is not None) and not options:
+        if (method is not None or saved_config is not None) and not options:
             options["device_map"] = {"": str(device)}
         if method is not None:
             options["quantization_config"] = method.config(dtype)
@@ -150,7 +154,7 @@ def load(
     if not options:
         move: Any = model.to  # transformers wraps it in a way that hides its arguments
         return move(device), tokenizer
-    if method is not None or own is not None:
+    if method is not None or saved_config is not None:
         _check(model, path, quantize if method else None)
     return model, tokenizer
 
@@ -169,7 +173,7 @@ def note_dtype(path: str, trust_remote_code: bool, dtype: torch.dtype) -> None:
     """Say that a model runs in another dtype than its checkpoint's, where nobody has asked for it."""
     saved = getattr(configuration(path, trust_remote_code).get_text_config(), "dtype", None)
     if saved not in (None, dtype):
-        theirs, ours = (str(each).removeprefix("torch.") for each in (saved, dtype))
+        theirs, ours = (str(kind).removeprefix("torch.") for kind in (saved, dtype))
         log.warning("%s: a checkpoint in %s, run in %s, fast here; model.dtype=%s keeps it", path, theirs, ours, theirs)
 
 

@@ -150,8 +150,8 @@ class TargetModel:
         self.eos = end_tokens(model.generation_config, tokenizer)
         self.quantized = loading.method_of(model)
         sizes = self.embeddings.vocab_size, self.embeddings.hidden_size, self.config.num_hidden_layers
-        mark, carried = (self.placed.mark, None) if adapter is None else (adapter.fingerprint, adapter.name)
-        self.spec = TargetSpec(name, *sizes, mark, carried)
+        digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
+        self.spec = TargetSpec(name, *sizes, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Compiler | None = None
         self.packing: Packing | None = None

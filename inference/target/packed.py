@@ -59,8 +59,8 @@ def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
     first[:, 1:] = document[:, 1:] != document[:, :-1]
     starts = first.flatten().nonzero()[:, 0].tolist()
     length = document.shape[1]
-    ends = [*starts[1:], document.numel()]
-    return [Span(a // length, a % length, (b - 1) % length + 1) for a, b in zip(starts, ends, strict=True)]
+    stops = [*starts[1:], document.numel()]
+    return [Span(a // length, a % length, (b - 1) % length + 1) for a, b in zip(starts, stops, strict=True)]
 
 
 _HERE: ContextVar[tuple[Packing, list[Span]]] = ContextVar("documents")

@@ -1,4 +1,4 @@
-"""What the passes of a placed target rely on: its ends whole, its fingerprint, and whose rows go through together."""
+"""A placed target: its device, whole embeddings, fingerprint and process group."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -23,16 +23,16 @@ class Placed(NamedTuple):
     """A placed target.
 
     Attributes:
-        device: where features, ends and tokens are; the layers may lie elsewhere.
+        device: of features, embeddings and tokens; the layers may lie elsewhere.
         embeddings: whole, and on that device.
-        mark: the fingerprint of the weights, the same however they lie.
+        fingerprint: of the weights, the same however they lie.
         group: the processes of this one's tensor-parallel group; None without one.
         together: whether every pass takes all processes.
     """
 
     device: torch.device
     embeddings: TargetEmbeddings
-    mark: str
+    fingerprint: str
     group: distributed.ProcessGroup | None
     together: bool
 
@@ -42,26 +42,30 @@ def on_one_device(model: PreTrainedModel, name: str) -> Placed:
     return Placed(model.device, TargetEmbeddings(model), fingerprint(model, name), None, together=False)
 
 
-def placed(model: PreTrainedModel, where: Placement, path: str, place: torch.device, trust: bool) -> Placed:
+def placed(model: PreTrainedModel, where: Placement, path: str, device: torch.device, trust: bool) -> Placed:
     """Return a model that transformers has placed; every process calls it where passes take all of them.
 
     Raises:
         ValueError: nothing of it was cut up where that was asked for.
     """
-    if where.together and where.group_size > 1 and not any(isinstance(each, DTensor) for each in model.parameters()):
+    if (
+        where.together
+        and where.group_size > 1
+        and not any(isinstance(weight, DTensor) for weight in model.parameters())
+    ):
         raise ValueError(
             f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
         )
     config = read_target_config(path, trust)
-    embeddings, digest_of_target = _embeddings(model, config, place, trust), _mark(model, path)
+    embeddings, digest_of_target = _embeddings(model, config, device, trust), _fingerprint(model, path)
     group = None
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
-        group = mesh(where.group_size, place)["tp"].get_group()
+        group = mesh(where.group_size, device)["tp"].get_group()
     if where.together:
         # The first call makes a module the root of those sharded in it; later the decoder stack is called by itself.
         with torch.no_grad():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=place), use_cache=False)
-    return Placed(place, embeddings, digest_of_target, group, together=where.together)
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+    return Placed(device, embeddings, digest_of_target, group, together=where.together)
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
@@ -75,14 +79,14 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 def _whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     # It warns that weights cut up twice, for copies and for a group, are gathered in two steps; that is no mistake.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    for prefix, part in module.named_modules():
-        with align_module_device(part):
-            for name, value in list(part.named_parameters(recurse=False)):
+    for prefix, submodule in module.named_modules():
+        with align_module_device(submodule):
+            for name, value in list(submodule.named_parameters(recurse=False)):
                 full = value.full_tensor() if isinstance(value, DTensor) else value
                 yield f"{prefix}.{name}".lstrip("."), full.detach()
 
 
-def _mark(model: PreTrainedModel, path: str) -> str:
+def _fingerprint(model: PreTrainedModel, path: str) -> str:
     """Return the fingerprint; from the checkpoint's files, or where their names are others, from the weights."""
     if getattr(model, "hf_quantizer", None) is not None:
         return fingerprint(model, path)
@@ -94,14 +98,14 @@ def _mark(model: PreTrainedModel, path: str) -> str:
 
 
 def _embeddings(model: PreTrainedModel, config: Any, device: torch.device, trust: bool) -> TargetEmbeddings:
-    """Return the ends: the model's own where they are whole and on the device, else whole copies there."""
+    """Return the embeddings: the model's own where they are whole and on the device, else whole copies there."""
     originals = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if all(_is_here(each, device) for each in originals):
+    if all(_is_here(module, device) for module in originals):
         return TargetEmbeddings(model)
     with torch.device("meta"):
-        bare = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-    bare.tie_weights()
-    copies = [bare.get_input_embeddings(), bare.get_output_embeddings()]
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    skeleton.tie_weights()
+    copies = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
     tied = copies[0].weight is copies[1].weight
     for source, copy in zip(originals, copies, strict=True):
         for name, value in whole(source).items():
@@ -111,7 +115,7 @@ def _embeddings(model: PreTrainedModel, config: Any, device: torch.device, trust
             setattr(copy, name, buffer.to(device))
     if tied:
         copies[1].weight = copies[0].weight
-    return TargetEmbeddings(bare.eval())
+    return TargetEmbeddings(skeleton.eval())
 
 
 def _is_here(module: nn.Module, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Where a frozen target lies: whole on each process's device, cut up among the processes, or spread and streamed.
+"""Placement of a frozen target: whole on each device, tensor-parallel, over several devices, or offloaded.
 
 transformers and accelerate place the weights; here stands which of their options a placement means, what cannot work,
 and who has to make a pass together.
@@ -91,7 +91,7 @@ def check_alone(where: Placement, who: str) -> None:
         )
 
 
-def check(where: Placement, quantized: str | None, adapter: str | None, place: torch.device) -> None:
+def check(where: Placement, quantized: str | None, adapter: str | None, device: torch.device) -> None:
     """Check what can be checked before anything is loaded.
 
     Args:
@@ -105,11 +105,11 @@ def check(where: Placement, quantized: str | None, adapter: str | None, place: t
     """
     check_weights(where, quantized, adapter)
     if where.together:
-        _check_here(where, place)
+        _check_here(where, device)
         check_processes(where, _world(), where.group_size)
-    elif where.placement == DEVICE_MAP and place.type != "cpu":
-        devices_of(where, place)
-    check_offload(where, place.type)
+    elif where.placement == DEVICE_MAP and device.type != "cpu":
+        devices_of(where, device)
+    check_offload(where, device.type)
 
 
 def check_weights(where: Placement, quantized: str | None, adapter: str | None) -> None:
@@ -193,7 +193,7 @@ def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
             )
 
 
-def options(where: Placement, path: str, place: torch.device, dtype: torch.dtype, trust: bool) -> dict[str, Any]:
+def options(where: Placement, path: str, device: torch.device, dtype: torch.dtype, trust: bool) -> dict[str, Any]:
     """Return what transformers' from_pretrained takes for a placement; nothing for replicate.
 
     Raises:
@@ -203,35 +203,35 @@ def options(where: Placement, path: str, place: torch.device, dtype: torch.dtype
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
         config = read_target_config(path, trust)
         check_shape(config.get_text_config(), where.group_size, path)
-        return _tensor_parallel(where.group_size, world // where.group_size, place)
+        return _tensor_parallel(where.group_size, world // where.group_size, device)
     if where.placement == FSDP:
         return {"distributed_config": DistributedConfig(fsdp_size=world)}
     if where.placement == DEVICE_MAP:
-        if place.type == "cpu":
+        if device.type == "cpu":
             return {"device_map": {"": "cpu"}}
-        numbers, free = devices_of(where, place), torch.cuda.mem_get_info
+        numbers, free = devices_of(where, device), torch.cuda.mem_get_info
         cap = {n: int(free(n)[0] * 0.9) if where.memory_gb is None else int(where.memory_gb * GB) for n in numbers}
         return {"device_map": "auto", "max_memory": cap}
     if where.placement == OFFLOAD:
         config = read_target_config(path, trust)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-        return {"device_map": dict(_offloaded(empty, where, str(place), dtype))}
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        return {"device_map": dict(_offloaded(skeleton, where, str(device), dtype))}
     return {}
 
 
-def _tensor_parallel(size: int, copies: int, place: torch.device) -> dict[str, Any]:
+def _tensor_parallel(size: int, copies: int, device: torch.device) -> dict[str, Any]:
     if copies == 1:
         return {"distributed_config": DistributedConfig(tp_size=size)}
     if "dp_replicate_size" in DistributedConfig.__dataclass_fields__:
         return {"distributed_config": DistributedConfig(tp_size=size, dp_replicate_size=copies)}
     # Before transformers had a size for copies, a mesh with a dimension of ours held them; it only wants the product.
-    return {"distributed_config": DistributedConfig(tp_size=size, fsdp_size=copies), "device_mesh": mesh(size, place)}
+    return {"distributed_config": DistributedConfig(tp_size=size, fsdp_size=copies), "device_mesh": mesh(size, device)}
 
 
-def mesh(size: int, place: torch.device) -> Any:
+def mesh(size: int, device: torch.device) -> Any:
     """Return all processes as copies x tensor-parallel groups; the processes of a group follow each other."""
-    return init_device_mesh(place.type, (_world() // size, size), mesh_dim_names=("copy", "tp"))
+    return init_device_mesh(device.type, (_world() // size, size), mesh_dim_names=("copy", "tp"))
 
 
 def devices_of(where: Placement, device: torch.device) -> list[int]:
@@ -250,13 +250,15 @@ def devices_of(where: Placement, device: torch.device) -> list[int]:
             f"model.placement=device_map has {len(numbers)} devices for {processes} processes: start fewer, or give "
             "more model.devices"
         )
-    share = numbers[mine::processes]
-    return sorted(share, key=lambda n: n != device.index)
+    devices = numbers[mine::processes]
+    return sorted(devices, key=lambda n: n != device.index)
 
 
-def _offloaded(empty: PreTrainedModel, where: Placement, place: str, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+def _offloaded(
+    skeleton: PreTrainedModel, where: Placement, device: str, dtype: torch.dtype
+) -> Iterator[tuple[str, str]]:
     """Yield each part's name and place: layers off the device but for the first ones, all else on it."""
-    count = empty.config.get_text_config().num_hidden_layers
+    count = skeleton.config.get_text_config().num_hidden_layers
     room = int((where.memory_gb or 0) * GB)
 
     def down(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
@@ -266,13 +268,13 @@ def _offloaded(empty: PreTrainedModel, where: Placement, place: str, dtype: torc
             if isinstance(part, nn.ModuleList) and len(part) == count:
                 for i, layer in enumerate(part):
                     room -= sum(each.numel() for each in layer.parameters()) * dtype.itemsize
-                    yield f"{full}.{i}", place if room >= 0 else where.offload
+                    yield f"{full}.{i}", device if room >= 0 else where.offload
             elif any(isinstance(inner, nn.ModuleList) and len(inner) == count for inner in part.modules()):
                 yield from down(part, f"{full}.")
             else:
-                yield full, place
+                yield full, device
 
-    yield from down(empty, "")
+    yield from down(skeleton, "")
 
 
 def _world() -> int:

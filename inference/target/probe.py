@@ -40,15 +40,15 @@ def check(target: TargetModel) -> bool:
         ValueError: it does not run on a key-value cache, lm_head of the last hidden state is not the model's logits, or
             even a chain cannot be verified.
     """
-    known = windows(target.model, target.context)
-    length = _length(target, known.values())
+    window_sizes = windows(target.model, target.context)
+    length = _length(target, window_sizes.values())
     generator = torch.Generator().manual_seed(0)
     token = torch.randint(target.embeddings.vocab_size, (length + len(PARENTS),), generator=generator).to(target.device)
     prompt, nodes = token[:length], token[length:]
     _check_logits(target, prompt)
     target.takes_trees = True
     drafted = DraftTree(nodes, torch.tensor(PARENTS, device=target.device))
-    far = [f"{key}={value}" for key, value in known.items() if value > LONGEST and not _by_mask(target, key)]
+    far = [f"{key}={value}" for key, value in window_sizes.items() if value > LONGEST and not _by_mask(target, key)]
     if not far and _honours_masks(target, prompt, drafted):
         return True
     target.takes_trees = False
@@ -97,7 +97,7 @@ def _check_logits(target: TargetModel, prompt: Tensor) -> None:
     who, some = f"{target.name} ({target.architecture})", prompt[:PROMPT]
     try:
         full = target.model(input_ids=prompt[None], use_cache=False).logits[0]
-        found, early = (target.prefill(each, target.cache()).logits for each in (prompt, some))
+        batched, early = (target.prefill(tokens, target.cache()).logits for tokens in (prompt, some))
     except UNFIT as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if kinds := {*(getattr(target.config, "layer_types", None) or [])} - {FULL, SLIDING}:
@@ -107,7 +107,7 @@ def _check_logits(target: TargetModel, prompt: Tensor) -> None:
         raise ValueError(
             f"{who}: headstart does not run this architecture ({reason}): choose another target"
         ) from error
-    if not _close(found, full[-1]):
+    if not _close(batched, full[-1]):
         _check_finite(target)
         raise ValueError(
             f"{who}: lm_head(last hidden state) is not this model's logits; its architecture scales or caps them in a "

@@ -62,20 +62,20 @@ class Target(TargetModel):
         """
         if dtype != "auto" and dtype not in DTYPES:
             raise ValueError(f"model.dtype is {dtype!r}: choose auto or one of {', '.join(DTYPES)}")
-        place = device_named(device)
-        kind = fast_dtype(place) if dtype == "auto" else DTYPES[dtype]
+        chosen_device = device_named(device)
+        kind = fast_dtype(chosen_device) if dtype == "auto" else DTYPES[dtype]
         if dtype == "auto":
             loading.note_dtype(path, trust_remote_code, kind)
         if adapter in (None, loading.AS_IT_IS):
-            model, tokenizer = loading.load(path, kind, place, trust_remote_code, quantize, where)
+            model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize, where)
             if where.placement == REPLICATE:
                 return cls(model, tokenizer, path)
-            return cls(model, tokenizer, path, None, place_whole(model, where, path, place, trust_remote_code))
-        check_placement(where, None, adapter, place)
+            return cls(model, tokenizer, path, None, place_whole(model, where, path, chosen_device, trust_remote_code))
+        check_placement(where, None, adapter, chosen_device)
         adapters.check(adapter, quantize)
-        model, tokenizer = loading.load(path, kind, place, trust_remote_code, quantize)
-        merged, carried = adapters.merge(model, path, adapter)
-        return cls(merged, tokenizer, path, carried)
+        model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize)
+        merged, attached = adapters.merge(model, path, adapter)
+        return cls(merged, tokenizer, path, attached)
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str | None = None, device: str | None = None) -> "Target":

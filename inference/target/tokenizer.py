@@ -82,6 +82,6 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **option
 
 def end_tokens(configured: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end an answer: those of the generation config, and the tokenizer's."""
-    ends = configured.eos_token_id if configured else None
-    tokens = ends if isinstance(ends, list) else [ends]
+    eos = configured.eos_token_id if configured else None
+    tokens = eos if isinstance(eos, list) else [eos]
     return frozenset(token for token in [*tokens, tokenizer.eos_token_id] if isinstance(token, int))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.modules.top_k import likeliest
+from heads.modules.top_k import argmax
 from inference.verification import rules
 from inference.verification.rng import Generator, Rng
 from inference.verification.rules import Chosen, Distributions
@@ -143,7 +143,7 @@ def decide(
     if entry.lossy:  # one-hot probs leave nothing to be lenient about: they judge by those at temperature 1
         path, _ = entry.walk(tree, LazyDistributions(logits, replace(sampling, temperature=1.0)), q, rng)
         return Verdict(path, int(logits[path[-1]].argmax()), shown)
-    best = likeliest(logits).tolist()
+    best = argmax(logits).tolist()
     return Verdict(*rules.follow(tree, lambda node, _: best[node]), NOTHING if shown == NOTHING else GREEDY_WALK)
 
 

@@ -198,7 +198,7 @@ def test_a_file_of_empty_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatc
     [
         ("a.jsonl", b"", "holds no records"),
         ("a.txt", b"\n \n", "holds no records"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": ', r"line 2 is no JSON .*; mend or remove it"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', r"line 2 is no JSON .*; fix or remove it"),
         ("a.jsonl", b"3\n", "every record must be a JSON object"),
         ("a.jsonl", b"\xff\xfe", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:-9], "cannot be read"),

@@ -19,7 +19,7 @@ from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
 from data.features.stored import Fallback, Stored
 from data.features.writer import StoreWriter
 from heads.common.typed import typed
-from heads.modules.top_k import whole_law
+from heads.modules.top_k import full_log_probs
 from inference.target.target import Target
 from tests import toys
 from tests.data import stores
@@ -135,7 +135,7 @@ def test_the_top_of_the_law_stands_in_for_the_last_state(tmp_path: Path, target:
     assert given.features.last.shape == (2, 16, 0)
     true = target.embeddings.logits(live.features.last).log_softmax(-1)
     real = live.features.document >= 0
-    assert torch.allclose(whole_law(given.top, toys.VOCAB)[real], true[real], atol=1e-4)
+    assert torch.allclose(full_log_probs(given.top, toys.VOCAB)[real], true[real], atol=1e-4)
 
 
 def test_every_rank_reads_its_own_rows(tmp_path: Path, target: Target, packed: Packed) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.measures.results import Row
+from eval.report import text
+from eval.report.write import Report
 from heads.formats.store import TargetSpec
 from inference.decode import Generation, Step
 from inference.target.target import Target
@@ -34,6 +36,11 @@ ROW = Row(
     memory_bytes=2**20,
     lossless={"checked": 8, "identical": 7, "near_tie": 1, "failed": 0},
 )
+
+
+def markdown(report: Report) -> str:
+    """Return a report's Markdown."""
+    return text.markdown(report.as_dict(), report.failures())
 
 
 def generation(

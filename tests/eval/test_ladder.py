@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from eval.report.breakdown import RUNGS, cells, closer, ladder, laddered
+from eval.report.breakdown import RUNGS, advice, closer, ladder, laddered
 
 # A plain step takes 10 ms, 9 of them the pass.
 PLAIN: dict[str, Any] = {
@@ -43,7 +43,7 @@ def test_the_greatest_of_the_smaller_losses_is_named() -> None:
     drafts = ladder(slow, PLAIN)
     assert drafts is not None
     assert drafts["most"] == "draft"
-    assert cells("eagle", {**slow, "ladder": drafts})[-1].startswith("a cheaper draft (0.5")
+    assert advice(drafts).startswith("a cheaper draft (0.5")
 
 
 def test_fewer_rejections_mean_more_tokens() -> None:

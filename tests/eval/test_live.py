@@ -9,8 +9,9 @@ import torch
 
 from data.text.prompts import Prompt
 from eval.live import hf, interleaved
-from eval.live.interleaved import Session, interleave, measure, rows
+from eval.live.interleaved import interleave, measure, rows
 from eval.measures.losslessness import Divergence, Gate
+from eval.measures.results import Session
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.plain import Plain
 from inference.target.target import Target

@@ -12,10 +12,9 @@ import torch
 from data.text.prompts import Prompt
 from eval.config import eval_config
 from eval.live import interleaved, request_rate
-from eval.live.interleaved import Session
 from eval.live.request_rate import Served, arrivals, latency_interval, latency_ratio, measure, serve, throughput, waited
 from eval.measures.losslessness import Divergence, Gate
-from eval.measures.results import Row
+from eval.measures.results import Row, Session
 from eval.run import evaluate
 from inference.batch import Batch, Running
 from inference.decode import Generation, Settings, speculate
@@ -111,7 +110,7 @@ class Noted(Plain):
 
     forgot = 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Count."""
         self.forgot += 1
 

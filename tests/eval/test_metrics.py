@@ -106,8 +106,9 @@ OF = [3, 3, 8, 8, 8, 5]  # their conversations
 
 
 def intervals(runs: Sequence[Generation], base: Sequence[Generation], groups: metrics.Groups) -> list[object]:
-    speeds = (metrics.speedup_interval, metrics.whole_speedup_interval)
-    return [metrics.tau_interval(runs, 1, groups), *(each(runs, base, 1, groups) for each in speeds)]
+    pairs = (metrics.decoding, metrics.end_to_end)
+    speeds = [metrics.paired_interval(each(runs), each(base), 1, groups) for each in pairs]
+    return [metrics.tau_interval(runs, 1, groups), *speeds]
 
 
 def test_turns_of_one_conversation_are_drawn_together() -> None:
@@ -156,5 +157,5 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 def test_end_to_end_the_prefills_token_and_seconds_count_too() -> None:
     runs = [replace(generation(6, [(0, 0)] * 5, seconds=1.0), prefill_s=0.5) for _ in range(2)]
-    assert metrics.whole_tokens_per_second(runs) == pytest.approx(6 / 1.5)
+    assert metrics.speed(metrics.end_to_end(runs)) == pytest.approx(6 / 1.5)
     assert metrics.tokens_per_second(runs) == pytest.approx(5 / 1.0)

@@ -12,17 +12,21 @@ import pytest
 from data.text.prompts import Prompt
 from eval.live import extras
 from eval.live.answers import answers
-from eval.live.interleaved import Runs, Session, rows
+from eval.live.interleaved import Runs, rows
 from eval.measures.chi_square import LawTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate
+from eval.measures.results import Session
 from eval.report.breakdown import RUNGS
-from eval.report.page import build, names, plots, tree_plot
-from eval.report.page.tables import flattened
-from eval.report.write import Report, markdown
+from eval.report.columns import flattened
+from eval.report.plots import results as plots
+from eval.report.plots import tree as tree_plot
+from eval.report.sections import sections
+from eval.report.view import PAGE, results_of
+from eval.report.write import Report
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from tests import toys
-from tests.eval.stubs import generation
+from tests.eval.stubs import generation, markdown
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 GREEN, RED = Gate(2, 2, 0, 0), Gate(2, 1, 0, 1, Divergence("p1", 3, 4, 5, 2.5))
@@ -192,14 +196,13 @@ def test_a_law_that_was_rejected_greys_its_temperature_alone(tmp_path: Path) -> 
     replace(made, rows=red, sampled=[SampledGate("eagle", 1.0, GREEN, wrong, "")]).write(tmp_path)
     read = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
     told = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert {(row["drafter"], row["temperature"]) for row in told["rows"] if names.red(row, told["settings"])} == {
-        ("eagle", 1.0)
-    }
+    failed = {(each.row["drafter"], each.row["temperature"]) for each in results_of(told) if each.failed}
+    assert failed == {("eagle", 1.0)}
     found = {line["name"]: line["speedup"] for line in lines(read, "results")}
     assert found["eagle, T=1"] is None
     assert found["eagle, T=0"] is not None
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "RED: eagle at T=1: 2 of 2 prompts equal under coupled noise; chi-square p 1e-09 of 1000 draws" in text
+    assert "FAILED: eagle at T=1: 2 of 2 prompts equal under coupled noise; chi-square p 1e-09 of 1000 draws" in text
 
 
 def test_rows_without_a_clock_are_no_other_batch_size() -> None:
@@ -244,6 +247,6 @@ def test_a_tree_of_which_nothing_was_accepted_is_left_out() -> None:
     whole = report(sizes=(1,), temperatures=(0.0,))
     told = whole.as_dict()
     told["trees"][EVIL] |= {"paths": [], "accepted": []}
-    assert [section.plots for section in build.sections(told) if section.id == "tree"] == [
+    assert [section.plots for section in sections(told, PAGE) if section.id == "tree"] == [
         [tree_plot.tree("eagle", told["trees"]["eagle"])]
     ]

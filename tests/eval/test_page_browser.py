@@ -46,17 +46,17 @@ def hovers(view: Any, told: dict[str, Any], width: int) -> None:
         spans.nth(index).scroll_into_view_if_needed()
         spans.nth(index).hover()
         piece = answer["pieces"][index]
-        first, chances, likeliest = said.inner_text().splitlines()
+        first, chances, argmax = said.inner_text().splitlines()
         assert (
             first
             == f"“{piece['text']}” drafted and accepted, pass {piece['step']}: 4 drafted, {3 - piece['step']} accepted"
         )
         assert chances == f"target {piece['p']:.3f}" + (f", head {piece['q']:.3f}" if piece["q"] is not None else "")
-        assert likeliest.startswith(f"likeliest: “{piece['top'][0][0]}” ")
+        assert argmax.startswith(f"likeliest: “{piece['top'][0][0]}” ")
         place = said.bounding_box()
         assert place["x"] >= 0
         assert place["x"] + place["width"] <= width
-    assert likeliest.endswith("<0.001")
+    assert argmax.endswith("<0.001")
     assert answer["pieces"][1]["q"] is not None
     view.locator("#answers h2").hover()
     assert said.inner_text() == ""

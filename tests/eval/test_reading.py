@@ -12,8 +12,8 @@ from eval.measures.chi_square import LawTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate
 from eval.measures.metrics import quantiles
 from eval.report.reading import read_report, report_of
-from eval.report.write import Report, markdown
-from tests.eval.stubs import ROW
+from eval.report.write import Report
+from tests.eval.stubs import ROW, markdown
 
 LAW = LawTest(1000, 2, 7, 6.0, 0.5, 0.2, 0.9, 1e-3, 0.0)
 TIE = Divergence("p1", 3, 4, None, 1e-6)
@@ -52,7 +52,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert found.as_dict() == made.as_dict()
     assert markdown(found) == markdown(made)
     assert found.failures() == made.failures()
-    assert [found.red(row) for row in found.rows] == [False, True, True, True, True]
+    assert [found.failed(row) for row in found.rows] == [False, True, True, True, True]
 
 
 def test_a_report_of_earlier_days_lacks_what_rows_hold_since(tmp_path: Path) -> None:
@@ -226,5 +226,5 @@ def test_damaged_batch_sizes_of_a_gate_are_refused(part: dict[str, Any]) -> None
 
 
 def test_a_speedup_beside_a_red_gate_was_not_written_by_us() -> None:
-    with pytest.raises(ValueError, match="report mine: medusa has a speedup and a red gate"):
+    with pytest.raises(ValueError, match="report mine: medusa has a speedup and failed its check"):
         report_of(changed("speedup", 2.0), "mine")

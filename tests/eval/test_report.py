@@ -17,8 +17,9 @@ from eval.measures.losslessness import UNCHECKED, Divergence, Gate
 from eval.measures.results import TEACHER_FORCED, Row
 from eval.report.page import build
 from eval.report.page.build import library
-from eval.report.write import Report, markdown, table
-from tests.eval.stubs import ROW
+from eval.report.text import terminal
+from eval.report.write import Report
+from tests.eval.stubs import ROW, markdown
 
 GREEN = Gate(8, 7, 1, 0)
 RED = Gate(8, 7, 0, 1, Divergence("p2", 5, 11, 12, 3.5))
@@ -40,7 +41,7 @@ def report(row: Row = ROW, gate: Gate = GREEN) -> Report:
 def shown(made: Report) -> str:
     """Return everything that a person reads."""
     text = io.StringIO()
-    Console(file=text, width=200).print(table(made))
+    Console(file=text, width=200).print(terminal(made.as_dict()))
     return text.getvalue() + markdown(made)
 
 
@@ -121,9 +122,9 @@ def test_the_first_failure_is_in_the_json() -> None:
 
 @pytest.mark.parametrize("kept", [{"speedup": 1.77}, {"speedup_ci": (1.6, 1.9)}, {"speedup_hf": 2.46}])
 def test_a_speedup_beside_a_red_gate_cannot_be_built(kept: dict[str, object]) -> None:
-    with pytest.raises(AssertionError, match="red gate"):
+    with pytest.raises(AssertionError, match="failed its check"):
         report(replace(SILENT, **kept), RED)
-    with pytest.raises(AssertionError, match="red gate"):
+    with pytest.raises(AssertionError, match="failed its check"):
         report(replace(SILENT, lossless=UNCHECKED.counts(), **kept), RED)
 
 
@@ -202,13 +203,24 @@ def test_names_from_outside_are_no_markup_and_move_no_cursor(tmp_path: Path) -> 
     evil = "[/bold][red]x\x1b[2J\r\u202e<script>y</script>![z](http://h/i.png)\n| a |"
     made = report(replace(ROW, drafter=evil, rule=evil, workload=evil), RED)
     made = replace(made, target={"name": evil}, device={"name": evil}, rows=[replace(made.rows[0], tree="\ud800")])
-    terminal, file = io.StringIO(), tmp_path / "report.md"
-    Console(file=terminal, width=2000, force_terminal=True).print(table(made))
+    screen, file = io.StringIO(), tmp_path / "report.md"
+    Console(file=screen, width=2000, force_terminal=True).print(terminal(made.as_dict()))
     made.write(tmp_path)
-    for text in (terminal.getvalue(), markdown(made), file.read_text(encoding="utf-8")):
+    for text in (screen.getvalue(), markdown(made), file.read_text(encoding="utf-8")):
         assert "[/bold][red]x" in text
         assert not any(mark in text for mark in ("\x1b[2J", "\r", "\u202e"))
     assert "<script" not in markdown(made)
     assert "](" not in markdown(made)
     assert "\n| a |" not in markdown(made)
     assert {each.name for each in tmp_path.iterdir()} == {*FILES}
+
+
+def test_a_name_from_outside_begins_no_line_of_its_own() -> None:
+    evil = "x\n# heading\n| a |"
+    plain = replace(ROW, drafter="plain", workload=evil, speedup=1.0, speedup_ci=(1.0, 1.0), tau=1.0)
+    timed = {"dtype": "bfloat16", "checked": 8, "identical": 7, "near_tie": 1, "beyond": 0, "gaps": [0.1]}
+    made = replace(report(), rows=[plain, replace(ROW, workload=evil, drafter=evil, prompts=8, agreement=timed)])
+    text = markdown(made)
+    assert "commits 2.03 tokens a pass" in text
+    assert "7 of 8 prompts identical" in text
+    assert not any(line.startswith(("# heading", "| a |")) for line in text.splitlines())

@@ -9,11 +9,12 @@ import pytest
 
 from eval.config import eval_config
 from eval.measures.losslessness import Gate, SampledGate
-from eval.report.page.tables import nodes
+from eval.report.columns import nodes
 from eval.report.side_by_side import folder_of, names, shared, side_by_side
-from eval.report.write import Report, markdown
+from eval.report.view import results_of
+from eval.report.write import Report
 from tests.eval.small import run_main
-from tests.eval.stubs import ROW
+from tests.eval.stubs import ROW, markdown
 from tests.eval.test_page import Reader, lines
 from tests.eval.test_page import report as page_report
 from tests.eval.test_reading import RED, SILENT
@@ -76,7 +77,7 @@ def test_every_row_is_kept_as_it_was_and_names_its_report(two: list[str]) -> Non
 
 def test_a_red_gate_stays_red_in_its_own_report_alone(two: list[str]) -> None:
     made = side_by_side(two)
-    red = {(row.report, row.drafter, row.temperature) for row in made.rows if made.red(row)}
+    red = {(row.report, row.drafter, row.temperature) for row in made.rows if made.failed(row)}
     assert red == {("two", "eagle", 0.0), ("two", "hydra", 1.0)}
     assert not made.passed
     assert [line.split(":")[0] for line in made.failures()] == ["eagle of two", "hydra of two at T=1"]
@@ -166,9 +167,10 @@ def test_the_page_tells_the_reports_apart(tmp_path: Path, two: list[str]) -> Non
 def test_nodes_of_a_red_gate_are_grey_in_its_own_report_alone(tmp_path: Path) -> None:
     red = plain_and(replace(SILENT, lossless=RED.counts()), gates={"eagle": RED}, extras={"trees": {"eagle": TREE}})
     green = plain_and(ROW, gates={"eagle": Gate(8, 8, 0, 0)}, extras={"trees": {"eagle": TREE}})
-    table = nodes(side_by_side([make(tmp_path, "a", green), make(tmp_path, "b", red)]).as_dict())
+    made = side_by_side([make(tmp_path, "a", green), make(tmp_path, "b", red)]).as_dict()
+    table = nodes(made, results_of(made))
     assert [line[0].text for line in table.lines] == ["eagle of a"] * 2 + ["eagle of b"] * 2
-    assert table.red == [False, False, True, True]
+    assert table.failed == [False, False, True, True]
 
 
 def test_what_another_version_wrote_beside_the_rows_is_left_out(tmp_path: Path) -> None:

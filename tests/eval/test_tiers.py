@@ -12,7 +12,7 @@ from eval.config import eval_config
 from eval.inputs.texts import write
 from eval.inputs.workloads import load_workload
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
-from eval.report.page.tables import flattened
+from eval.report.columns import flattened
 from eval.run import evaluate
 from eval.tiers import within
 from inference.decode import Settings

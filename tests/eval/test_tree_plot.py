@@ -5,8 +5,8 @@ from itertools import combinations
 import pytest
 from omegaconf import OmegaConf
 
-from eval.report.page import tree_plot
-from eval.report.page.tree_plot import GAP, LABEL, Box
+from eval.report.plots import tree as tree_plot
+from eval.report.plots.tree import GAP, LABEL, Box
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from inference.drafters.policy import TreeConfig
@@ -20,7 +20,7 @@ def large() -> dict[Path, float]:
     return {path: 0.6 ** (len(path) + sum(path)) if sum(path) < 8 else 0.0 for path in shape}
 
 
-def drawn(share: dict[Path, float]) -> tuple[tree_plot.Spec, dict[str, tree_plot.Told]]:
+def drawn(share: dict[Path, float]) -> tuple[tree_plot.Spec, dict[str, tree_plot.Record]]:
     """Return the plot of a tree, and its nodes by name."""
     found = {"label": "static", "note": "", "steps": 9, "paths": [*map(list, share)], "accepted": [*share.values()]}
     spec = tree_plot.tree("medusa", found).spec

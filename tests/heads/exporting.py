@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads import HEADS
 from heads.base import DraftHead
-from heads.formats.export import Served, export
+from heads.formats.published.export import Served, export
 from inference.target.target import Target
 from tests import toys
 from tests.heads import foreign

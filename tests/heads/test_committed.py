@@ -12,7 +12,7 @@ from heads import rows
 from heads.base import Features
 from heads.common.typed import typed
 from heads.formats.store import CONFIG, load_head, save_head
-from heads.modules.vocab import spread
+from heads.modules.vocab import scatter_logits
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.verification.sample import GREEDY
@@ -51,7 +51,7 @@ def test_unroll_looks_back_as_far_as_drafting(name: str, length: int) -> None:
     for t in range(9):
         state, level = made.extend(None, part(packed, 0, t + 1), following[: t + 1])
         for depth in range(1, depths + 1):
-            found = spread(made.vocab, made.score(drafts[depth - 1].state[0, t], depth))
+            found = scatter_logits(made.vocab, made.score(drafts[depth - 1].state[0, t], depth))
             torch.testing.assert_close(found, level.logits[0], rtol=1e-9, atol=1e-9)
             if depth < depths:
                 token, mask = packed.token[0, t + 1 + depth][None], torch.ones(1, depth, dtype=torch.bool)

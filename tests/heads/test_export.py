@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from heads.formats.export import FORMATS, export
 from heads.formats.published import load_published
+from heads.formats.published.export import FORMATS, export
 from tests.heads import foreign
 from tests.heads.exporting import SAID, TOKENS, assert_same, chain, exported, made, served, target, told
 from tests.heads.stub import head as stub

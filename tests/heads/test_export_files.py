@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heads import HEADS
-from heads.formats.export import Served, eagle3, export, files
-from heads.formats.export.files import Foreign, check, put
-from heads.formats.export.source import Source
-from heads.formats.published import load_published
+from heads.formats.published import eagle3, load_published, written
+from heads.formats.published.export import Served, export
+from heads.formats.published.exporting import Export
+from heads.formats.published.written import Foreign, check, put
 from tests import toys
 from tests.heads.exporting import TOKENS, exported, made, served, target
 
@@ -23,7 +23,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def right() -> Foreign:
-    return eagle3.engines(Source("vllm", made("eagle3", feature_layers=[1, 3, 4]), served()))
+    return eagle3.engines(Export("vllm", made("eagle3", feature_layers=[1, 3, 4]), served()))
 
 
 def moved(by: int) -> Callable[[Tensors], Any]:
@@ -131,7 +131,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(written, "save_file", full)
     with pytest.raises(OSError, match=r"could not be written .*No space left") as caught:
         exported(made("medusa"), "vllm", tmp_path / "head")
     assert "\n" not in str(caught.value)

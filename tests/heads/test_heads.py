@@ -11,7 +11,7 @@ from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.modules.layers import Block, masked_attention
 from heads.modules.rope import Rope, Rotary, scaling_of
-from heads.modules.vocab import spread
+from heads.modules.vocab import scatter_logits
 from tests import toys
 
 
@@ -40,7 +40,7 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
                 upto = Features(*(part[:, : t + 1] for part in alone))
                 state, level = head.extend(None, upto, following[: t + 1])
                 for depth in range(1, min(depths, len(where) - 1 - t) + 1):
-                    found = spread(head.vocab, head.score(drafts[depth - 1].state[b, where[t]], depth))
+                    found = scatter_logits(head.vocab, head.score(drafts[depth - 1].state[b, where[t]], depth))
                     torch.testing.assert_close(found, level.logits[0], rtol=1e-9, atol=1e-9)
                     compared += 1
                     if t + 1 + depth < len(where) and depth < depths:

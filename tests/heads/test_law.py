@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from heads.modules.top_k import likeliest, top_log_probs, whole_law
+from heads.modules.top_k import argmax, full_log_probs, top_log_probs
 
 
 @pytest.mark.parametrize("k", [1, 5, 40])
 def test_the_whole_is_a_law_with_the_same_top(k: int) -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 3
     top = top_log_probs(logits, k)
-    law, true = whole_law(top, 40), logits.log_softmax(-1)
+    law, true = full_log_probs(top, 40), logits.log_softmax(-1)
     assert torch.allclose(law.exp().sum(-1), torch.ones(6))
     assert torch.allclose(law.gather(-1, top.ids), true.gather(-1, top.ids), atol=1e-5)
     rest = law.exp().scatter(-1, top.ids, 0)
@@ -20,7 +20,7 @@ def test_the_whole_is_a_law_with_the_same_top(k: int) -> None:
 def test_a_law_of_one_token_stays_finite() -> None:
     logits = torch.full((1, 40), -1e4)
     logits[0, 7] = 0
-    law = whole_law(top_log_probs(logits, 3), 40)
+    law = full_log_probs(top_log_probs(logits, 3), 40)
     assert law.isfinite().all()
     assert law.argmax(-1).tolist() == [7]
 
@@ -28,6 +28,6 @@ def test_a_law_of_one_token_stays_finite() -> None:
 @pytest.mark.parametrize("size", [5, 128, 640])
 def test_the_likeliest_is_the_first_of_equals(size: int) -> None:
     law = torch.randint(9, (3, 40, size)).float()
-    assert torch.equal(likeliest(law), law.argmax(-1))
+    assert torch.equal(argmax(law), law.argmax(-1))
     law[1, 2, size // 2] = float("inf")
-    assert likeliest(law)[1, 2] == size // 2
+    assert argmax(law)[1, 2] == size // 2

@@ -184,3 +184,11 @@ def test_the_code_imports_nothing_else(kind: str) -> None:
             near = re.findall(r"^from \.(\w+) import", texts[f"custom_generate/{name}.py"], re.MULTILINE)
             waiting += [other for other in near if other not in reached]
     assert {f"custom_generate/{name}.py" for name in reached} == texts.keys() - {"custom_generate/requirements.txt"}
+
+
+def test_a_head_that_needs_another_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import omegaconf\n\n\nclass Eagle:\n    made = omegaconf.OmegaConf()\n"
+    read = bundle._source
+    monkeypatch.setattr(bundle, "_source", lambda name: (source, "") if name == "heads.eagle" else read(name))
+    with pytest.raises(ValueError, match=r"heads\.eagle needs omegaconf, which is not wherever transformers is"):
+        bundle.files("eagle")

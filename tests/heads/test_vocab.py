@@ -7,7 +7,7 @@ import torch
 
 from heads.base import DraftVocabulary
 from heads.modules.fusion import chosen_layers
-from heads.modules.vocab import Readout, draft_vocabulary, prune
+from heads.modules.vocab import DraftLmHead, draft_vocabulary, prune
 from tests import toys
 
 
@@ -15,7 +15,7 @@ def test_the_most_frequent_tokens_are_chosen_and_found_again() -> None:
     vocab = DraftVocabulary(4, 8)
     vocab.choose(torch.tensor([0, 7, 3, 7, 0, 9, 3, 1]))
     assert vocab.ids.tolist() == [1, 2, 3, 5]  # of tokens 2 and 6, equally frequent, the lower
-    assert vocab.place(torch.tensor([[1, 2], [3, 5], [0, 7]])).tolist() == [[0, 1], [2, 3], [-1, -1]]
+    assert vocab.index_of(torch.tensor([[1, 2], [3, 5], [0, 7]])).tolist() == [[0, 1], [2, 3], [-1, -1]]
     full = vocab.scatter(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
     assert full[0, vocab.ids].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert full.isinf().sum() == 4
@@ -26,11 +26,11 @@ def test_a_vocabulary_as_large_as_the_targets_is_none() -> None:
     assert draft_vocabulary(32000, 8) is None
 
 
-@pytest.mark.parametrize("kind", Readout.KINDS)
+@pytest.mark.parametrize("kind", DraftLmHead.KINDS)
 def test_a_pruned_lm_head_starts_as_the_targets_rows(kind: str) -> None:
     embeddings, hidden = toys.target().embeddings, torch.randn(3, 32)
     vocab = DraftVocabulary(9, toys.VOCAB)
-    readout = Readout(embeddings, kind, vocab)
+    readout = DraftLmHead(embeddings, kind, vocab)
     for seed in (1, 2):  # the target's kept rows follow the choice
         vocab.choose(torch.randint(50, (toys.VOCAB,), generator=torch.Generator().manual_seed(seed)))
         readout.start()
@@ -40,9 +40,9 @@ def test_a_pruned_lm_head_starts_as_the_targets_rows(kind: str) -> None:
 def test_a_low_rank_lm_head_starts_as_near_as_can_be() -> None:
     embeddings, hidden = toys.target().embeddings, torch.randn(5, 32)
     weight = embeddings.head_weight()
-    full = Readout(embeddings, "own", None, rank=32)
+    full = DraftLmHead(embeddings, "own", None, rank=32)
     torch.testing.assert_close(full(hidden), embeddings.logits(hidden), rtol=1e-4, atol=1e-4)
-    low = Readout(embeddings, "own", None, rank=7)
+    low = DraftLmHead(embeddings, "own", None, rank=7)
     assert sum(p.numel() for p in low.parameters()) == 7 * (32 + toys.VOCAB)
     gap = torch.linalg.matrix_norm(weight - low.weight @ low.down.weight)
     best = torch.linalg.svdvals(weight)[7:].square().sum().sqrt()
@@ -54,7 +54,7 @@ def test_a_low_rank_lm_head_starts_as_near_as_can_be() -> None:
 )
 def test_bad_lm_heads_are_named(kind: str, rank: int | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Readout(toys.target().embeddings, kind, None, rank)
+        DraftLmHead(toys.target().embeddings, kind, None, rank)
 
 
 def test_pruning_leaves_heads_without_a_vocabulary_alone() -> None:
@@ -101,7 +101,7 @@ def test_layers_that_fall_together_are_refused(wanted: list[int] | None, count: 
 
 
 def test_gradients_of_an_lm_head_are_added_up_in_place() -> None:
-    readout = Readout(toys.target().embeddings, "own", None)
+    readout = DraftLmHead(toys.target().embeddings, "own", None)
     assert readout.weight is not None
     states = [torch.randn(3, readout.weight.shape[1], requires_grad=True) for _ in range(3)]
     leaves = [*states, readout.weight]
@@ -115,7 +115,7 @@ def test_gradients_of_an_lm_head_are_added_up_in_place() -> None:
 
 
 def test_where_nothing_is_added_up_autograd_has_it() -> None:
-    readout = Readout(toys.target().embeddings, "own", None)
+    readout = DraftLmHead(toys.target().embeddings, "own", None)
     assert readout.weight is not None
     with readout.adding() as unused:
         pass

@@ -39,8 +39,8 @@ class Recorder(Drafter, DrafterState):
         self.state = self.source.start(prompt)
         return self
 
-    def forget(self) -> None:
-        self.source.forget()
+    def reset(self) -> None:
+        self.source.reset()
 
     def update(self, commit: Commit) -> None:
         self.commits.append(commit)

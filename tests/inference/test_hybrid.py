@@ -30,7 +30,7 @@ class Fixed(Drafter, DrafterState):
         self.calls.append("start")
         return self
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.calls.append("forget")
 
     def update(self, commit: Commit) -> None:
@@ -70,7 +70,7 @@ def test_the_heads_record_follows_what_was_accepted_of_it() -> None:
     assert source.record.accepted == 3.0  # half of 2, half of 4
     settle(state, [1, 7])
     assert source.record.accepted == 2.0
-    source.forget()
+    source.reset()
     assert source.record.accepted == 2.0
 
 
@@ -95,7 +95,7 @@ def test_both_sources_see_every_commit_and_both_forget() -> None:
     head, lookup = Fixed([1], 0.0, "head"), Fixed([2], 3.0, "lookup")
     source = hybrid(head, lookup)
     settle(source.start([0]), [2, 4])
-    source.forget()
+    source.reset()
     assert head.calls == ["start", "update", "forget"]
     assert lookup.calls == ["start", "propose", "update", "forget"]
 

@@ -78,7 +78,7 @@ def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> No
 def test_a_new_request_owes_nothing_to_the_last_one(name: str) -> None:
     used = source(name)
     decode(toys.target(), used, text(0)[0], TOKENS)
-    used.forget()
+    used.reset()
     again, first = Recorder(used), Recorder(source(name))
     for drafter in (again, first):
         decode(toys.target(), drafter, text(1)[0], TOKENS)

@@ -1,4 +1,4 @@
-"""Placed targets: the features, ends and fingerprint of the target on one device; and refusals."""
+"""Placed targets: the features, embeddings and fingerprint of the target on one device; and refusals."""
 
 import json
 import os

@@ -102,7 +102,7 @@ def test_memory_keeps_candidates_across_requests_and_can_be_forgotten() -> None:
         again = decode(toys.target(), source, prompt, TOKENS)
         assert first.tokens == again.tokens == plain(toys.target(), prompt, TOKENS)
         assert (sum(accepted(again)) > sum(accepted(first))) == memory
-        source.forget()
+        source.reset()
         assert accepted(decode(toys.target(), source, prompt, TOKENS)) == accepted(first)
 
 

@@ -79,9 +79,9 @@ def test_a_prompt_with_a_head_gives_the_same_text(target: Target, trained: Path)
 
 def test_the_tree_is_the_heads_own_but_for_what_is_given(target: Target, trained: Path) -> None:
     drafter: Any = run.load(config(f"run={trained}"))[1]
-    assert drafter.config == toys.TREES["dynamic"]
+    assert drafter.policy == toys.TREES["dynamic"]
     drafter = run.load(config(f"run={trained}", "tree=chain", "tree.depth=2"))[1]
-    assert (drafter.config.kind, drafter.config.depth) == ("chain", 2)
+    assert (drafter.policy.kind, drafter.policy.depth) == ("chain", 2)
 
 
 def test_the_target_is_the_heads_own_but_for_what_is_given(

@@ -50,7 +50,7 @@ def test_counts_equal_brute_force_while_texts_come_and_go(vocabulary: int) -> No
                 tree.start()
                 texts.append([])
             elif chance.random() < 0.4 and len(texts) > 1:
-                tree.forget_oldest()
+                tree.drop_oldest()
                 texts.pop(0)
             source = chance.choice(texts)
             copied = source[chance.randint(0, len(source)) :] if chance.random() < 0.4 else []
@@ -64,7 +64,7 @@ def test_counts_equal_brute_force_while_texts_come_and_go(vocabulary: int) -> No
             assert all(tree.count(list(substring)) == expected[substring] for substring in absent)
             assert len(edges(tree)) == tree.nodes
         while texts:
-            tree.forget_oldest()
+            tree.drop_oldest()
             texts.pop()
         assert tree.nodes == 0
 
@@ -88,7 +88,7 @@ def test_forgotten_texts_are_not_held(depth: int) -> None:
         tree.start()
         tree.extend([1, 2, 3, 4, 5, 6])
     oldest = tree.texts[0]
-    tree.forget_oldest()
+    tree.drop_oldest()
     assert all(node.text is not oldest for node in edges(tree))
     assert tree.count([2, 3, 4]) == 2
 
@@ -181,7 +181,7 @@ def test_warm_and_cold_differ_and_forgetting_is_cold() -> None:
     alone, still = (decode(toys.target(), cold, prompt, 30) for _ in range(2))
     assert accepted(first) == accepted(alone) == accepted(still)
     assert sum(accepted(again)) > 20
-    warm.forget()
+    warm.reset()
     assert accepted(decode(toys.target(), warm, prompt, 30)) == accepted(first)
     assert warm.past.texts == []
 
@@ -190,7 +190,7 @@ def test_forgetting_within_a_request_leaves_the_request_its_own_text() -> None:
     source = make("suffix", toys.target())
     state = source.start([1, 2, 3])
     state.propose(Context([1, 2, 3, 4, 5], GREEDY, RNG, 99))
-    source.forget()
+    source.reset()
     state.propose(Context([1, 2, 3, 4, 5, 6, 7], GREEDY, RNG, 99))
     assert source.start([9]).suffixes.texts == [[9]]
     assert source.past.texts == [[6, 7]]

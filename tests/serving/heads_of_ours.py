@@ -10,7 +10,7 @@ from torch import nn
 
 from heads import HEADS
 from heads.common.resolvers import ROOT
-from heads.formats.export import Served, export
+from heads.formats.published.export import Served, export
 from inference.target.embeddings_only import EmbeddingsOnly
 from tests.serving.engines import TARGET
 

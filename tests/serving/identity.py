@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads import HEADS
-from heads.formats.export import Served, export
+from heads.formats.published.export import Served, export
 from inference.target.target import Target
 from tests import toys
 

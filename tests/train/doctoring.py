@@ -21,7 +21,7 @@ from eval.inputs.texts import Text, write
 from eval.measures import metrics
 from heads import HEADS
 from heads.common.typed import typed
-from heads.formats.export import Served, export
+from heads.formats.published.export import Served, export
 from heads.formats.store import save_head
 from heads.modules.layers import Attention
 from inference.decode import Settings, speculate
@@ -125,7 +125,7 @@ def train(
             losses = []
             for depth, draft in enumerate(head.unroll(given, depths), 1):
                 label, logits = token[:, depth + 1 :].contiguous(), head.score(draft.state[:, : -depth - 1], depth)
-                place = label if head.vocab is None else head.vocab.place(label)
+                place = label if head.vocab is None else head.vocab.index_of(label)
                 losses.append(functional.cross_entropy(logits.flatten(0, 1), place.flatten(), ignore_index=-1))
             sum(losses, torch.zeros(())).backward()
             optimizer.step()

@@ -24,7 +24,7 @@ from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from tests import toys
 from tests.train import jobs
-from train.adapt import LoraAdapterConfig, adapt, peft_config, plain
+from train.adapt import LoraAdapterConfig, adapt, merged_copy, peft_config
 from train.config import RunConfig, run_config
 from train.objective import objective
 from train.optim import Average, optimizer
@@ -104,12 +104,12 @@ def test_an_adapted_head_starts_as_it_was_and_ends_plain(name: str) -> None:
     assert all(torch.equal(base[key], kept[key]) for key in kept)
     now = logits(head, features)
     assert max(float((a - b).abs().max()) for a, b in zip(now, before, strict=True)) > 1e-3
-    merged = plain(head, after)
+    merged = merged_copy(head, after)
     assert merged.state_dict().keys() == kept.keys()
     for a, b in zip(logits(merged, features), now, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     assert average.weights.keys() == {key for key in after if ".lora_" in key}
-    averaged = plain(head, average.state(head))
+    averaged = merged_copy(head, average.state(head))
     assert not torch.equal(logits(averaged, features)[0], logits(merged, features)[0])
 
 

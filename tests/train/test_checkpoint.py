@@ -80,7 +80,7 @@ def test_a_checkpoint_has_what_it_had_when_it_was_saved(tmp_path: Path, monkeypa
     here.save(one, 4, {}, best=0)
     with torch.no_grad():
         one.head.a.weight.add_(1)
-    assert format.found(tmp_path / "checkpoints") == []
+    assert format.checkpoints(tmp_path / "checkpoints") == []
     go.set()
     here.finish()
     found = dict(format.tensors(tmp_path / "checkpoints" / "step-00000004"))

@@ -166,7 +166,7 @@ def test_a_step_without_memory_ends_the_run_in_one_line_and_it_goes_on(
             ) as caught:
                 job.train("crowded", *words)
         assert "\n" not in str(caught.value)
-        assert format.found(out / "checkpoints")[-1].name == "step-00000004"
+        assert format.checkpoints(out / "checkpoints")[-1].name == "step-00000004"
     job.train("crowded", *words, "trainer.micro_tokens=32")
     assert sorted(records(out)) == [1, 2, 3, 4, 5, 6]
 
@@ -204,7 +204,7 @@ def guard(spike: float | None = None) -> Guard:
 )
 def test_what_is_not_finite_is_bad(loss: float, norm: float, why: str | None) -> None:
     watching = guard()
-    assert watching.judge(loss, norm) == why
+    assert watching.check(loss, norm) == why
     assert watching.progress["skipped"] == (why is not None)
     assert watching.progress["recent"] == ([1.0] if why is None else [])
     assert not watching.stops()
@@ -212,19 +212,19 @@ def test_what_is_not_finite_is_bad(loss: float, norm: float, why: str | None) ->
 
 def test_a_spike_is_measured_by_the_recent_median() -> None:
     watching = guard(3.0)
-    assert watching.judge(900.0, 1.0) is None, "before the window is full nothing is a spike"
+    assert watching.check(900.0, 1.0) is None, "before the window is full nothing is a spike"
     for step in range(WINDOW - 1):
-        assert watching.judge(2.0 + (step % 2) / 10, 1.0) is None
+        assert watching.check(2.0 + (step % 2) / 10, 1.0) is None
     again = Guard(watching.config, json.loads(json.dumps(watching.progress)))  # as a checkpoint keeps it
-    assert watching.judge(5.9, 1.0) is None
+    assert watching.check(5.9, 1.0) is None
     for each in (watching, again):
-        assert each.judge(8.4, 1.0) == f"its loss is 8.4, 4.1 times the median of the last {WINDOW}"
+        assert each.check(8.4, 1.0) == f"its loss is 8.4, 4.1 times the median of the last {WINDOW}"
         assert each.progress["in_a_row"] == 1
         assert len(each.progress["recent"]) == WINDOW
-    assert watching.judge(2.0, 1.0) is None
+    assert watching.check(2.0, 1.0) is None
     assert (watching.progress["skipped"], watching.progress["in_a_row"]) == (1, 0)
     calm = guard()
-    assert all(calm.judge(loss, 1.0) is None for loss in [1.0] * WINDOW + [1e9])
+    assert all(calm.check(loss, 1.0) is None for loss in [1.0] * WINDOW + [1e9])
 
 
 def test_a_batch_that_cannot_be_kept_is_told(tmp_path: Path) -> None:

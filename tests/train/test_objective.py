@@ -12,7 +12,7 @@ from tests import toys
 from train.losses import LOSSES, ObjectiveConfig
 from train.objective import objective
 from train.tracking.flops import Flops
-from train.weights import draw_anchors, noisy, trainable, weights
+from train.weights import noisy, sample_anchors, trainable, weights
 
 CONFIG = ObjectiveConfig(
     losses={"soft_ce": 1.0}, depth_weights="decay", depth_decay=0.5, dpace_alpha=0.5, depths=2, normalize="token",
@@ -192,21 +192,21 @@ def test_anchors_are_drawn_by_seed_and_row_and_nothing_else_is_trained() -> None
     features, mask = batch()
     index, useful = torch.tensor([3, 8]), trainable(features.document, mask, 2).any(0)
     assert useful.sum(1).tolist() == [11, 9]
-    chosen = draw_anchors(useful, 5, 0, index)
+    chosen = sample_anchors(useful, 5, 0, index)
     assert chosen is not None
     assert chosen.sum(1).tolist() == [5, 5]
     assert not (chosen & ~useful).any()
-    more = draw_anchors(useful, 12, 0, index)
+    more = sample_anchors(useful, 12, 0, index)
     assert more is not None
     assert (more | ~useful).all()
     assert more.sum(1).tolist() == [12, 12]
-    again = draw_anchors(useful[1:], 5, 0, index[1:])
+    again = sample_anchors(useful[1:], 5, 0, index[1:])
     assert again is not None
     assert again.equal(chosen[1:])
-    other = draw_anchors(useful, 5, 1, index)
+    other = sample_anchors(useful, 5, 1, index)
     assert other is not None
     assert not other.equal(chosen)
-    assert draw_anchors(useful, 16, 0, index) is None
+    assert sample_anchors(useful, 16, 0, index) is None
     kept = weights(features.document, mask, chosen, CONFIG)
     assert kept.trained.any()
     assert not (kept.trained & ~chosen).any()
@@ -215,7 +215,7 @@ def test_anchors_are_drawn_by_seed_and_row_and_nothing_else_is_trained() -> None
 def test_anchors_change_no_draft() -> None:
     head: Any = toys.head("block", toys.target("llama", torch.float64))
     features, _ = batch(head.feature_layers, torch.float64)
-    chosen = draw_anchors(features.document >= 0, 5, 0, torch.tensor([1, 2]))
+    chosen = sample_anchors(features.document >= 0, 5, 0, torch.tensor([1, 2]))
     assert chosen is not None
     for some, every in zip(head.unroll(features, 4, chosen), head.unroll(features, 4), strict=True):
         torch.testing.assert_close(some.state[chosen], every.state[chosen])
@@ -245,7 +245,7 @@ def test_accuracy_counts_the_rows_whose_guess_is_the_targets_own(name: str, monk
     wanted, counts, missed = head.embeddings.logits(features.last).argmax(-1), [], 0
     for d, trained in enumerate(trainable(features.document, mask, 2), 1):
         guess, best = head.score(drafts[d - 1].state, d).argmax(-1), rows.teacher(wanted, d)
-        place = best if head.vocab is None else head.vocab.place(best)
+        place = best if head.vocab is None else head.vocab.index_of(best)
         counts.append(int((trained & (guess == place)).sum()))
         missed += int((trained & (place < 0) & (guess == 0)).sum())
     assert sums["accuracy"].tolist() == counts

@@ -72,7 +72,7 @@ def test_the_average_follows_the_step_and_is_what_is_kept(case: str) -> None:
             assert value.equal(step.head.state_dict()[name])
     changed = [name for name in before if not kept[name].equal(before[name])]
     assert [name for name in changed if not kept[name].equal(after[name])] == changed != []
-    averaged, last = (adapt.plain(step.head, each).state_dict() for each in (kept, step.head.state_dict()))
+    averaged, last = (adapt.merged_copy(step.head, each).state_dict() for each in (kept, step.head.state_dict()))
     assert any(not averaged[name].equal(last[name]) for name in last)
 
 

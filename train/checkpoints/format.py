@@ -44,7 +44,7 @@ def step_of(path: Path) -> int:
     return int(path.name.rsplit("-", 1)[1])
 
 
-def found(folder: Path) -> list[Path]:
+def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints, oldest first; folders of other names, such as a user's backup, are ignored."""
     return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
 
@@ -109,7 +109,7 @@ def commit(partial: Path, final: Path, world: int, names: list[str], content: di
 
 def tidy(folder: Path, keep: int, best: int) -> None:
     """Remove all but the newest `keep` checkpoints and that of step `best`."""
-    for old in found(folder)[:-keep]:
+    for old in checkpoints(folder)[:-keep]:
         if step_of(old) != best:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -122,7 +122,7 @@ def clear(folder: Path) -> None:
 
 def set_aside(folder: Path, step: int) -> None:
     """Rename the checkpoints after a step, none of which loads, so that they do not count as the newest ones."""
-    for path in found(folder):
+    for path in checkpoints(folder):
         if step_of(path) > step:
             aside = path.with_name(DAMAGED + path.name)
             shutil.rmtree(aside, ignore_errors=True)

@@ -29,7 +29,7 @@ class Identity(NamedTuple):
     settings: dict[str, Any]
     numerics: dict[str, Any]
 
-    def kept(self) -> dict[str, Any]:
+    def as_state(self) -> dict[str, Any]:
         """Return them under the keys of state.json."""
         return {"settings": self.settings, "arithmetic": self.numerics}
 
@@ -76,7 +76,7 @@ def check(out: Path, now: dict[str, Any]) -> None:
     Raises:
         ValueError: they differ; each difference is listed with both values.
     """
-    for path in reversed(format.found(out / "checkpoints")):
+    for path in reversed(format.checkpoints(out / "checkpoints")):
         try:
             then = format.state_of(path)["settings"]
         except (ValueError, KeyError):

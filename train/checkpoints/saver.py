@@ -104,7 +104,7 @@ class Saver:
             ValueError: all checkpoints are damaged.
         """
         control = self.control
-        paths = [Path(path) for path in control.share([str(path) for path in format.found(self.folder)])]
+        paths = [Path(path) for path in control.share([str(path) for path in format.checkpoints(self.folder)])]
         wrong: list[str] = []
         for path in reversed(paths):
             complaints = self.complaints(path)

@@ -238,7 +238,6 @@ def plan(run: RunConfig) -> dict[str, Any]:
     """
     inputs = plan_inputs(run)
     traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)
-    frozen = traced.frozen * 4
     held = head_state(traced, inputs.layout, run.trainer.optimizer == "muon", False)
     return {
         "target_parameters": shape.parameters,
@@ -248,8 +247,7 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "steps": run.trainer.steps,
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
         "target_bytes": inputs.layers + inputs.item * shape.embeddings,
-        "head_and_optimizer_bytes": sum(size.total for size in held.values())
-        + (0 if "head: frozen" in held else frozen),
+        "head_and_optimizer_bytes": sum(size.total for size in held.values()),
         "checkpoint_bytes": sum(disk(inputs).values()),
         "peak_bytes": max(memory.peak for memory in devices),
         **work(inputs),

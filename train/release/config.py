@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from huggingface_hub.utils._validators import validate_repo_id
 
-from heads.formats.export import assert_known
 from heads.formats.hub import REPO
+from heads.formats.published.export import assert_known
 from inference.target.config import DTYPES
 
 TAG = re.compile(r"\w[\w.-]*(?<!\.lock)(?<!\.)")

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from heads.formats.export import Served, export
 from heads.formats.hub import on_hub, target_path
+from heads.formats.published.export import Served, export
 from heads.formats.store import load_head, read_config
 from inference.target.config import DTYPES
 from inference.target.embeddings import TargetEmbeddings
@@ -26,7 +26,7 @@ def exported(head: Path, form: str | None, where: str | None, dtype: str, draft_
 
     Args:
         head: a head's folder.
-        form: one of heads.formats.export.FORMATS.
+        form: one of heads.formats.published.export.FORMATS.
         where: the target's folder or Hub id, None for where the head says that it is.
         dtype: of the exported tensors, a name in DTYPES.
         draft_tokens: a pass, where an engine takes that from the repository.

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.measures.results import LIVE
+from eval.report.columns import SWEEP, results
 from eval.report.reading import read_report
+from eval.report.text import rich_table, texts, titles
+from eval.report.view import results_of
 
 TABLE, WIDTH = "table.json", 140
-COLUMNS = ("head", "parameters", "tokens", "GFLOP", "seconds", "T", "τ [95%]", "P(a≥1) P(a≥2) …", "speedup", "lossless")
+COST = ("head", "parameters", "tokens", "GFLOP", "seconds")
 
 
 def sweeping() -> bool:
@@ -88,27 +92,20 @@ def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
     """Return what a finished run cost and each of its own rows of the report that a clock measured."""
     cost = json.loads((out / "training.json").read_text())
     report = read_report(out / "report.json")
-    live = [row for row in report["rows"] if row.get("tier", LIVE) == LIVE]
-    mine = [row for row in live if row["drafter"] == drafter and not row.get("category")]
-    return [{"name": name, "out": str(out), "cost": cost, **row} for row in mine]
+    live = [each for each in results_of(report) if each.row.get("tier", LIVE) == LIVE]
+    mine = [each for each in live if each.row["drafter"] == drafter and not each.row.get("category")]
+    return [{"name": name, "out": str(out), "cost": cost, "failed": each.failed, **each.row} for each in mine]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return the table for the terminal."""
-    shown = Table(*COLUMNS, title="the runs of this multirun")
-    for row in rows:
-        cost, gate = row["cost"], row["lossless"]
-        interval = "" if row["tau_ci"] is None else " [{:.2f}, {:.2f}]".format(*row["tau_ci"])
-        shown.add_row(
-            row["name"],
-            f"{cost['parameters']:,}",
-            f"{cost['tokens']:,}",
-            "-" if cost["flops"] is None else f"{cost['flops'] / 1e9:,.0f}",
-            f"{cost['seconds']:,.0f}",
-            f"{row['temperature']:g}",
-            "-" if row["tau"] is None else f"{row['tau']:.2f}{interval}",
-            " ".join(f"{share:.2f}" for share in row["accepted_by_depth"]),
-            "-" if row["speedup"] is None else f"{row['speedup']:.2f}",
-            "failed" if gate["failed"] else f"{gate['identical']}/{gate['checked']}",
-        )
-    return shown
+    found = [replace(each, failed=each.failed or each.row.get("failed", False)) for each in results_of({"rows": rows})]
+    measured = results(found, SWEEP)
+    body = [[*_cost(row), *cells] for row, cells in zip(rows, texts(measured), strict=True)]
+    return rich_table("the runs of this multirun", [*COST, *titles(measured)], body)
+
+
+def _cost(row: dict[str, Any]) -> list[str]:
+    cost = row["cost"]
+    flops = "-" if cost["flops"] is None else f"{cost['flops'] / 1e9:,.0f}"
+    return [row["name"], f"{cost['parameters']:,}", f"{cost['tokens']:,}", flops, f"{cost['seconds']:,.0f}"]

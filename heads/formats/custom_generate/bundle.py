@@ -86,6 +86,9 @@ class Module:
     def imported(self, name: str) -> Imported | None:
         """Return what a name that is imported from a module of ours stands for."""
         statement = self.bound[name]
+        if isinstance(statement, ast.Import):
+            assert not any(_ours(self.name, alias.name) for alias in statement.names)
+            return None
         if not isinstance(statement, ast.ImportFrom) or not _ours(self.name, str(statement.module)):
             return None
         original = next(alias.name for alias in statement.names if (alias.asname or alias.name) == name)
@@ -109,14 +112,14 @@ def _collected(entry: str, name: str, tables: dict[str, str]) -> dict[str, Modul
     modules: dict[str, Module] = {}
     waiting, seen = [(entry, name)], set[tuple[str, str]]()
     while waiting:
-        place = waiting.pop()
-        if place in seen:
+        owner, member = waiting.pop()
+        if (owner, member) in seen:
             continue
-        seen.add(place)
-        if place[0] not in modules:
-            source, path = _source(place[0])
-            modules[place[0]] = Module(place[0], tables.get(place[0], source), path)
-        waiting += _led_to(modules[place[0]], place[1])
+        seen.add((owner, member))
+        if owner not in modules:
+            source, path = _source(owner)
+            modules[owner] = Module(owner, tables.get(owner, source), path)
+        waiting += _led_to(modules[owner], member)
     return modules
 
 
@@ -215,7 +218,7 @@ def _import(module: Module, statement: ast.stmt, names: dict[str, str]) -> Itera
     if far:
         start = "import" if isinstance(statement, ast.Import) else f"from {statement.module} import"
         yield f"{start} {', '.join(far)}"
-    for other, parts in groupby(near, lambda found: found[0]):
+    for other, parts in groupby(near, lambda pair: pair[0]):
         yield f"from .{names[other]} import {', '.join(part for _, part in parts)}"
 
 
@@ -223,7 +226,7 @@ def _statement(module: Module, statement: ast.stmt) -> list[str]:
     """Return the lines of a statement, with the comment right above it."""
     first = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))]) - 1
     lines = module.lines[first : statement.end_lineno]
-    for node, _ in sorted(_accesses(module, statement), key=lambda found: -found[0].col_offset):
+    for node, _ in sorted(_accesses(module, statement), key=lambda pair: -pair[0].col_offset):
         row, line = node.lineno - 1 - first, lines[node.lineno - 1 - first].encode()
         member = f"{_root(node)}_{node.attr}".encode()
         lines[row] = (line[: node.col_offset] + member + line[node.end_col_offset :]).decode()
@@ -257,5 +260,5 @@ def _is_module(name: str) -> bool:
 @cache
 def _version() -> str:
     project = ROOT / "pyproject.toml"
-    found = re.search(r'^version = "(.*)"', project.read_text(), re.MULTILINE) if project.is_file() else None
-    return found[1] if found else version("headstart")
+    match = re.search(r'^version = "(.*)"', project.read_text(), re.MULTILINE) if project.is_file() else None
+    return match[1] if match else version("headstart")

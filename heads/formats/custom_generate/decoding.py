@@ -1,7 +1,7 @@
-"""Speculative decoding of one sequence by a chain: the same law of the output as one token after another has.
+"""Speculative decoding of one sequence by a chain; the output has the distribution of autoregressive decoding.
 
 The model scores a whole draft in one pass. A token that is drafted with probability q and that the model gives p is
-taken with probability min(1, p / q), else one is drawn from what p exceeds q by (Leviathan et al., arXiv 2211.17192;
+taken with probability min(1, p / q), else one is sampled from what p exceeds q by (Leviathan et al., arXiv 2211.17192;
 Chen et al., arXiv 2302.01318). Without sampling it is taken if it is the model's own choice.
 """
 
@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 from heads.formats.custom_generate.drafts import Drafts
 from heads.formats.custom_generate.target import Embeddings, Seen, Target
 
-# What a draft's law goes through as well, to be near the model's. Others may count their calls; the output does not
+# What a draft's logits go through as well, to be near the model's. Others may count their calls; the output does not
 # depend on it.
 SHARED = (
     TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor,
@@ -55,7 +55,7 @@ class Sequence:
 
     def __init__(self, ids: Tensor, settings: Settings) -> None:
         self.ids, self.settings, self.done = ids, settings, False
-        self.shared: Any = LogitsProcessorList(each for each in settings.processors if isinstance(each, SHARED))
+        self.shared: Any = LogitsProcessorList(step for step in settings.processors if isinstance(step, SHARED))
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
 
@@ -90,8 +90,8 @@ class Sequence:
         return torch.multinomial(p, 1)
 
     def guess(self, logits: Tensor, before: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Choose a drafted token (1,) by a head's logits (V,), behind those drafted before; return it with its law."""
-        ids = torch.cat([self.ids, *(each.to(self.ids)[None] for each in before)], 1)
+        """Sample a drafted token (1,) by a head's logits (V,), behind those drafted before; return it and its probs."""
+        ids = torch.cat([self.ids, *(token.to(self.ids)[None] for token in before)], 1)
         scores = self.shared(ids, logits[None].to(self.ids.device, torch.float32, copy=True))[0]
         if not self.settings.sample:
             return scores.argmax(keepdim=True), None
@@ -100,7 +100,7 @@ class Sequence:
 
 
 def verified(p: Tensor, q: Tensor, drafted: int) -> tuple[Tensor, bool]:
-    """Return whether a token drawn from q (V,) stands before p (V,), and before that the law to draw from if not."""
+    """Return whether a token sampled from q (V,) is accepted, and before that the probs (V,) to sample from if not."""
     if bool(torch.rand((), device=p.device) * q[drafted] < p[drafted]):
         return p, True
     rest = (p - q).clamp_min(0)
@@ -125,15 +125,15 @@ def decode(target: Target, drafts: Drafts, embeddings: Embeddings, prompt: Tenso
         begun = sequence.ids.shape[1]
         length = len(prompt) + begun - start  # the cache holds one token less
         count = min(sequence.settings.draft_tokens, drafts.depth, sequence.room() - 1, embeddings.context - length)
-        guesses, laws = _chain(drafts, sequence, seen, token, count)
+        guesses, probs = _chain(drafts, sequence, seen, token, count)
         out = target.run(torch.cat([token[-1:], *guesses]), len(guesses) + 1)
         stands, i = True, 0
         while stands and not sequence.done:
             here = i < len(guesses)
-            stands = sequence.add(out.logits[i], guesses[i] if here else None, laws[i] if here else None)
+            stands = sequence.add(out.logits[i], guesses[i] if here else None, probs[i] if here else None)
             i += 1
         passes, verified_tokens = passes + 1, verified_tokens + i
-        target.forget(len(guesses) + 1 - i)
+        target.drop(len(guesses) + 1 - i)
         seen, token = out.rows(i), _from(sequence, begun, prompt)
     return Written(sequence.ids, passes, verified_tokens, sequence.scores, sequence.logits)
 
@@ -141,17 +141,17 @@ def decode(target: Target, drafts: Drafts, embeddings: Embeddings, prompt: Tenso
 def _chain(
     drafts: Drafts, sequence: Sequence, seen: Seen, token: Tensor, count: int
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return `count` drafted tokens, (1,) each, with the laws (V,) that they were drawn from."""
+    """Return `count` drafted tokens, (1,) each, with the probs (V,) that they were sampled from."""
     guesses: list[Tensor] = []
-    laws: list[Tensor | None] = []
+    probs: list[Tensor | None] = []
     for _ in range(count):
         logits = drafts.draft(guesses[-1]) if guesses else drafts.commit(seen.features, token)
-        guess, law = sequence.guess(logits, guesses)
+        guess, q = sequence.guess(logits, guesses)
         guesses.append(guess.to(token.device))
-        laws.append(law)
-    return guesses, laws
+        probs.append(q)
+    return guesses, probs
 
 
 def _from(sequence: Sequence, start: int, like: Tensor) -> Tensor:
-    """Return what was written from a place on."""
+    """Return the tokens written from an index on."""
     return sequence.ids[0, start:].to(like.device)

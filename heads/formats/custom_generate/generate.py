@@ -1,8 +1,8 @@
 """Speculative decoding with the draft head of this repository, by transformers alone.
 
 model.generate(**inputs, custom_generate=REPOSITORY, trust_remote_code=True) writes what it writes without these two
-arguments, sooner: the same tokens without sampling, tokens of the same law with it. The repository or folder that the
-code was loaded from is the one whose config.json and model.safetensors are read.
+arguments, sooner: the same tokens without sampling, tokens of the same distribution with it. The repository or folder
+that the code was loaded from is the one whose config.json and model.safetensors are read.
 """
 
 import sys
@@ -111,12 +111,12 @@ def _named() -> str:
 
 def _stop_here(kwargs: dict[str, Any], tokenizer: Any) -> None:
     """Make stop strings a criterion of their own: generate hands no tokenizer on to us, and wants one for them."""
-    said: GenerationConfig | None = kwargs.get("generation_config")
-    strings = kwargs.pop("stop_strings", None) or (None if said is None else said.stop_strings)
+    config: GenerationConfig | None = kwargs.get("generation_config")
+    strings = kwargs.pop("stop_strings", None) or (None if config is None else config.stop_strings)
     if strings is None:
         return
-    if said is not None:
-        kwargs["generation_config"] = copy(said)
+    if config is not None:
+        kwargs["generation_config"] = copy(config)
         kwargs["generation_config"].stop_strings = None
     stop = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
     kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])

@@ -63,12 +63,12 @@ def load(where: str, model: PreTrainedModel, hub: dict[str, Any]) -> Head:
 
 def _file(where: str, name: str, hub: dict[str, Any]) -> Path:
     try:
-        found = None if Path(where).is_dir() and not (Path(where) / name).is_file() else cached_file(where, name, **hub)
+        path = None if Path(where).is_dir() and not (Path(where) / name).is_file() else cached_file(where, name, **hub)
     except OSError as error:
         raise ValueError(f"{where}: {name} cannot be had ({' '.join(str(error).split())})") from None
-    if found is None:
+    if path is None:
         raise ValueError(f"{where}: no {name} of a draft head there; name the folder or repository of a published head")
-    return Path(found)
+    return Path(path)
 
 
 def _own(where: str, folder: Path, model: PreTrainedModel, embeddings: Embeddings) -> tuple[nn.Module, int]:

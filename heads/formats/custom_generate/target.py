@@ -126,7 +126,7 @@ class Target:
         features = Features(token[None], hidden[None], last[None], torch.zeros_like(token)[None])
         return Seen(features, out.logits[0, -scored:])
 
-    def forget(self, count: int) -> None:
+    def drop(self, count: int) -> None:
         """Take the last rows out of the cache."""
         if count > 0:
             self.cache.crop(-count)  # how many go, and not how many stay, in every version of transformers

@@ -1,17 +1,22 @@
-"""Draft heads that other projects have published, one format a file, each recognised by the names of its tensors.
+"""Draft heads as other projects publish them and engines read them, one format a file, read and written by it.
+
+A format is recognised by the names of its tensors.
 
 A head that is loaded is one of `heads.HEADS` like any other: it can be measured, trained further and saved as our own.
 Every tensor has a place or is refused by name; counts come from names and shapes, for config files are often wrong.
 
-files.py    their files, and the tensors in them
-plan.py     a format's reading to a head, every tensor in its place
-decoder.py  the numbers of a decoder layer
-eagle.py    EAGLE-1/2
-eagle3.py   EAGLE-3 and 3.1
-medusa.py   Medusa, by its authors' names and vLLM's
-hydra.py    Hydra and Hydra++
-mlp.py      the MLP speculator
-dflash.py   DFlash and DSpark
+files.py      their files, and the tensors in them
+plan.py       a format's reading to a head, every tensor in its place
+decoder.py    the numbers of a decoder layer
+export.py     heads written in a format
+exporting.py  a head on its way there, and what formats share
+written.py    the exported folder: checked as it lies on disk, then put in place
+eagle.py      EAGLE-1/2 and HASS: vLLM, SGLang, the authors
+eagle3.py     EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
+medusa.py     Medusa: vLLM up to 0.32, the authors
+hydra.py      Hydra and Hydra++: the authors
+mlp.py        the MLP speculator, read alone
+dflash.py     DFlash and DSpark: vLLM, SGLang
 """
 
 from collections.abc import Callable, Set

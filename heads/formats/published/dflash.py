@@ -1,7 +1,9 @@
 """DFlash, and DSpark with its `markov_head` and `confidence_head`: `fc`, `hidden_norm`, `layers.{i}`, `norm`.
 
-Their mask slots hold the target's embedding of one token, where our head has a parameter. A block of DFlash drafts from
-its mask slots alone; in DSpark the chosen token's slot drafts too.
+vLLM, SGLang and their authors' code read it. Their mask slots hold the target's embedding of one token, where our head
+has a parameter, so a head goes into this format only where its own mask slot is one of the embedding's rows. A block of
+DFlash drafts from its mask slots alone; in DSpark the chosen token's slot drafts too. vLLM alone reads an lm_head, over
+a pruned vocabulary.
 """
 
 from collections.abc import Set
@@ -13,7 +15,9 @@ from torch import Tensor
 from heads.base import Embeddings
 from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, as_outputs
 from heads.formats.published.decoder import decoder
+from heads.formats.published.exporting import Export, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
+from heads.formats.published.written import KNOWN, OFFSETS, Foreign, Shapes
 from heads.modules.fusion import DFLASH
 
 NAMES = {
@@ -23,6 +27,8 @@ NAMES = {
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
+OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors that have another form there
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def matches(names: Set[str]) -> bool:
@@ -94,3 +100,81 @@ def _confidence(source: Source, markov: Tensor | None) -> dict[str, Tensor]:
         return {}
     weight = source.tensors[name]
     return {"confidence.weight": torch.cat([weight, weight.new_zeros(1, markov.shape[1])], 1)}
+
+
+def engines(source: Export) -> Foreign:
+    """Return the head for the format's engines, or the one that is asked for.
+
+    Raises:
+        ValueError: it has options that they do not run.
+    """
+    options, markov = source.config, source.config.markov_rank
+    source.refuse(qk_norm=True)
+    if source.head.vocab is None:
+        source.refuse(lm_head="shared")
+    elif source.form != "vllm":
+        source.refuse(draft_vocab=None)
+    if options.confidence and markov is None:
+        raise source.refusal("confidence=true without a Markov term", "which is DSpark's; give head.markov_rank a rank")
+    if markov is not None and not options.from_anchor:
+        raise source.refusal("markov_rank with from_anchor=false", "and DSpark drafts from its anchor")
+    if markov is None and options.from_anchor:
+        raise source.refusal(
+            "from_anchor=true", "and DFlash drafts from its mask slots alone; train with head.from_anchor=false"
+        )
+    outputs, order = source.outputs()
+    config = {
+        "architectures": ["DFlashDraftModel" if markov is None else "Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "torch_dtype": source.dtype,
+        "num_hidden_layers": options.layers,
+        **source.decoder(),
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * options.layers,
+        "is_causal": options.causal,  # of a slot's sight; SGLang reads it here alone
+        "block_size": source.head.size,
+        "dflash_config": {
+            "mask_token_id": _mask_token(source),
+            BLOCK_OUTPUTS: outputs,
+            "causal": options.causal,
+            "sample_from_anchor": options.from_anchor,
+        },
+        **({} if markov is None else {"markov_rank": markov, "markov_head_type": "vanilla"}),
+        **({} if source.head.vocab is None else {"draft_vocab_size": source.draft_vocab()}),
+    }
+    tensors = {NAMES.get(name, name): tensor for name, tensor in source.tensors.items() if name not in OURS}
+    tensors["fc.weight"] = source.in_order(tensors["fc.weight"], order)
+    if source.head.vocab is not None:
+        tensors |= {"lm_head.weight": source.read_out("lm_head"), **source.vocabulary()}
+    found = shapes(config)
+    if options.confidence:
+        found |= {NAMES["confidence.weight"]: (1, config["hidden_size"] + markov), NAMES["confidence.bias"]: (1,)}
+    return Foreign(config, tensors, found)
+
+
+def shapes(config: dict[str, Any]) -> Shapes:
+    """Return the shapes but for the confidence's, of which config.json does not speak."""
+    width, full = config["hidden_size"], config["vocab_size"]
+    drafted, rank = config.get("draft_vocab_size", full), config.get("markov_rank")
+    count = len(config["dflash_config"][BLOCK_OUTPUTS])
+    found: Shapes = {"fc.weight": (width, count * width), "hidden_norm.weight": (width,), "norm.weight": (width,)}
+    for i in range(config["num_hidden_layers"]):
+        inner = f"layers.{i}.self_attn."
+        found |= layer_shapes(config, f"layers.{i}.", width, NORMS)
+        found |= {f"{inner}{kind}_norm.weight": (config["head_dim"],) for kind in "qk"}
+    if rank is not None:
+        found |= {NAMES["before.weight"]: (full, rank), NAMES["bias.weight"]: (drafted, rank)}
+    if drafted < full:
+        found |= {"lm_head.weight": (drafted, width), OFFSETS: (drafted,), KNOWN: (full,)}
+    return found
+
+
+def _mask_token(source: Export) -> int:
+    """Return the token whose embedding the mask slots hold."""
+    mask: Tensor = source.tensors["mask"]
+    rows = (source.embedding().to(mask.device, mask.dtype) == mask).all(1).nonzero()
+    if not len(rows):
+        raise source.refusal(
+            "a mask slot that was trained", "and the format has the target's embedding of a token there"
+        )
+    return int(rows[0])

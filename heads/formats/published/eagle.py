@@ -1,10 +1,19 @@
-"""EAGLE-1 and 2, and HASS, which has their layout: `fc` and `layers.{i}`, the first without an input norm."""
+"""EAGLE-1 and 2, and HASS, which has their layout: `fc` and `layers.{i}`, the first without an input norm.
+
+vLLM finds the head by the second of its architectures and SGLang by the first. Both read the lm_head of the target.
+vLLM drops a bias of fc without a word, while SGLang makes one at random where the file has none.
+"""
 
 from collections.abc import Set
+from typing import Any
+
+import torch
 
 from heads.base import Embeddings
 from heads.formats.published.decoder import decoder
+from heads.formats.published.exporting import EMBEDDING, Export, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width
+from heads.formats.published.written import Foreign, Shapes
 
 
 def matches(names: Set[str]) -> bool:
@@ -25,3 +34,60 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         **decoder(source, "layers.0.", embeddings),
     }
     return Plan("eagle", config, lambda name: name, {}, set(), None)
+
+
+def engines(source: Export) -> Foreign:
+    """Return the head for vLLM and SGLang.
+
+    Raises:
+        ValueError: it has options that they do not run.
+    """
+    _refuse(source)
+    tensors = source.tensors
+    bias = tensors.get("fc.bias")
+    if source.form == "vllm" and bias is not None and bool(bias.any()):
+        raise source.refusal("a bias of fc, bias=true", "which vLLM drops; train with head.bias=false")
+    tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0]) if bias is None else bias
+    config = {
+        "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": source.dtype,
+        "num_hidden_layers": source.config.layers,
+        **source.decoder(),
+        "tie_word_embeddings": False,
+    }
+    return Foreign(config, tensors, shapes(config) | {"fc.bias": (config["hidden_size"],)})
+
+
+def authors(source: Export) -> Foreign:
+    """Return the head for the authors' code, which loads strictly and so expects the target's embedding too.
+
+    Raises:
+        ValueError: it has options that their code does not run.
+    """
+    _refuse(source)
+    config = {
+        "model_type": "llama",
+        "torch_dtype": source.dtype,
+        "num_hidden_layers": source.config.layers,
+        "bias": source.config.bias,
+        **source.decoder(),
+    }
+    tensors = {**source.tensors, EMBEDDING: source.embedding()}
+    width = config["hidden_size"]
+    bias: Shapes = {"fc.bias": (width,)} if config["bias"] else {}
+    return Foreign(config, tensors, {**shapes(config), **bias, EMBEDDING: (config["vocab_size"], width)})
+
+
+def shapes(config: dict[str, Any]) -> Shapes:
+    """Return the shapes but for a bias: a norm before attention has every layer but the first, and there is no last."""
+    width = config["hidden_size"]
+    found: Shapes = {"fc.weight": (width, 2 * width)}
+    for i in range(config["num_hidden_layers"]):
+        norms = ("input_layernorm", "post_attention_layernorm")[i == 0 :]
+        found |= layer_shapes(config, f"layers.{i}.", width, norms)
+    return found
+
+
+def _refuse(source: Export) -> None:
+    source.refuse(lm_head="shared", draft_vocab=None)

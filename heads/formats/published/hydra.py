@@ -1,26 +1,49 @@
 """Hydra and Hydra++ (`prefix-mlp`): `hydra_mlp.{i}`, `hydra_lm_head.{i}`, `prefix_embeding_layer` (so spelt).
 
-A head's blocks stand in a Sequential, with dropouts between them in Hydra++: only their order counts. All of them after
-the first are one module, written once for each place.
+The authors' own code alone runs them. A head's blocks stand in a Sequential, in Hydra++ with dropouts between them,
+which count in their numbers: on reading only their order counts. All of them after the first are one module, written
+once for each number, and every lm_head has a bias. The prefix layer of Hydra++ is a layer of the target's own shape and
+positions, for its config.json does not describe it.
 """
 
 import re
 from collections.abc import Set
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from heads.base import Embeddings
+from heads.base import Embeddings, LayerShape
 from heads.formats.published.decoder import EPS, THETA, decoder
+from heads.formats.published.exporting import EMBEDDING, Export, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width
+from heads.formats.published.written import Foreign, Shapes
+from heads.modules.rope import Rope
 
 PREFIX = "prefix_embeding_layer."
 LINEAR = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
-BLOCK = re.compile(r"branches\.(\d+)\.blocks\.(\d+)\.linear\.(weight|bias)")
+BRANCH = re.compile(r"branches\.(\d+)\.(?:entry|blocks\.(\d+))\.(.*)")
+LM_HEAD = {True: "hydra_lm_head.{}.1.", False: "hydra_lm_head.{}."}  # with dropouts, and without
 
 
 def matches(names: Set[str]) -> bool:
     """Say whether the names are of this format."""
     return any(LINEAR.fullmatch(name) for name in names)
+
+
+def their_name(name: str, places: list[int], lm_head: str) -> str:
+    """Return what the files call a tensor of ours, by the numbers of a head's blocks and the beginning of lm_heads."""
+    if branch := BRANCH.fullmatch(name):
+        return f"hydra_mlp.{branch[1]}.{places[0 if branch[2] is None else 1 + int(branch[2])]}.{branch[3]}"
+    if out := re.fullmatch(r"lm_heads\.(\d+)\.(.*)", name):
+        return lm_head.format(out[1]) + out[2]
+    return re.sub(r"^prefix\.", PREFIX, name).replace(f"{PREFIX}layer.", f"{PREFIX}layers.0.")
+
+
+def _places(layers: int, prefix: bool) -> list[int]:
+    """Return the numbers of a head's blocks in its Sequential."""
+    return list(range(1, 2 * layers, 2) if prefix else range(layers))
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
@@ -37,9 +60,9 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     source.settle("hydra_num_heads", heads)
     source.settle("hydra_num_layers", len(places))
     prefix = any(name.startswith(PREFIX) for name in source.tensors)
-    lm_head = "hydra_lm_head.{}.1." if "hydra_lm_head.0.1.weight" in source.tensors else "hydra_lm_head.{}."
-    copies = [f"hydra_mlp.{i}.{j}.linear.{k}" for i in range(heads) for j in places[2:] for k in ("weight", "bias")]
-    tied = bool(copies) and all(_is_copy(source, name, places[1]) for name in copies)
+    lm_head = LM_HEAD[LM_HEAD[True].format(0) + "weight" in source.tensors]
+    copies = _copies(heads, places)
+    tied = bool(copies) and all(torch.equal(source.tensor(name), source.tensor(of)) for name, of in copies.items())
     numbers = {
         "heads": heads,
         "layers": len(places),
@@ -50,16 +73,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "lm_head_rank": None,
         "draft_vocab": None,
     }
-
-    def rename(name: str) -> str:
-        if block := BLOCK.fullmatch(name):
-            return f"hydra_mlp.{block[1]}.{places[1 + int(block[2])]}.linear.{block[3]}"
-        if entry := re.fullmatch(r"branches\.(\d+)\.entry\.(.*)", name):
-            return f"hydra_mlp.{entry[1]}.{places[0]}.{entry[2]}"
-        if out := re.fullmatch(r"lm_heads\.(\d+)\.(.*)", name):
-            return lm_head.format(out[1]) + out[2]
-        return re.sub(r"^prefix\.", PREFIX, name).replace(f"{PREFIX}layer.", f"{PREFIX}layers.0.")
-
+    rename = partial(their_name, places=places, lm_head=lm_head)
     unread = set(copies) if tied else set()
     return Plan("hydra", numbers | _layer(source, embeddings, prefix), rename, {}, unread, None)
 
@@ -72,6 +86,80 @@ def _layer(source: Source, embeddings: Embeddings, prefix: bool) -> dict[str, ob
     return {**none, "rope_theta": THETA, "rope_scaling": None, "norm_eps": EPS}
 
 
-def _is_copy(source: Source, name: str, first: int) -> bool:
-    original = re.sub(r"(hydra_mlp\.\d+)\.\d+\.", rf"\1.{first}.", name)
-    return torch.equal(source.tensor(name), source.tensor(original))
+def _copies(heads: int, places: list[int]) -> dict[str, str]:
+    """Return the tensors that one tied block is written as once more, each with its first name."""
+    kinds = [(i, kind) for i in range(heads) for kind in ("weight", "bias")]
+    return {
+        f"hydra_mlp.{i}.{j}.linear.{k}": f"hydra_mlp.{i}.{places[1]}.linear.{k}" for j in places[2:] for i, k in kinds
+    }
+
+
+def authors(source: Export) -> Foreign:
+    """Return the head for the authors' code.
+
+    Raises:
+        ValueError: it has options that their code does not run.
+    """
+    source.refuse(draft_vocab=None)
+    options, served = source.config, source.served.config
+    if options.layers > 2 and not options.tied:
+        raise source.refusal(
+            f"layers={options.layers} with tied=false",
+            "and in the authors' code all after the first are one and the same; train with head.tied=true",
+        )
+    config = {
+        "hydra_num_heads": options.heads,
+        "hydra_num_layers": options.layers,
+        "hydra_head_arch": "prefix-mlp" if options.prefix else "mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "base_model_name_or_path": source.served.name,
+        "torch_dtype": source.dtype,
+    }
+    if options.prefix:
+        positions = Rope(options.rope_theta, options.rope_scaling)
+        own = (*source.shape, *positions, options.norm_eps)
+        target = (*source.embeddings.layer, *source.target_positions(), served.get("rms_norm_eps", options.norm_eps))
+        for name, mine, theirs in zip(
+            (*LayerShape._fields, "rope_theta", "rope_scaling", "norm_eps"), own, target, strict=True
+        ):
+            if mine != theirs:
+                raise source.refusal(f"{name}={mine}", f"and the authors' code takes {theirs}, the target's own")
+        config |= source.decoder()
+    return Foreign(config, _tensors(source), _shapes(source, config))
+
+
+def _tensors(source: Export) -> dict[str, Tensor]:
+    options, lm_head = source.config, LM_HEAD[source.config.prefix]
+    places = _places(options.layers, options.prefix)
+    tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("lm_heads.")}
+    found = {their_name(name, places, lm_head): tensor for name, tensor in tensors.items()}
+    if options.tied:
+        found |= {name: found[first] for name, first in _copies(options.heads, places).items()}
+    for i in range(options.heads):
+        weight = source.read_out(f"lm_heads.{i}")
+        found[lm_head.format(i) + "weight"] = weight
+        bias = source.tensors.get(f"lm_heads.{i}.bias")
+        found[lm_head.format(i) + "bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias
+    return found | ({PREFIX + EMBEDDING: source.embedding()} if options.prefix else {})
+
+
+def _shapes(source: Export, config: dict[str, Any]) -> Shapes:
+    width, full, prefix = (
+        source.embeddings.hidden_size,
+        source.embeddings.vocab_size,
+        config["hydra_head_arch"] == "prefix-mlp",
+    )
+    found = Shapes()
+    for i in range(config["hydra_num_heads"]):
+        for j, at in enumerate(_places(config["hydra_num_layers"], prefix)):
+            place, joined = f"hydra_mlp.{i}.{at}.", width if j else (i + 2) * width
+            for name in ("linear", "res_connection")[: 1 if j else 2]:
+                found |= {f"{place}{name}.weight": (width, joined), f"{place}{name}.bias": (width,)}
+        lm_head = LM_HEAD[prefix].format(i)
+        found |= {f"{lm_head}weight": (full, width), f"{lm_head}bias": (full,)}
+    if prefix:
+        norms = ("input_layernorm", "post_attention_layernorm")
+        found |= layer_shapes(config, f"{PREFIX}layers.0.", width, norms)
+        found |= {f"{PREFIX}norm.weight": (width,), PREFIX + EMBEDDING: (full, width)}
+    return found

@@ -1,18 +1,26 @@
 """Medusa: the authors' `{i}.{j}.linear` with `{i}.{n}.weight`, and vLLM's `blocks.{i}.layers.{j}` with `lm_heads.{i}`.
 
-"Version 2" of the authors has no lm_heads: the target's are used. vLLM's heads may lack the blocks' biases, which is
-the same as zeros, and may draft some tokens alone, those that `token_map` names.
+vLLM has run it up to 0.32 and never takes an lm_head from the target: `original_lm_head` gives it one copy for all
+heads. Its heads may lack the blocks' biases, which is the same as zeros, and may draft some tokens alone, those that
+`token_map` names. "Version 2" of the authors has no lm_heads: the target's are used. Their blocks of one head are one
+module, so that they cannot differ.
 """
 
 import re
 from collections.abc import Set
+from itertools import product
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from heads.base import Embeddings
+from heads.formats.published.exporting import Export
 from heads.formats.published.plan import Plan, Source, check_width, drafted
+from heads.formats.published.written import Foreign, Shapes
 
 AUTHORS, VLLM = "{0}.{1}.linear.{2}", "blocks.{0}.layers.{1}.{2}"
+LM_HEAD = {AUTHORS: "{{0}}.{layers}.weight", VLLM: "lm_heads.{{0}}.weight"}
 BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
 
 
@@ -30,7 +38,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     for key, found in (("num_heads", heads), ("num_hidden_layers", layers), ("num_layers", layers)):
         source.settle(key, found)
         source.settle(f"medusa_{key}", found)
-    lm_head = f"{{0}}.{layers}.weight" if block is AUTHORS else "lm_heads.{0}.weight"
+    lm_head = LM_HEAD[block].format(layers=layers)
     original = bool(source.config.get("original_lm_head"))  # vLLM's: one lm_head, and that is the target's
     second = block is AUTHORS and not any(lm_head.format(i) in source.tensors for i in range(heads))
     ids = None
@@ -65,3 +73,65 @@ def _any_bias(source: Source) -> bool:
     found = source.count(_pattern(VLLM, r"(\d+)", r"\d+").replace("weight", "bias")) > 0
     source.settle("medusa_fc_bias", found)
     return found
+
+
+def engines(source: Export) -> Foreign:
+    """Return the head for vLLM.
+
+    Raises:
+        ValueError: it has options that vLLM does not run.
+    """
+    source.refuse(draft_vocab=None)
+    options, shared = source.config, source.config.lm_head == "shared"
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "torch_dtype": source.dtype,
+        "hidden_size": source.embeddings.hidden_size,
+        "vocab_size": source.embeddings.vocab_size,
+        "num_heads": options.heads,
+        "num_hidden_layers": options.layers,
+        "medusa_fc_bias": True,  # vLLM leaves the biases out unless this is said
+        "original_lm_head": shared,
+    }
+    return _written(source, config, VLLM, 1 if shared else options.heads)
+
+
+def authors(source: Export) -> Foreign:
+    """Return the head for the authors' code.
+
+    Raises:
+        ValueError: it has options that their code does not run.
+    """
+    source.refuse(draft_vocab=None)
+    options, tensors = source.config, _blocks(source, AUTHORS)
+    for name, tensor in tensors.items():
+        if not torch.equal(tensor, tensors[re.sub(r"^(\d+)\.\d+", r"\1.0", name)]):
+            raise source.refusal(
+                f"layers={options.layers}, of which each is its own",
+                "and in the authors' code those of one depth are one and the same; train with head.layers=1",
+            )
+    config = {
+        "medusa_num_heads": options.heads,
+        "medusa_num_layers": options.layers,
+        "base_model_name_or_path": source.served.name,
+        "torch_dtype": source.dtype,
+        "version": "2" if options.lm_head == "shared" else "1",
+    }
+    return _written(source, config, AUTHORS, options.heads if options.lm_head == "own" else 0)
+
+
+def _blocks(source: Export, block: str) -> dict[str, Tensor]:
+    """Return the blocks' tensors by the format's names."""
+    return {block.format(*found.groups()): t for name, t in source.tensors.items() if (found := BLOCK.fullmatch(name))}
+
+
+def _written(source: Export, config: dict[str, Any], block: str, lm_heads: int) -> Foreign:
+    """Return the head with so many lm_heads, by the names of one of the two formats."""
+    options, full, width = source.config, source.embeddings.vocab_size, source.embeddings.hidden_size
+    lm_head = LM_HEAD[block].format(layers=options.layers)
+    tensors = _blocks(source, block) | {lm_head.format(i): source.read_out(f"lm_heads.{i}") for i in range(lm_heads)}
+    shapes: Shapes = {lm_head.format(i): (full, width) for i in range(lm_heads)}
+    for i, j in product(range(options.heads), range(options.layers)):
+        shapes |= {block.format(i, j, "weight"): (width, width), block.format(i, j, "bias"): (width,)}
+    return Foreign(config, tensors, shapes)

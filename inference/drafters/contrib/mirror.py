@@ -95,7 +95,7 @@ class Mirror(Drafter):
                 "honour a tree mask, which several outcomes need: use drafter=assistant"
             )
         self.current: MirrorState | None = None
-        self.forget()
+        self.reset()
 
     def start(self, prompt: list[int]) -> "MirrorState":
         """Begin a sequence; what is still prepared for the last one ends."""
@@ -103,7 +103,7 @@ class Mirror(Drafter):
         self.current = MirrorState(self, prompt)
         return self.current
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget how often drafts were accepted and found prepared; the counts begin at three of four."""
         self.tried, self.accepted = 4, 3
         self.verified = self.prepared = 0

@@ -73,7 +73,7 @@ class SkipFile:
     mlp: list[int]
     depth: int
     stop: float
-    found: dict[str, float]
+    measured: dict[str, float]
 
     @property
     def skips(self) -> Skips:
@@ -177,8 +177,8 @@ def climb(
             for bit in order.sample(range(size), size):
                 if better(start ^ {bit}, start):
                     start, improved = start ^ {bit}, True
-        share = order.random()
-        start = frozenset(bit for bit in range(size) if order.random() < share)
+        rate = order.random()
+        start = frozenset(bit for bit in range(size) if order.random() < rate)
         if start not in ratings and len(ratings) < settings.evaluations:
             ratings[start] = score(start)
         elif start not in ratings:

@@ -107,16 +107,16 @@ class Streams(nn.Module):
         states = target.run(tokens, position, seen, None, stack=self.stack(source, stream)).last
         draft = target.embeddings.logits(states[:, width:]).unflatten(1, (-1, streams))
         with torch.no_grad():
-            own = states[:, :width].detach()
+            last = states[:, :width].detach()
             batch = torch.arange(len(token), device=token.device)[:, None]
-            taught = torch.stack([rows.teacher(own, depth)[batch, anchor] for depth in range(1, streams + 1)], 2)
-            teacher = target.embeddings.logits(taught)
+            teachers = torch.stack([rows.teacher(last, depth)[batch, anchor] for depth in range(1, streams + 1)], 2)
+            teacher = target.embeddings.logits(teachers)
         return draft, teacher
 
     def _below(self, forward: Callable[..., Any], hidden: Tensor, *args: Any, **inputs: Any) -> Any:
         """Run a layer below the streams' first, in which and in whose cache they have no rows."""
         assert self._riding is not None
-        cut = partial(_cut, own=self.act.first, look_ahead=self._riding[0].shape[1])
+        cut = partial(_cut, base=self.act.first, look_ahead=self._riding[0].shape[1])
         return forward(cut(hidden), *map(cut, args), **{name: cut(value) for name, value in inputs.items()})
 
     def _enter(self, _layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -217,15 +217,15 @@ def frozen(streams: Streams, target: Target) -> Streams:
     return streams.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
-def _cut(value: Any, own: int, look_ahead: int) -> Any:
+def _cut(value: Any, base: int, look_ahead: int) -> Any:
     """Return a layer's input for its first `own` rows: states, positions and rotations "B M …", or a mask "B 1 M S"."""
     if isinstance(value, tuple):
-        return tuple(_cut(part, own, look_ahead) for part in value)
+        return tuple(_cut(item, base, look_ahead) for item in value)
     if not isinstance(value, Tensor) or value.ndim < 2:
         return value
     if value.ndim == 4:
-        return value[:, :, :own, :-look_ahead]
-    return value[:, :own] if value.shape[1] == own + look_ahead else value
+        return value[:, :, :base, :-look_ahead]
+    return value[:, :base] if value.shape[1] == base + look_ahead else value
 
 
 def _sharing(base: nn.Module) -> nn.Module:

@@ -70,16 +70,16 @@ class StreamsState(DrafterState):
     def look_ahead(self, tree: DraftTree, room: int) -> LookAhead | None:
         """Return the streams of all nodes, but for those that would draft deeper than can be committed."""
         size = len(tree.token)
-        lineage = trees.ancestors(tree)
+        ancestors = trees.ancestors(tree)
         node = torch.arange(size, device=tree.token.device).repeat_interleave(self.depth)
         stream = torch.arange(1, self.depth + 1, device=node.device).repeat(size)
-        offset = lineage.sum(-1)[node] - 1 + stream
+        offset = ancestors.sum(-1)[node] - 1 + stream
         fits = offset < room  # what a stream drafts stands one position further than the stream
         self.node, stream = node[fits], stream[fits]
         if not len(stream):
             return None
         among = earlier_streams(size, self.depth, node.device)[fits][:, fits]
-        seen = torch.cat([lineage[self.node], among], 1)
+        seen = torch.cat([ancestors[self.node], among], 1)
         stack = self.streams.stack(self.node[None], stream)
         return LookAhead(tree.token[self.node], offset[fits], seen, stack)
 

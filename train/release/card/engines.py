@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from heads import HEADS
-from heads.formats.export import FORMATS, dflash, eagle, eagle3, hydra, medusa
 from heads.formats.layer_ids import STATES
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa
+from heads.formats.published.export import FORMATS
 from heads.modules.fusion import EAGLE3, default_layers
 from train.release.card.facts import Facts
 from train.release.card.text import block, code, quoted

@@ -1,17 +1,14 @@
 """What was measured of a head, as a table and plots."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from eval.measures.results import LIVE
-from eval.report.page.names import spread
-from eval.report.tables import grid, number
+from eval.report.columns import CARD, results
+from eval.report.tables import grid
+from eval.report.view import Cell, results_of
 from train.release.card.text import escaped
 
-HEADER = (
-    "drafter", "tree", "workload", "T", "batch", "τ [95 %]", "P(a≥1), P(a≥2) …", "tok/s", "speedup [95 %]", "lossless",
-)  # fmt: skip
 LEGEND = (
     "τ: tokens committed per target pass, the bonus token included. speedup: against plain decoding in the same "
     "engine; at a rate of requests, of mean latencies. lossless: prompts with the same greedy output as plain "
@@ -21,19 +18,20 @@ NONE = "Not measured: the run has no report."
 
 
 def section(report: dict[str, Any], plots: Mapping[str, str]) -> str:
-    """Return the table of the report's rows by decoding, and its plots; a row whose gate failed has no speedup.
+    """Return the table of the report's rows by decoding, and its plots; that of a failed result is withheld.
 
     Args:
         report: report.json, empty where there is none.
         plots: captions by file.
     """
-    rows = clocked(report)
+    live = [each for each in results_of(report) if each.row.get("tier", LIVE) == LIVE]
     shown = "\n\n".join(f"![{escaped(caption)}]({name})" for name, caption in plots.items())
-    if not rows:
+    if not live:
         return f"{NONE}\n\n{shown}".strip()
-    return "\n\n".join(
-        part for part in (grid(HEADER, [_cells(row) for row in rows]), LEGEND, how(report), shown) if part
-    )
+    table = results(live, CARD)
+    body = [[_text(cell) for cell in line] for line in table.lines]
+    parts = grid([head.title for head in table.heads], body), LEGEND, how(report), shown
+    return "\n\n".join(part for part in parts if part)
 
 
 def clocked(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -55,26 +53,7 @@ def how(report: dict[str, Any]) -> str:
     return " ".join(said)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    gate = row.get("lossless") or {}
-    failed, rate = gate.get("failed", 0), row.get("request_rate")
-    verdict = f"{gate.get('identical', 0)}/{gate['checked']} identical" if gate.get("checked") else "-"
-    if gate.get("near_tie"):
-        verdict += f", {gate['near_tie']} near tie"
-    return (
-        _name(row["drafter"]),
-        _name(row["tree"]),
-        _name(Path(str(row["workload"])).stem),
-        f"{row['temperature']:g}",
-        str(row["batch_size"]) + (f" at {rate:g} req/s" if rate is not None else ""),
-        spread(row.get("tau"), row.get("tau_ci")),
-        " ".join(f"{share:.2f}" for share in row.get("accepted_by_depth") or []) or "-",
-        number(row.get("tokens_per_second"), 1),
-        "withheld" if failed else spread(row.get("speedup"), row.get("speedup_ci")),
-        f"{verdict}, {failed} FAILED" if failed else verdict,
-    )
-
-
-def _name(text: object) -> str:
-    """Return a name for a cell; what would end the cell, the table escapes itself."""
-    return "|".join(escaped(part) for part in str(text).split("|"))
+def _text(cell: Cell) -> str:
+    """Return a cell's text, names in it as no markup; what would end the cell, the table escapes itself."""
+    words = isinstance(cell.values[0], str)
+    return "|".join(escaped(part) for part in cell.text.split("|")) if words else cell.text

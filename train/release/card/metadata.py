@@ -4,10 +4,11 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from heads.formats.export import FORMATS
+from eval.measures.results import LIVE
+from eval.report.view import results_of
 from heads.formats.hub import REPO
+from heads.formats.published.export import FORMATS
 from train.release.card.facts import Facts
-from train.release.card.measured import clocked
 
 TASK = "text-generation"
 METRICS = {"tau": "τ, tokens of a target pass", "speedup": "speedup over plain decoding"}
@@ -37,17 +38,18 @@ def datasets(facts: Facts) -> list[str]:
 
 
 def results(facts: Facts) -> list[EvalResult]:
-    """Return the head's own rows; a row whose gate failed has no speedup."""
+    """Return the head's own results by decoding, a failed one without its speedup."""
     found = []
-    for row in clocked(facts.report):
-        if not facts.own(row["drafter"]):
+    for each in results_of(facts.report):
+        row = each.row
+        if row.get("tier", LIVE) != LIVE or not facts.own(row["drafter"]):
             continue
         workload, rate = Path(row["workload"]).stem, row.get("request_rate")
         where = f"T={row['temperature']:g}, batch {row['batch_size']}, tree {row['tree']}"
         where += f", {rate:g} requests a second" if rate is not None else ""
         where += f", {row['category']}" if row.get("category") else ""
         for metric, name in METRICS.items():
-            if row[metric] is None or (metric == "speedup" and row["lossless"]["failed"]):
+            if row[metric] is None or (metric == "speedup" and each.failed):
                 continue
             interval = row[f"{metric}_ci"]
             found.append(
@@ -59,7 +61,7 @@ def results(facts: Facts) -> list[EvalResult]:
                     metric_type=metric,
                     metric_name=name,
                     metric_value=round(row[metric], 4),
-                    metric_args=None if interval is None else {"interval_95": [round(each, 4) for each in interval]},
+                    metric_args=None if interval is None else {"interval_95": [round(end, 4) for end in interval]},
                 )
             )
     return found

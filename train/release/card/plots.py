@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import vl_convert
 
 from eval.live import extras
-from eval.report.page import more_plots, plots
-from eval.report.page.plots import Plot, Spec
+from eval.report.plots import results as plots
+from eval.report.plots.results import Plot, Spec
 from train.release.card.facts import Facts
 from train.release.card.measured import clocked
 
@@ -43,7 +43,7 @@ def drawn(facts: Facts) -> dict[str, Drawn]:
         for key, title in (("tau", "τ"), ("speedup", "speedup")):
             found[key] = [each for each in [plots.with_intervals(told, key, title)] if each is not None]
         found["acceptance"] = [each for each in [plots.acceptance(told)] if each is not None]
-    found["training"] = more_plots.training({"training": _curves(facts)})
+    found["training"] = plots.training({"training": _curves(facts)})
     return {f"plots/{name}.png": _picture(parts) for name, parts in found.items() if parts}
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from omegaconf import DictConfig, OmegaConf
 
-from heads.formats.export import assert_known
+from heads.formats.published.export import assert_known
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ ids at the top level as hs[j]; SGLang reads them within `eagle_config` as hs[j +
 
 from typing import Any
 
-from heads.formats.export.eagle3 import COUNTED_BY_FIRST
 from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, STATES, as_outputs, as_states
+from heads.formats.published.eagle3 import COUNTED_BY_FIRST
 from heads.modules.fusion import EAGLE3, chosen_layers, default_layers
 from train.release.doctor.against import Against
 from train.release.doctor.examined import OWN, Examined

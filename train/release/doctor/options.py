@@ -2,7 +2,7 @@
 
 import re
 
-from heads.formats.export.files import NUMBERS
+from heads.formats.published.written import NUMBERS
 from heads.formats.store import CONFIG, WEIGHTS
 from train.release.doctor.against import Against
 from train.release.doctor.examined import OWN, Examined

@@ -6,7 +6,7 @@ import torch
 
 from heads import HEADS
 from heads.common.errors import one_line
-from heads.formats.export import dflash, eagle, eagle3
+from heads.formats.published import dflash, eagle, eagle3
 from heads.formats.store import CONFIG, WEIGHTS, read_config
 from heads.formats.store import head_config as own_config
 from heads.formats.weights import outline

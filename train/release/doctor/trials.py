@@ -19,7 +19,7 @@ from eval.offline.teacher_forced import FIXED, ranks, unrolled
 from heads.base import Features
 from heads.modules.layers import Attention
 from heads.modules.rope import Rope, Rotary
-from heads.modules.vocab import spread
+from heads.modules.vocab import scatter_logits
 from inference.target.target import Target
 
 DEPTHS = 3  # of the drafts that are compared
@@ -96,7 +96,7 @@ class Trials:
             drafts = unrolled(self.head, change(features), self.depth)[:DEPTHS]
             token = features.token[0, start - 1 :]
             for depth, draft in enumerate(drafts, 1):
-                logits = spread(self.head.vocab, self.head.score(draft.state[0, start - 1 :], depth))
+                logits = scatter_logits(self.head.vocab, self.head.score(draft.state[0, start - 1 :], depth))
                 rank = ranks(logits, token, depth)
                 found.append((rank == 0)[rank >= 0].cpu())
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.formats.export.files import KNOWN, OFFSETS
+from heads.formats.published.written import KNOWN, OFFSETS
 from heads.formats.store import CONFIG, WEIGHTS
 from train.release.doctor.against import Against
 from train.release.doctor.examined import OWN, Examined

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig
-from data.text import lineage as module
-from data.text.lineage import lineage
+from data.text import provenance as module
+from data.text.provenance import source_records
 from data.text.sources import Hub
 
 Make = Callable[..., DataConfig]
@@ -21,7 +21,7 @@ def test_files_are_told_by_their_hash_and_their_writer(tmp_path: Path, config: M
     file.write_text('{"text": "one"}\n')
     settings = {"by": "engine", "target": {"fingerprint": "f00d"}, "data": {"sources": []}, "api_key": "s3cr3t-s3cr3t"}
     (tmp_path / "answers.jsonl.meta.json").write_text(json.dumps({"settings": settings, "counts": {}}))
-    (found,) = lineage(config(str(file)))
+    (found,) = source_records(config(str(file)))
     assert found == {
         "name": str(file),
         "files": 1,
@@ -33,9 +33,9 @@ def test_files_are_told_by_their_hash_and_their_writer(tmp_path: Path, config: M
 def test_a_folder_is_told_by_all_of_its_files(tmp_path: Path, config: Make) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)
-    (before,) = lineage(config(str(tmp_path)))
+    (before,) = source_records(config(str(tmp_path)))
     (tmp_path / "b.txt").write_text("c")
-    (after,) = lineage(config(str(tmp_path)))
+    (after,) = source_records(config(str(tmp_path)))
     assert before["files"] == after["files"] == 2
     assert before["sha256"] != after["sha256"]
     assert "answers" not in before
@@ -44,7 +44,7 @@ def test_a_folder_is_told_by_all_of_its_files(tmp_path: Path, config: Make) -> N
 def test_a_hub_data_set_is_told_by_its_revision(monkeypatch: pytest.MonkeyPatch, config: Make) -> None:
     found: Any = [Hub("me/chats:en", [], "abc")]
     monkeypatch.setattr(module, "open_sources", lambda _: found)
-    assert lineage(config("me/chats:en")) == [{"name": "me/chats:en", "revision": "abc"}]
+    assert source_records(config("me/chats:en")) == [{"name": "me/chats:en", "revision": "abc"}]
 
 
 def test_damaged_provenance_of_answers_is_one_line(tmp_path: Path, config: Make) -> None:
@@ -52,5 +52,5 @@ def test_damaged_provenance_of_answers_is_one_line(tmp_path: Path, config: Make)
     file.write_text('{"text": "one"}\n')
     (tmp_path / "answers.jsonl.meta.json").write_text("{")
     with pytest.raises(ValueError, match=r"meta\.json: damaged .*; restore it, or remove it") as caught:
-        lineage(config(str(file)))
+        source_records(config(str(file)))
     assert "\n" not in str(caught.value)

@@ -44,7 +44,7 @@ def test_the_layers_stay_on_disk(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded_so_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="its ends cannot be loaded without its layers") as error:
+    with pytest.raises(ValueError, match="its embeddings cannot be loaded without its layers") as error:
         EmbeddingsOnly.load(str(tmp_path / "none"), "float32", "cpu", False)
     assert "\n" not in str(error.value)
     path = assistants.save(toys.target("gemma3").model, toys.tokenizer(), tmp_path / "gemma")

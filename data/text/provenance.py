@@ -11,7 +11,7 @@ from heads.common.redact import redacted_values
 from heads.common.untrusted import parse_json
 
 
-def lineage(config: DataConfig) -> list[dict[str, Any]]:
+def source_records(config: DataConfig) -> list[dict[str, Any]]:
     """Return a record for each source, for provenance.json.
 
     Returns:

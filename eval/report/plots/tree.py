@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from eval.report.page.names import Told
-from eval.report.page.plots import Plot, Records, Spec, axis, plot, whole
+from eval.report.plots.results import Plot, Records, Spec, axis, layer, plot, tooltip, whole
+from eval.report.view import Record
 
 Path = tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return across and self.top < other.bottom and other.top < self.bottom
 
 
-def tree(name: str, found: Told) -> Plot:
+def tree(name: str, found: Record) -> Plot:
     """Return a tree, its root on the left: the fuller a node and the thicker its edge, the more often it was accepted.
 
     Args:
@@ -66,37 +66,29 @@ def layers(deepest: int, ends: int, dot: float) -> list[Spec]:
     """Return the edges, the nodes and their labels; the names are classes that the page's styles know."""
     x = axis("depth", "depth", axis={**whole(deepest, 0), "grid": False}, scale={"padding": EDGE, "nice": False})
     y = axis("y", "", axis=None, scale={"domain": [-1, ends - 0.5], "reverse": True, "nice": False})
-    tip = [
-        {"field": "node", "type": "nominal", "title": "ranks"},
-        {"field": "share", "type": "quantitative", "format": ".3f", "title": "accepted"},
-        {"field": "after", "type": "quantitative", "format": ".3f", "title": "where its parent was"},
-    ]
+    tip = tooltip("node:N  ranks", "share:Q .3f accepted", "after:Q .3f where its parent was")
     size = {"field": "share", "type": "quantitative", "legend": None}
     thick = {**size, "scale": {"type": "sqrt", "domain": [0, 1], "range": [0.5, 0.5 * dot]}}
     full = {**size, "scale": {"type": "sqrt", "domain": [0, 1], "range": [0, 1]}}
     at = {"x": x, "y": y}
     edge = {"x": {**x, "field": "above"}, "x2": {"field": "depth"}, "y": {**y, "field": "from"}, "y2": {"field": "y"}}
     circle = {"type": "circle", "size": dot * dot, "opacity": 1}
+    dots = {**circle, "fill": HUE, "stroke": HUE, "strokeWidth": 1}
     near = dot / 2 + GAP
     sides = {"right": {"align": "left", "dx": near}, "above": {"baseline": "bottom", "dy": -near}}
     texts: list[Spec] = [
         {
             "name": f"shares_{side}",
             "transform": [{"filter": f"datum.side == '{side}'"}],
-            "mark": {"type": "text", **place},
-            "encoding": {**at, "text": {"field": "share", "type": "quantitative", "format": ".2f"}},
+            **layer({"type": "text", **place}, **at, text=tooltip("share:Q .2f")[0]),
         }
         for side, place in sides.items()
     ]
     return [
-        {"mark": {"type": "rule", "stroke": HUE, "opacity": 0.5}, "encoding": {**edge, "strokeWidth": thick}},
-        {"name": "backs", "mark": circle, "encoding": at},
+        layer({"type": "rule", "stroke": HUE, "opacity": 0.5}, **edge, strokeWidth=thick),
+        {"name": "backs", **layer(circle, **at)},
         *texts,
-        {
-            "name": "nodes",
-            "mark": {**circle, "fill": HUE, "stroke": HUE, "strokeWidth": 1},
-            "encoding": {**at, "fillOpacity": full, "tooltip": tip},
-        },
+        {"name": "nodes", **layer(dots, **at, fillOpacity=full, tooltip=tip)},
     ]
 
 

@@ -1,13 +1,4 @@
-"""Heads in the formats that engines and other projects read: one format a file, each checked as it is written.
-
-source.py  a head on its way there, and what formats share
-files.py   the folder: checked as it lies on disk, then put in place
-eagle.py   EAGLE-1/2 and HASS: vLLM, SGLang, the authors
-eagle3.py  EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
-medusa.py  Medusa: vLLM up to 0.32, the authors
-hydra.py   Hydra and Hydra++: the authors
-dflash.py  DFlash and DSpark
-"""
+"""Heads in the formats that engines and other projects read, each checked as it is written."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +6,15 @@ from pathlib import Path
 from torch import nn
 
 from heads import HEADS
-from heads.formats.export import dflash, eagle, eagle3, hydra, medusa
-from heads.formats.export.files import Foreign, put
-from heads.formats.export.source import Served, Source
+from heads.formats.published import dflash, eagle, eagle3, hydra, medusa
+from heads.formats.published.exporting import Export, Served
+from heads.formats.published.written import Foreign, put
 
 __all__ = ["FORMATS", "Served", "export"]
 
 # What each format makes of each kind of head. Four engines read the same EAGLE-3 folder; which one is asked for decides
 # over options that not all of them run.
-FORMATS: dict[str, dict[str, Callable[[Source], Foreign]]] = {
+FORMATS: dict[str, dict[str, Callable[[Export], Foreign]]] = {
     "vllm": {
         "eagle": eagle.engines,
         "hass": eagle.engines,
@@ -66,7 +57,7 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
         others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
         known = f"of {others}" if others else "its own: leave format out"
         raise ValueError(f"format={form}: not one of a head of kind {name}, which can take the form {known}")
-    put(folder, FORMATS[form][name](Source(form, head, served)), served.dtype)
+    put(folder, FORMATS[form][name](Export(form, head, served)), served.dtype)
 
 
 def assert_known(form: str) -> None:

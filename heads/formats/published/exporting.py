@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings, LayerShape, layer_shape
-from heads.formats.export.files import KNOWN, OFFSETS, Shapes
+from heads.formats.published.written import KNOWN, OFFSETS, Shapes
 from heads.modules.rope import Rope, scaling_of
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Served(NamedTuple):
     draft_tokens: int
 
 
-class Source(NamedTuple):
+class Export(NamedTuple):
     """A head on its way into a format."""
 
     form: str

@@ -1,0 +1,93 @@
+"""The report as text: Markdown, and a table for the terminal."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from eval.report import columns, view
+from eval.report.notes import notes_of
+from eval.report.sections import Section, sections
+from eval.report.tables import grid
+from eval.report.view import TEXT, Record, results_of
+from heads.common.untrusted import visible
+
+# Columns of the terminal that begin at the left.
+WORDS = ("drafter", "head", "rule", "lossless", "family", "tree", "sequences and context")
+
+
+def title(report: Record) -> str:
+    """Return one line: what, on what, in which arithmetic."""
+    target, device = report["target"], report["device"]
+    how = f", weights quantised ({quantized})" if (quantized := target.get("quantized")) else ""
+    adapted = f" with adapter {adapter}" if (adapter := target.get("adapter")) else ""
+    dtype = f", {device['dtype']}" if device.get("dtype") else ""  # none: no model computed
+    return " ".join(f"{target.get('name')}{adapted} on {device.get('name')}{dtype}{how}".split())
+
+
+def markdown(report: Record, failures: Sequence[str]) -> str:
+    """Return the report for reading.
+
+    Args:
+        report: what report.json holds.
+        failures: a line for each failed losslessness check.
+    """
+    settings = report["settings"].items()
+    plain = {key: value for key, value in settings if key != "sampled_gate" and not isinstance(value, dict)}
+    parts = {"Settings": plain, "Device": report["device"], "Provenance": report["settings"].get("provenance", {})}
+    made = {name: ", ".join(f"{key} {value}" for key, value in part.items()) for name, part in parts.items()}
+    peak = max((row["memory_bytes"] for row in report["rows"]), default=0)
+    made |= {"Peak memory": f"{peak / 2**20:.0f} MiB"} if peak else {}
+    warned = {"Not lossless.": failures, "Compare with care:": report.get("warnings", [])}
+    text = [
+        f"# {title(report)}",
+        *(_line(f"**{what}** {line}.") for what, lines in warned.items() for line in lines),
+        *(part for section in sections(report, TEXT) for part in _set(section)),
+        "## How it was measured",
+        _line(" ".join(f"{name}: {values}." for name, values in made.items())),
+        "\n".join(f"- {note}" for note in notes_of(report)),
+    ]
+    return _inert("\n\n".join(text)) + "\n"
+
+
+def _set(section: Section) -> list[str]:
+    """Return a section's heading, text and tables; a name in a line of it begins no other line."""
+    tables = [grid(titles(table), texts(table)) for table in section.tables if table.lines]
+    bullets = ["\n".join(f"- {_line(bullet)}" for bullet in section.bullets)] if section.bullets else []
+    return [f"## {section.title}", *map(_line, section.text), *tables, *bullets]
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def titles(table: view.Table) -> list[str]:
+    """Return a table's titles."""
+    return [head.title for head in table.heads]
+
+
+def texts(table: view.Table) -> list[list[str]]:
+    """Return what a table's cells show."""
+    return [[cell.text for cell in line] for line in table.lines]
+
+
+def _inert(text: str) -> str:
+    """Return Markdown whose untrusted names are no HTML, no link and no picture, and move no cursor."""
+    return visible(text).replace("<", "&lt;").replace("](", "]\\(")
+
+
+def terminal(report: Record) -> Table:
+    """Return the results for the terminal."""
+    overall = [each for each in results_of(report) if each.overall]
+    made = columns.results(overall, TEXT)
+    return rich_table(title(report), titles(made), texts(made))
+
+
+def rich_table(caption: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> Table:
+    """Return a table for the terminal, in whose cells rich looks for no markup."""
+    made = Table(title=Text(visible(caption)))
+    for name in header:
+        made.add_column(name, justify="left" if name in WORDS else "right")
+    for line in body:
+        made.add_row(*(Text(visible(cell)) for cell in line))
+    return made
