@@ -1,4 +1,4 @@
-"""The types of conf/eval.yaml, and what a value may be."""
+"""The types of conf/eval.yaml, and the checks of its values."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from inference.verification.verify import check_rule, is_lossy
 
 AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
 TURNS = ("first", "all")
-# What an endpoint decides itself, or cannot be asked for, and the value that asks for nothing.
+# Keys that an endpoint decides itself or does not support, each with the only value that is allowed with one.
 NEUTRAL: dict[str, Any] = {
     "run": None, "compare": [], "tune": False, "budget": None, "request_rate": None, "truncate": False,
     "rule": "auto", "lossy": False, "dtype": "auto",
@@ -27,11 +27,11 @@ NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """How a served endpoint is asked.
+    """Client settings of a served endpoint.
 
     Attributes:
         model: the name that it serves the target by; None takes the only one there is.
-        chat: ask chats as chats; otherwise the user's words as a text to go on with, for a model without a template.
+        chat: send chats as chats; otherwise the user's words as a text to continue, for a model without a template.
         timeout: seconds for one reply, to its last byte.
         patience: seconds that its metrics may lag behind its answers.
         api_key_env: the environment variable with the key; unset, none is sent.
@@ -46,7 +46,7 @@ class ClientConfig:
     extra: dict[str, Any]
 
     def __post_init__(self) -> None:
-        """Refuse times that ask for nothing."""
+        """Refuse times that are not positive."""
         if self.timeout <= 0 or self.patience < 0:
             raise ValueError(
                 f"client.timeout={self.timeout:g}, client.patience={self.patience:g}: the first must be positive, the "
@@ -56,9 +56,9 @@ class ClientConfig:
 
 @dataclass(frozen=True)
 class TunerConfig:
-    """What the tuner tries: depths, children and budgets of trees, contexts, and samples of every cost.
+    """Values that the tuner tries: depths, children and budgets of trees, contexts; and the samples of every cost.
 
-    `prompts` and `batch_sizes` are the report's: the texts along which it simulates them, and where it prices them.
+    `prompts` and `batch_sizes` are the report's: the texts along which it simulates trees, and the sizes it prices.
     """
 
     depths: list[int]
@@ -70,7 +70,7 @@ class TunerConfig:
     batch_sizes: list[int]
 
     def __post_init__(self) -> None:
-        """Check that there is something to try, and nothing below 1.
+        """Check that no list is empty and no number below 1.
 
         Raises:
             ValueError: naming the key.
@@ -83,33 +83,33 @@ class TunerConfig:
                 raise ValueError(f"tuner.{key} is {getattr(self, key)}: give numbers of 1 or more")
 
     def within(self, context: int) -> "TunerConfig":
-        """Return what a target can verify: trees that its context holds with their root."""
+        """Return the configuration with the trees only that fit into a target's context with their root."""
         return replace(self, nodes=[nodes for nodes in self.nodes if nodes < context] or [1])
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs: whether the target's verification passes are compiled."""
+    """Engine settings: whether the target's verification passes are compiled."""
 
     compile: bool
 
     @property
     def label(self) -> str:
-        """Return how reports call it."""
+        """The engine's name in reports."""
         return "compiled" if self.compile else "eager"
 
 
 @dataclass(frozen=True)
 class SourcesConfig:
-    """What drafts.
+    """Draft sources to measure.
 
     Attributes:
         drafter: the draft sources by name, each with its options: head, plain, or a file of conf/drafter/.
-        run: a run's folder or a list of them; None for plain decoding alone.
-        compare: further runs of the same target; or, without a run, reports to put side by side: what ends in .json.
-        tree: what differs from each head's own tree.
-        cold: whether sources that remember past requests have a second row, where they may not.
-        budget: the depth below which no source drafts; None: each its own.
+        run: a run's folder or a list of them; None for autoregressive decoding alone.
+        compare: further runs of the same target; or, without a run, reports to put side by side: paths in .json.
+        tree: overrides of each head's own tree.
+        cold: whether sources that remember past requests have a second row, in which they start every request cold.
+        budget: the greatest depth of any source's drafts; None: no limit but its own.
     """
 
     drafter: dict[str, Any]
@@ -125,20 +125,20 @@ class SourcesConfig:
         return runs
 
     def reports(self) -> list[str]:
-        """Return the reports to put side by side: what of `compare` ends in .json."""
-        return [each for each in self.compare if each.endswith(".json")]
+        """Return the reports to put side by side: the paths in `compare` with the suffix .json."""
+        return [path for path in self.compare if path.endswith(".json")]
 
 
 @dataclass(frozen=True)
 class PromptsConfig:
-    """What is answered.
+    """Prompts to measure on.
 
     Attributes:
         workload: a name, a file or a Hub data set, or a list of them; None for the run's own held-out prompts, else
             the model's `prompts`.
-        prompts: how many of each.
-        warmup: how many run before them.
-        balanced: of all categories alike, rather than the first ones.
+        prompts: the number of prompts of each.
+        warmup: the number of prompts that run before them.
+        balanced: take as many of each category as there are, rather than the first ones.
         turns: of dialogues, the first questions alone or all.
         truncate: shorten prompts that fill the context.
     """
@@ -153,17 +153,17 @@ class PromptsConfig:
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """How prompts are answered.
+    """Decoding settings of the prompts.
 
     Attributes:
-        max_new_tokens, min_new_tokens: where every answer ends at the latest, and at the earliest.
-        temperature: a number or a list of them; the gate runs at 0 whatever they are.
+        max_new_tokens, min_new_tokens: the greatest and the smallest length of an answer.
+        temperature: a number or a list of them; the losslessness check always runs at 0.
         top_k, top_p, min_p: filters at temperatures above 0.
-        repetition_penalty: of what stands in the prompt or the answer, at temperature 0 too.
+        repetition_penalty: of tokens in the prompt or the answer, at temperature 0 too.
         rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
-        lossy: whether a rule may change the target's law; its rows then have no speedup.
+        lossy: whether a rule may change the target's distribution; its rows then have no speedup.
         batch_size: sequences in one target pass: a number or a list of them.
-        request_rate: requests a second, which come at random; None: each as another ends. Or a list of such.
+        request_rate: requests a second, arriving at random; None: each starts when another finishes. Or a list.
         seed: of sampling, of arrivals, of the order of measurement and of the intervals.
     """
 
@@ -182,7 +182,7 @@ class DecodingConfig:
 
     @property
     def lawful(self) -> bool:
-        """Whether the target's law after a token follows from the text alone, as teacher forcing takes it."""
+        """Whether the target's next-token probs depend on the text alone, as teacher forcing assumes."""
         return self.repetition_penalty == 1 and self.min_new_tokens == 0
 
     def temperatures(self) -> list[float]:
@@ -197,7 +197,7 @@ class DecodingConfig:
         return [int(size) for size in sizes]
 
     def request_rates(self) -> list[float | None]:
-        """Return the request rates as a list; None where nobody waits for an arrival."""
+        """Return the request rates as a list; None where requests do not arrive at a rate."""
         rates = [None] if self.request_rate is None else listed(self.request_rate)
         if not rates or not all(rate is None or _is_rate(rate) for rate in rates):
             raise ValueError(
@@ -206,11 +206,11 @@ class DecodingConfig:
         return [None if rate is None else float(rate) for rate in rates]
 
     def sampling(self, temperature: float) -> Sampling:
-        """Return how tokens are drawn at a temperature."""
+        """Return the sampling settings at a temperature."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def settings(self, temperature: float, gaps: bool = False) -> Settings:
-        """Return how prompts are decoded at a temperature, with the logit gap of every token if asked for."""
+        """Return the request settings at a temperature; `gaps` records the logit gap of every token."""
         return Settings(
             self.max_new_tokens,
             self.sampling(temperature),
@@ -224,12 +224,12 @@ class DecodingConfig:
 
 @dataclass(frozen=True)
 class EndpointConfig:
-    """A served model that is measured in place of run and drafter.
+    """A served model that is measured instead of run and drafter.
 
     Attributes:
         endpoint: its URL; None for none.
         baseline: the URL of the same model served without speculation.
-        client: how both are asked.
+        client: client settings of both.
     """
 
     endpoint: str | None
@@ -239,23 +239,23 @@ class EndpointConfig:
 
 @dataclass(frozen=True)
 class EvalConfig(SourcesConfig, PromptsConfig, DecodingConfig, EndpointConfig):
-    """One evaluation: conf/eval.yaml, whose keys stand side by side; a component takes the part that it needs.
+    """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs.
 
     Attributes:
         out: folder of the report; None for the first run's.
-        model: what differs from the first run's `model`; a None differs in nothing.
-        dtype: in which speed is measured.
-        gate_dtype: in which tokens are compared with plain decoding's.
-        gate_tv: the total variation that the chi-square test above temperature 0 must reveal.
-        engine: how both plain and speculative decoding run.
+        model: overrides of the first run's `model`; None overrides nothing.
+        dtype: the dtype in which speed is measured.
+        gate_dtype: the dtype in which tokens are compared with those of autoregressive decoding.
+        gate_tv: the total variation that the chi-square test above temperature 0 must detect.
+        engine: engine settings, of the baseline and of speculative decoding.
         repeats: timed passes over the prompts.
         hf: whether HF generate is timed too.
-        tier: what is measured: `live`, `teacher_forced`, `replay`, or a list of them.
-        text: along which the tiers without a clock measure: the target's `own` answers, or the workload's `recorded`
-            ones; auto: recorded where no target is loaded, else own.
-        tune: find the head's best tree at every batch size and write that of the smallest into its config, in place
+        tier: the tiers to measure: `live`, `teacher_forced`, `replay`, or a list of them.
+        text: text of the tiers without a clock: the target's `own` answers, or the workload's `recorded` ones; auto:
+            recorded where no target is loaded, else own.
+        tune: find the head's best tree at every batch size and write that of the smallest into its config, instead
             of a report.
-        tuner: what is tried for that.
+        tuner: the values tried for that.
     """
 
     out: str | None
@@ -272,7 +272,7 @@ class EvalConfig(SourcesConfig, PromptsConfig, DecodingConfig, EndpointConfig):
     tuner: TunerConfig
 
     def __post_init__(self) -> None:
-        """Check what the types cannot say.
+        """Check the values beyond their types.
 
         Raises:
             ValueError: naming the key, its value and the remedy.
@@ -302,15 +302,15 @@ class EvalConfig(SourcesConfig, PromptsConfig, DecodingConfig, EndpointConfig):
             self._check_tune()
 
     def _check_compare(self) -> None:
-        found = self.reports()
-        if found and (self.run is not None or found != self.compare):
+        reports = self.reports()
+        if reports and (self.run is not None or reports != self.compare):
             raise ValueError(
-                f"compare names the report {found[0]}, which is read and not measured: give reports alone, without "
+                f"compare names the report {reports[0]}, which is read and not measured: give reports alone, without "
                 "run, or runs alone"
             )
-        if len(found) == 1:
-            raise ValueError(f"compare is {found[0]}: give two reports or more to put side by side")
-        if repeated := sorted({file for file in found if found.count(file) > 1}):
+        if len(reports) == 1:
+            raise ValueError(f"compare is {reports[0]}: give two reports or more to put side by side")
+        if repeated := sorted({file for file in reports if reports.count(file) > 1}):
             raise ValueError(f"compare names {', '.join(repeated)} twice: leave one out")
 
     def _check_protocol(self) -> None:
@@ -322,18 +322,17 @@ class EvalConfig(SourcesConfig, PromptsConfig, DecodingConfig, EndpointConfig):
             raise ValueError(f"workload is {self.workload!r}: give a name, a file or a Hub data set, or a list of them")
 
     def _check_tiers(self) -> None:
-        asked = listed(self.tier)
-        wrong = [tier for tier in asked if tier not in TIERS]
-        if wrong or not asked or len(set(asked)) < len(asked):
+        tiers = listed(self.tier)
+        if not tiers or not set(tiers) <= set(TIERS) or len(set(tiers)) < len(tiers):
             raise ValueError(f"tier is {self.tier!r}: choose {', '.join(TIERS)}, or a list of them, each once")
         if self.text not in TEXTS:
             raise ValueError(f"text is {self.text!r}: choose {', '.join(TEXTS)}")
-        if asked == [LIVE] and self.text == RECORDED:
+        if tiers == [LIVE] and self.text == RECORDED:
             raise ValueError("text=recorded is for tiers without a clock: add replay or teacher_forced to tier=live")
-        if TEACHER_FORCED in asked and LIVE not in asked and not self.lawful:
+        if TEACHER_FORCED in tiers and LIVE not in tiers and not self.lawful:
             raise ValueError(
-                "tier=teacher_forced takes the target's law as it is: leave repetition_penalty=1 and min_new_tokens=0, "
-                "or choose tier=live"
+                "tier=teacher_forced takes the target's probs as they are: leave repetition_penalty=1 and "
+                "min_new_tokens=0, or choose tier=live"
             )
 
     def _check_tune(self) -> None:
@@ -353,7 +352,7 @@ class EvalConfig(SourcesConfig, PromptsConfig, DecodingConfig, EndpointConfig):
             raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end by themselves")
 
     def tiers(self) -> list[str]:
-        """Return the tiers that are asked for and can be measured."""
+        """Return the configured tiers that can be measured."""
         return [tier for tier in listed(self.tier) if tier != TEACHER_FORCED or self.lawful]
 
     @property
@@ -363,12 +362,12 @@ class EvalConfig(SourcesConfig, PromptsConfig, DecodingConfig, EndpointConfig):
 
 
 def eval_config(**values: Any) -> EvalConfig:
-    """Return conf/eval.yaml's evaluation with these values in place of its own, for callers without Hydra."""
-    own = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "eval.yaml"))
-    assert isinstance(own, dict)
+    """Return conf/eval.yaml's evaluation with these values instead of its own, for callers without Hydra."""
+    defaults = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "eval.yaml"))
+    assert isinstance(defaults, dict)
     values = {"drafter": {"head": {}}} | values
     return typed(
-        EvalConfig, {str(key): value for key, value in own.items() if key not in ("defaults", "hydra")} | values
+        EvalConfig, {str(key): value for key, value in defaults.items() if key not in ("defaults", "hydra")} | values
     )
 
 
@@ -382,14 +381,14 @@ def numbers(key: str, value: Any) -> list[float]:
     Raises:
         ValueError: it is neither, or empty.
     """
-    found = listed(value)
-    if not found or not all(isinstance(item, int | float) and not isinstance(item, bool) for item in found):
+    items = listed(value)
+    if not items or not all(isinstance(item, int | float) and not isinstance(item, bool) for item in items):
         raise ValueError(f"{key} is {value!r}: give a number, or a list of them")
-    return [float(item) for item in found]
+    return [float(item) for item in items]
 
 
 def check_endpoint(config: EvalConfig) -> None:
-    """Refuse what an endpoint cannot be asked for.
+    """Refuse settings that an endpoint does not support.
 
     Raises:
         ValueError: naming the key and the remedy.
@@ -401,7 +400,7 @@ def check_endpoint(config: EvalConfig) -> None:
     for key in ("endpoint", "baseline"):
         if (url := getattr(config, key)) is not None:
             check_url(key, url)
-    if config.baseline is not None and _place(config.baseline) == _place(config.endpoint):
+    if config.baseline is not None and _base_url(config.baseline) == _base_url(config.endpoint):
         raise ValueError("baseline is the endpoint itself: serve the model without speculation at another port")
     given = [key for key, neutral in NEUTRAL.items() if getattr(config, key) != neutral]
     given += ["model"] * any(value is not None for value in config.model.values())
@@ -417,7 +416,7 @@ def check_endpoint(config: EvalConfig) -> None:
         )
 
 
-def _place(url: str) -> str:
+def _base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 

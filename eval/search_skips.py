@@ -1,4 +1,4 @@
-"""Find the sub-layers that a target drafts best without, on the user's own prompts, for drafter=layer_skip.
+"""Find the sub-layers to skip when a target drafts for itself, on the user's own prompts, for drafter=layer_skip.
 
 python eval/search_skips.py model.path=/my/model workload=my_prompts.jsonl out=skips.json
 """
@@ -6,7 +6,7 @@ python eval/search_skips.py model.path=/my/model workload=my_prompts.jsonl out=s
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root in place of this folder, or `import heads` would fail
+if __name__ == "__main__":  # as a script: the checkout's root instead of this folder, or `import heads` would fail
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from dataclasses import dataclass
@@ -40,13 +40,13 @@ class JobConfig:
 
 
 def find(job: JobConfig) -> Path:
-    """Search, time what was found against plain decoding on the same prompts, write and print it.
+    """Search, time the result against autoregressive decoding on the same prompts, write and print it.
 
     Returns:
         The file.
 
     Raises:
-        ValueError: no such model or workload, the target's layers cannot be run in parts, or nothing pays to skip.
+        ValueError: no such model or workload, the target's layers cannot be run in parts, or no skip is faster.
     """
     model = job.model
     workload = job.workload or model.prompts
@@ -57,42 +57,39 @@ def find(job: JobConfig) -> Path:
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     settings = Settings(job.max_new_tokens, GREEDY)
     plain = [autoregress(target, prompt, settings) for prompt in prompts]
-    texts = [record(target, prompt, made.tokens) for prompt, made in zip(prompts, plain, strict=True)]
+    texts = [record(target, prompt, run.tokens) for prompt, run in zip(prompts, plain, strict=True)]
     skips, rating = search(target.parts, texts, job.search)
     if not skips.attention and not skips.mlp:
         raise ValueError(f"{target.name}: no set of skipped sub-layers rates above plain decoding; use another drafter")
     path = Path(job.out).expanduser() if job.out else Path("outputs") / f"{model.name}-skips.json"
 
-    def write(found: dict[str, float]) -> None:
-        kept = (list(skips.attention), list(skips.mlp), rating.depth, job.search.stop)
-        save_skips(path, SkipFile(FORMAT, target.spec, *kept, found))
+    def write(results: dict[str, float]) -> None:
+        settings = (list(skips.attention), list(skips.mlp), rating.depth, job.search.stop)
+        save_skips(path, SkipFile(FORMAT, target.spec, *settings, results))
 
     write(predicted(rating))
     drafter = LayerSkip(LayerSkip.Config(str(path), None, None), target, "layer_skip")
-    made = [speculate(target, drafter, prompt, settings) for prompt in prompts]
-    found = {**predicted(rating), **measured(plain, made)}
-    write(found)
+    drafted = [speculate(target, drafter, prompt, settings) for prompt in prompts]
+    results = {**predicted(rating), **measured(plain, drafted)}
+    write(results)
     layers = len(target.decoder_layers)
     print(f"{path}: without {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers of {layers} each")
-    print("\n".join(f"  {name}: {value:.4g}" for name, value in found.items()))
+    print("\n".join(f"  {name}: {value:.4g}" for name, value in results.items()))
     return path
 
 
 def predicted(rating: Rating) -> dict[str, float]:
-    """Return what the search expects."""
+    """Return the results that the search predicts."""
     return {"predicted_tau": rating.tau, "predicted_speedup": rating.speed, "draft_cost": rating.cost}
 
 
 def measured(plain: list[Generation], drafted: list[Generation]) -> dict[str, float]:
     """Return tokens a pass and tokens a second of decoding, timed once: for the order of magnitude."""
-    steps = sum(len(made.steps) for made in drafted)
-    speeds = [
-        sum(len(made.tokens) - 1 for made in side) / sum(made.decode_s for made in side) for side in (drafted, plain)
-    ]
+    tokens, plain_tokens = (sum(len(run.tokens) - 1 for run in runs) for runs in (drafted, plain))
     return {
-        "measured_tau": sum(len(made.tokens) - 1 for made in drafted) / steps,
-        "tokens_per_second": speeds[0],
-        "plain_tokens_per_second": speeds[1],
+        "measured_tau": tokens / sum(len(run.steps) for run in drafted),
+        "tokens_per_second": tokens / sum(run.decode_s for run in drafted),
+        "plain_tokens_per_second": plain_tokens / sum(run.decode_s for run in plain),
     }
 
 

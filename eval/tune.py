@@ -1,8 +1,8 @@
-"""The best tree for a head on this device and workload: predicted from costs and acceptance, measured, written.
+"""Find the best tree for a head on this device and workload: predict it from costs and acceptance, measure, write it.
 
 Each kind of tree is a family. All of its trees are replayed on the target's recorded text and priced with the costs
 measured in the engine; the most promising are priced again from more samples, and the best one of each family, and the
-one predicted best of all, are timed against plain decoding beside the tree that the head has now. At further batch
+one predicted best of all, are timed against autoregressive decoding beside the head's present tree. At further batch
 sizes the best chain and the best tree are. A family that is not as fast as predicted is not chosen.
 """
 
@@ -37,7 +37,7 @@ from inference.protocol import Drafter
 from inference.target.target import Target
 
 FINALISTS = 3  # of each family, priced again
-AGAIN = 8  # times as many samples for that
+AGAIN = 8  # factor of the samples for that
 
 Group = Callable[[Tried], str]
 T = TypeVar("T")
@@ -45,13 +45,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TunePlan:
-    """What is tuned and how.
+    """Settings of a tuning.
 
     Attributes:
-        run: the run's folder or Hub id, whose head's tree it is.
-        tree: what differs from that tree, where the search begins.
-        grid: what is tried.
-        decoding: greedy, and the batch sizes.
+        run: the folder or Hub id of the run whose head's tree is tuned.
+        tree: overrides of that tree, where the search begins.
+        grid: the values to try.
+        decoding: greedy decoding settings, and the batch sizes.
         repeats: timed passes over the prompts.
     """
 
@@ -63,70 +63,70 @@ class TunePlan:
 
     @property
     def settings(self) -> Settings:
-        """How the texts are written."""
+        """The request settings of the recorded texts."""
         return Settings(self.decoding.max_new_tokens, self.decoding.sampling(0.0), seed=self.decoding.seed)
 
     @property
     def sizes(self) -> list[int]:
-        """The drafted nodes whose pass is timed."""
+        """The numbers of drafted nodes whose verification pass is timed."""
         return sorted({*SIZES, *self.grid.nodes})
 
 
 def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str) -> Tuning:
     """Find the best tree for the head of a run at every batch size.
 
-    The one for the smallest is written into the head's config where it beats plain decoding. Half of the prompts
-    choose; what is chosen is predicted for the other half, and measured on it.
+    The one for the smallest is written into the head's config where it beats autoregressive decoding. Half of the
+    prompts choose; the choice is predicted for the other half, and measured on it.
 
     Args:
         plan: one run, greedy.
-        target: in the dtype to be timed in.
-        prompts: what the target answers.
-        engine: what reports call the engine.
+        target: the target, in the dtype to be timed in.
+        prompts: the prompts that the target answers.
+        engine: the engine's name in reports.
 
     Raises:
         ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot
             verify.
     """
     plan = replace(plan, grid=plan.grid.within(target.context))
-    run, grid, asked = plan.run, plan.grid, sorted(set(plan.decoding.batch_sizes()))
-    Batch(target, [Plain(target.device)] * asked[-1])  # says now, and not after minutes, that the target takes none
+    run, grid, batch_sizes = plan.run, plan.grid, sorted(set(plan.decoding.batch_sizes()))
+    Batch(target, [Plain(target.device)] * batch_sizes[-1])  # fails now, not after minutes, if the target takes none
     folder = resolve_head(run)
     if is_published(folder):
         raise ValueError(
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
     saved = read_config(folder)["tree"]
-    own = typed(TreeConfig, overlay(saved, plan.tree))
+    tree = typed(TreeConfig, overlay(saved, plan.tree))
     head: Any = load_head(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
-    answered = [(each, text) for each in prompts for text in write(target, [each.token], plan.settings)]
+    answered = [(prompt, text) for prompt in prompts for text in write(target, [prompt.token], plan.settings)]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
-    texts, drafter = [text for _, text in answered], HeadDrafter(head, own, "head")
+    texts, drafter = [text for _, text in answered], HeadDrafter(head, tree, "head")
     simulated = simulate(grid, target, drafter, texts)
     trees = simulated.trees
-    bench = Bench(plan, target, drafter, texts, halves([each for each, _ in answered])[1])
+    bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
     most = target.context - max(plan.sizes) - 1
     here = min(most, round(mean([text.start + text.made / 2 for text in texts])))  # the workload's context
     contexts = costing.verification(target, plan.sizes, [here, *grid.contexts], 2 * grid.samples, plan.decoding.seed)
     costs: dict[int, Costs] = {}
-    found: list[AtBatch] = []
-    for batch in sorted({1, *asked}):
+    results: list[AtBatch] = []
+    for batch in sorted({1, *batch_sizes}):
         trees = hopeful(trees, costs)
         costs[batch] = bench.costs(trees, grid.samples, batch)
-        if batch in asked:
-            group: Group = (lambda one: one.kind) if found else (lambda one: one.family)
-            finalists = [one for each in ranked(trees, costs, batch, group) for one in each[:FINALISTS]]
+        if batch in batch_sizes:
+            group: Group = (lambda one: one.kind) if results else (lambda one: one.family)
+            finalists = [one for members in ranked(trees, costs, batch, group) for one in members[:FINALISTS]]
             costs[batch] = bench.costs(finalists, AGAIN * grid.samples, batch, costs[batch])
             candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch, contexts, here)
             best = fastest(candidates)
-            done = keep(best.tree, run, folder, saved) if best and not found else ""
-            found.append(AtBatch(batch, costs[batch], candidates, best, conclude(batch, candidates, done)))
-    return Tuning(settings_of(plan, target, simulated, engine), simulated.table.tolist(), contexts, found)
+            done = keep(best.tree, run, folder, saved) if best and not results else ""
+            results.append(AtBatch(batch, costs[batch], candidates, best, conclude(batch, candidates, done)))
+    return Tuning(settings_of(plan, target, simulated, engine), simulated.table.tolist(), contexts, results)
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
-    """Return the trees in their groups, those first that promise most on the texts to choose from."""
+    """Return the trees by group, in the order of their predicted speedup on the texts to choose by."""
     gain = {id(one): predict(cycled(one.chosen, batch), one.tree, costs, batch).speedup for one in trees}
     groups: dict[str, list[Tried]] = {}
     for one in sorted(trees, key=lambda one: gain[id(one)], reverse=True):
@@ -136,7 +136,7 @@ def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured with: the target, the head, all texts, and the prompts that nothing is chosen from."""
+    """The setup of measurements: target, head, all texts, and the prompts held back from the choice."""
 
     plan: TunePlan
     target: Target
@@ -145,12 +145,12 @@ class Bench:
     held: list[Prompt]
 
     def costs(self, trees: Sequence[Tried], samples: int, batch: int, first: Costs | None = None) -> Costs:
-        """Measure what the trees cost at a batch size; what was measured `first` stands where it is not again."""
+        """Measure the trees' costs at a batch size; those measured `first` fill the gaps."""
         sizes = sizes_for(trees, self.plan.sizes)
-        found = costing.measure(
+        costs = costing.measure(
             self.target, self.head, self.texts, distinct(trees), sizes, samples, self.plan.settings, batch
         )
-        return found if first is None else merged(first, found)
+        return costs if first is None else merged(first, costs)
 
     def measured(
         self,
@@ -170,16 +170,16 @@ class Bench:
             return Candidate(one.family, one.tree, predict(texts, one.tree, costs, batch), far)
 
         priced = [[candidate(one) for one in group] for group in groups]
-        every = [one for each in priced for one in each]
+        every = [one for members in priced for one in members]
         best = max(every, key=lambda one: one.predicted.speedup)
-        wanted = [one for one in every if one is best or any(one is each[0] for each in priced)]
-        found = {id(one): timed for one, timed in zip(wanted, self.timed(wanted, batch), strict=True)}
-        return [found.get(id(one), one) for one in every]
+        promising = [one for one in every if one is best or any(one is members[0] for members in priced)]
+        timed = {id(one): result for one, result in zip(promising, self.timed(promising, batch), strict=True)}
+        return [timed.get(id(one), one) for one in every]
 
     def timed(self, candidates: Sequence[Candidate], batch: int) -> list[Candidate]:
-        """Return the candidates with what decoding gives, all in one interleaved session.
+        """Return the candidates with the results of decoding, all in one interleaved session.
 
-        Their tokens are compared with plain decoding's in a round before, which is not timed.
+        Their tokens are compared with the baseline's in an earlier round, which is not timed.
         """
         drafters: dict[str, Drafter] = {
             str(i): HeadDrafter(self.head.head, one.tree, str(i)) for i, one in enumerate(candidates)
@@ -187,14 +187,14 @@ class Bench:
         prompts, target, seed = cycled(self.held, batch), self.target, self.plan.decoding.seed
         exact = replace(self.plan.settings, gaps=True)
         once = measure(target, drafters, prompts, exact, 1, (), hf=False, batch_size=batch)
-        first = {name: [repeats[0] for repeats in each] for name, each in once.items()}
+        first = {name: [repeats[0] for repeats in by_prompt] for name, by_prompt in once.items()}
         ids, repeats = [prompt.id for prompt in prompts], self.plan.repeats  # all have run once already: no warm-up
         runs = measure(target, drafters, prompts, self.plan.settings, repeats, (), hf=False, batch_size=batch)
-        middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
-        made = []
+        middle = {name: [metrics.median_run(repeats) for repeats in by_prompt] for name, by_prompt in runs.items()}
+        timed = []
         for name, one in zip(drafters, candidates, strict=True):
             verdict = gate(first[PLAIN], first[name], ids, target.dtype)
-            found = Measured(
+            measured = Measured(
                 tau=metrics.acceptance(middle[name]).tau,
                 tokens_per_second=metrics.tokens_per_second(middle[name]),
                 plain_tokens_per_second=metrics.tokens_per_second(middle[PLAIN]),
@@ -204,12 +204,12 @@ class Bench:
                 seconds=step_seconds(middle[name]),
                 plain=sum(step_seconds(middle[PLAIN]).values()),
             )
-            made.append(replace(one, measured=found))
-        return made
+            timed.append(replace(one, measured=measured))
+        return timed
 
 
 def merged(first: Costs, again: Costs) -> Costs:
-    """Return the later costs, and where there are no others the first, at the speed that the machine had later."""
+    """Return the later costs; those measured first alone are scaled to the machine's later speed."""
     faster = again.plain / first.plain
 
     def both(old: Mapping[T, float], new: Mapping[T, float]) -> dict[T, float]:
@@ -228,11 +228,11 @@ def merged(first: Costs, again: Costs) -> Costs:
 def step_seconds(runs: Sequence[Generation]) -> dict[str, float]:
     """Return the seconds of the average step by part."""
     steps = max(sum(len(run.steps) for run in runs), 1)
-    return {part: total / steps for part, total in metrics.seconds(runs).items()}
+    return {name: total / steps for name, total in metrics.seconds(runs).items()}
 
 
 def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> str:
-    """Write the tree into the head's config.json unless it stands there or the head is the Hub's; say what was done."""
+    """Write the tree into the head's config.json unless it has it or is the Hub's; return a message that says so."""
     if asdict(tree) == dict(saved):
         return "it is the tree that the head has"
     if not Path(run).expanduser().is_dir():
@@ -242,7 +242,7 @@ def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> 
 
 
 def settings_of(plan: TunePlan, target: Target, simulated: Simulated, engine: str) -> dict[str, Any]:
-    """Return what the numbers depend on."""
+    """Return the settings and the environment of a tuning."""
     return {
         "run": plan.run,
         "target": target.name,

@@ -1,8 +1,8 @@
-"""What is measured on what: workloads, recorded texts, runs, draft sources.
+"""Inputs of an evaluation: workloads, recorded texts, runs, draft sources.
 
 workloads.py  prompts to measure on
 texts.py      what the target writes after them, or a log has recorded
-runs.py       what a run's folder says
+runs.py       the head and the target of a run's folder
 drafters.py   a configuration's draft sources
-states.py     sources that remember, warm and cold; a depth that all keep
+states.py     cold clones of sources that remember past requests; a limit on draft depth
 """

@@ -1,4 +1,4 @@
-"""From the `drafter` part of a configuration to draft sources: trained heads, and those of inference/drafters."""
+"""Build draft sources from the `drafter` part of a configuration: trained heads, and those of inference/drafters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ def check_drafters(config: SourcesConfig) -> None:
     """Check every draft source as far as is possible without the target.
 
     Raises:
-        ValueError: an unknown source or option, no run for `head`, no head in a run, or a tree that is none.
+        ValueError: an unknown source or option, no run for `head`, no head in a run, or an invalid tree.
     """
     for name, options in config.drafter.items():
         if name in ("head", "hybrid"):
@@ -44,18 +44,18 @@ def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
             drafters.update(_heads(config, target))
         elif name == "hybrid":
             drafters[name] = _hybrid(config, options, target)
-        elif name != "plain":  # plain decoding is in every report
+        elif name != "plain":  # autoregressive decoding is in every report
             drafters[name] = make(name, options, target)
     return drafters
 
 
 def _hybrid(config: SourcesConfig, options: Mapping[str, Any], target: Target) -> Drafter:
     """Return the first run's head beside a model-free source."""
-    own = build(Hybrid.Config, dict(options), "drafter.hybrid")
-    lookup = make("hybrid.lookup", own.lookup, target)
+    settings = build(Hybrid.Config, dict(options), "drafter.hybrid")
+    lookup = make("hybrid.lookup", settings.lookup, target)
     if not lookup.scores:
         raise ValueError("drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix")
-    return Hybrid(own, next(iter(_heads(config, target).values())), lookup, "hybrid")
+    return Hybrid(settings, next(iter(_heads(config, target).values())), lookup, "hybrid")
 
 
 def _folders(config: SourcesConfig) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""What a run's folder says: where its head is, and which target it was trained for."""
+"""Read a run's folder: find its head and the target that it was trained for."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -12,8 +12,8 @@ from heads.formats.store import read_config
 from inference.target.config import ModelConfig, model_config
 from inference.target.placement import DEVICE_MAP, TOGETHER, Placement
 
-PLACING = tuple(each.name for each in fields(Placement))
-KEPT = ("dtype", "device", "quantize", "adapter", "prompts", *PLACING)  # of a run's model, where model.path is another
+# The keys of a run's model that still apply where model.path names another one.
+INHERITED = ("dtype", "device", "quantize", "adapter", "prompts", *(field.name for field in fields(Placement)))
 
 
 def find_heads(runs: list[str]) -> dict[str, Path]:
@@ -39,31 +39,31 @@ def own_prompts(run: str | None) -> str | None:
     return str(file) if file is not None and file.is_file() else None
 
 
-def overlay(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `own` with what `given` says, a None saying nothing."""
-    return {**own, **{key: value for key, value in given.items() if value is not None}}
+def overlay(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the `overrides` that are not None."""
+    return {**base, **{key: value for key, value in overrides.items() if value is not None}}
 
 
 def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
-    """Return the model to load: what the run was trained with, and what the user gives instead.
+    """Return the model to load: the one that the run was trained with, changed by the user's values.
 
     Raises:
-        ValueError: neither says which; or the run's config.yaml cannot be read.
+        ValueError: neither names a model; or the run's config.yaml cannot be read.
     """
-    own = {} if run is None else _trained_model(run)
+    trained = {} if run is None else _trained_model(run)
     # A run's folder may come from elsewhere: whether the target's own code may run is for the user alone to say.
-    if own.pop("trust_remote_code", False) and given.get("trust_remote_code") is None and given.get("path") is None:
+    if trained.pop("trust_remote_code", False) and given.get("trust_remote_code") is None and given.get("path") is None:
         raise ValueError(
             f"run={run}: was trained with model.trust_remote_code=true, which no file may say for you: say it again "
             "if you trust the target's code, else model.trust_remote_code=false"
         )
     if run is not None and not Path(run).expanduser().is_dir():
-        own.pop("prompts", None)  # a file of the machine that it was trained on
-    if own.get("placement") in TOGETHER:  # of the run's processes; here is one
-        own["placement"] = DEVICE_MAP
+        trained.pop("prompts", None)  # a file of the machine that it was trained on
+    if trained.get("placement") in TOGETHER:  # of the run's processes; here is one
+        trained["placement"] = DEVICE_MAP
     if given.get("path") is not None:
-        own = {key: value for key, value in own.items() if key in KEPT}
-    model = overlay(own, given)
+        trained = {key: value for key, value in trained.items() if key in INHERITED}
+    model = overlay(trained, given)
     if not model.get("path"):
         raise ValueError(
             "model.path is missing: give model=… or model.path=…, or run=… of a head that knows its target"
@@ -75,11 +75,8 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
 def _trained_model(run: str) -> dict[str, Any]:
     """Return the `model` of a run's config.yaml, or where that was not published, the target its head names."""
     folder = resolve_head(run)
-    places = (
-        [folder, folder.parent] if folder.name == "head" else [folder]
-    )  # in its run's folder, or published by itself
-    files = [place / "config.yaml" for place in places]
-    file = next((file for file in files if file.is_file()), None)
+    folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # published by itself, or within its run
+    file = next((path / "config.yaml" for path in folders if (path / "config.yaml").is_file()), None)
     if file is None:
         saved = {} if is_published(folder) else read_config(folder)["target"]
         return {"path": saved["name"], "adapter": saved.get("adapter")} if saved else {}
@@ -93,7 +90,7 @@ def _trained_model(run: str) -> dict[str, Any]:
     if code := names_code({**config, "model": {**model, "trust_remote_code": None}}):
         raise ValueError(f"{file} names code to run by the key {code}, which is refused: remove the key")
     try:
-        own = model_config(**{str(key): value for key, value in model.items()})
+        trained = model_config(**{str(key): value for key, value in model.items()})
     except ValueError as error:
         raise ValueError(f"{file}: {error}; restore it") from error
-    return {key: value for key, value in asdict(own).items() if key in model}
+    return {key: value for key, value in asdict(trained).items() if key in model}

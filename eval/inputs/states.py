@@ -1,11 +1,11 @@
-"""Draft sources that remember past requests: warm as they are, and cold beside it; and a budget that all share."""
+"""Wrappers of draft sources: a cold one that forgets past requests, and one with a limit on draft depth."""
 
 from eval.inputs.drafters import Drafters
 from inference.protocol import COLD, Commit, Context, Drafter, DrafterState, Proposal
 
 
-class Around(Drafter):
-    """A draft source that is another one but for what a subclass changes."""
+class WrappedDrafter(Drafter):
+    """A draft source that delegates to another one; subclasses override single methods."""
 
     def __init__(self, inner: Drafter, name: str) -> None:
         self.inner, self.name = inner, name
@@ -14,7 +14,7 @@ class Around(Drafter):
 
     @property
     def memory(self) -> str:
-        """How the inner source meets a sequence."""
+        """Whether the inner source starts a sequence warm or cold."""
         return self.inner.memory
 
     def start(self, prompt: list[int]) -> DrafterState:
@@ -22,17 +22,17 @@ class Around(Drafter):
         return self.inner.start(prompt)
 
     def reset(self) -> None:
-        """Forget earlier sequences."""
+        """Drop the memory of earlier sequences."""
         self.inner.reset()
 
 
-class Cold(Around):
+class Cold(WrappedDrafter):
     """A draft source that forgets earlier sequences before every one."""
 
     memory = COLD
 
     def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence with nothing."""
+        """Begin a sequence without memory of earlier ones."""
         self.inner.reset()
         return self.inner.start(prompt)
 
@@ -41,8 +41,8 @@ class Cold(Around):
         return Cold(self.inner.clone(), self.name)
 
 
-class Within(Around):
-    """A draft source that drafts no deeper than a budget."""
+class DepthLimited(WrappedDrafter):
+    """A draft source that drafts no deeper than a budget of depth."""
 
     def __init__(self, inner: Drafter, depth: int) -> None:
         super().__init__(inner, inner.name)
@@ -50,21 +50,21 @@ class Within(Around):
 
     def start(self, prompt: list[int]) -> DrafterState:
         """Begin a sequence under the budget."""
-        return WithinState(self.inner.start(prompt), self.depth)
+        return DepthLimitedState(self.inner.start(prompt), self.depth)
 
-    def clone(self) -> "Within":
+    def clone(self) -> "DepthLimited":
         """Return a clone of the inner source under the same budget."""
-        return Within(self.inner.clone(), self.depth)
+        return DepthLimited(self.inner.clone(), self.depth)
 
 
-class WithinState(DrafterState):
-    """The drafting of one sequence under a budget of depth."""
+class DepthLimitedState(DrafterState):
+    """State of one sequence drafted under a budget of depth."""
 
     def __init__(self, inner: DrafterState, depth: int) -> None:
         self.inner, self.depth = inner, depth
 
     def update(self, commit: Commit) -> None:
-        """Take in committed rows."""
+        """Take in committed tokens."""
         self.inner.update(commit)
 
     def propose(self, context: Context) -> Proposal:
@@ -73,10 +73,10 @@ class WithinState(DrafterState):
 
 
 def in_states(drafters: Drafters, cold: bool, depth: int | None) -> Drafters:
-    """Return the sources within a budget of depth, and each that remembers a second time, cold, right behind itself."""
+    """Return the sources within a budget of depth, each that remembers past requests followed by a cold clone."""
     sources: Drafters = {}
     for name, drafter in drafters.items():
-        sources[name] = drafter if depth is None else Within(drafter, depth)
+        sources[name] = drafter if depth is None else DepthLimited(drafter, depth)
         if cold and drafter.remembers:
             sources[f"{name} {COLD}"] = Cold(sources[name].clone(), f"{name} {COLD}")
     return sources

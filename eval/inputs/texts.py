@@ -1,4 +1,4 @@
-"""Texts to measure along: what the target writes after the prompts, or what a log has recorded there."""
+"""Texts to measure along: prompts with the target's own answers, or with those that a log has recorded."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from inference.decode import Settings, autoregress
 from inference.target.target import Target
 from inference.target.tokenizer import Reads, tokenize
 
-TOKENS = ("prompt_token_ids", "token_ids")  # keys of a log's record that has tokens: before the answer, and of it
+TOKENS = ("prompt_token_ids", "token_ids")  # keys of a log's record that has tokens: of the prompt and of the answer
 NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own, for which the target writes them"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt with what was written after it, where the prompt ends, and how many tokens were allowed."""
+    """A prompt and its answer as tokens, the answer's start, and the most tokens that it was allowed."""
 
     token: list[int]
     start: int
@@ -32,7 +32,7 @@ class Text:
 
     @property
     def made(self) -> int:
-        """How many tokens were written."""
+        """The number of the answer's tokens."""
         return len(self.token) - self.start
 
 
@@ -45,21 +45,21 @@ class TokenLog(NamedTuple):
     answer: list[int]
 
     @classmethod
-    def read(cls, raw: Raw, place: int, path: str) -> "TokenLog":
-        """Return the record with TOKENS at a place of its file.
+    def read(cls, raw: Raw, index: int, path: str) -> "TokenLog":
+        """Return the record with TOKENS at an index of its file.
 
         Raises:
             ValueError: one of these is no list of tokens.
         """
-        name = label(raw.get("id", raw.get("request_id", place)))
+        name = label(raw.get("id", raw.get("request_id", index)))
         for key in TOKENS:
             if not isinstance(raw[key], list) or not all(type(token) is int for token in raw[key]):
-                raise ValueError(f"{path}: record {name}: {key} is no list of token numbers: mend or remove the record")
+                raise ValueError(f"{path}: record {name}: {key} is no list of token numbers: fix or remove the record")
         return cls(name, label(raw.get("category") or ""), *(list(raw[key]) for key in TOKENS))
 
 
-class Told(NamedTuple):
-    """A text of a log: its record's id and category."""
+class RecordedText(NamedTuple):
+    """A text of a log, with its record's id and category."""
 
     id: str
     category: str
@@ -68,8 +68,8 @@ class Told(NamedTuple):
 
 def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:
     """Let the target answer by itself; answers of one token, which no step adds to, are left out."""
-    made = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
-    return [text for text in made if text.made > 1]
+    texts = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
+    return [text for text in texts if text.made > 1]
 
 
 def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Settings) -> Text:
@@ -77,34 +77,34 @@ def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Se
     return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
 
 
-def recorded(record: Record | TokenLog, name: str, reads: Reads, turns: str, most: int) -> Iterator[Told]:
-    """Yield the answers of a log's record, each after all that was said before it, cut to `most` tokens.
+def recorded(record: Record | TokenLog, name: str, reads: Reads, turns: str, most: int) -> Iterator[RecordedText]:
+    """Yield the answers of a log's record, each after all messages before it, cut to `most` tokens.
 
     A chat's tokens are those of the whole chat as the template renders it, and an answer is what training would mask
-    as one, the token that ends it included. Without a template the texts stand one after another.
+    as one, its end token included. Without a template the texts stand one after another.
 
     Args:
         record: a chat, a text or tokens.
         name: the workload's, for errors.
-        reads: the tokenizer, and the tokens that end an answer.
+        reads: the tokenizer and the end tokens.
         turns: "first" or "all" answers.
         most: tokens of an answer.
 
     Raises:
-        ValueError: it has no answer, or none that can be told from its prompt.
+        ValueError: it has no answer, or none that can be distinguished from its prompt.
     """
-    found = list(_answers(record, name, reads))
-    for number, (token, start) in enumerate(found if turns == "all" else found[:1], 1):
+    answers = list(_answers(record, name, reads))
+    for number, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
         if len(token) == start:
             raise ValueError(f"workload {name}, record {record.id}: {NO_ANSWER}")
         if not start:
             raise ValueError(f"workload {name}, record {record.id}: its answer follows nothing: give its prompt too")
-        here = f"{record.id}.{number}" if turns == "all" and len(found) > 1 else record.id
-        yield Told(here, record.category, Text(token[: start + most], start, most))
+        id_ = f"{record.id}.{number}" if turns == "all" and len(answers) > 1 else record.id
+        yield RecordedText(id_, record.category, Text(token[: start + most], start, most))
 
 
 def _answers(record: Record | TokenLog, name: str, reads: Reads) -> Iterator[tuple[list[int], int]]:
-    """Yield tokens up to the end of an answer, and where the answer begins."""
+    """Yield the tokens up to the end of each answer, and the index of the answer's first."""
     if isinstance(record, TokenLog):
         yield record.prompt + record.answer, len(record.prompt)
         return
@@ -125,37 +125,37 @@ def _answers(record: Record | TokenLog, name: str, reads: Reads) -> Iterator[tup
 
 
 def _rendered(record: Record, name: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
-    """Yield the answers of a chat, where its loss mask has them."""
+    """Yield the answers of a chat, found by its loss mask."""
     dropped: Counter[str] = Counter()
     samples = samples_of(record, tokenizer, name, _masking(), dropped)
     if not samples:
         cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
         raise ValueError(
-            f"workload {name}, record {record.id}: no answer can be told from its prompt ({cause}): mend it"
+            f"workload {name}, record {record.id}: no answer can be told from its prompt ({cause}): fix it"
         )
     for sample in samples:
-        place = 0
+        start = 0
         for answer, run in groupby(sample.mask):
-            end = place + len(list(run))
+            end = start + len(list(run))
             if answer:
-                yield sample.token[:end], place
-            place = end
+                yield sample.token[:end], start
+            start = end
 
 
 def _joined(messages: Sequence[Message], reads: Reads) -> Iterator[tuple[list[int], int]]:
     """Yield the answers of a chat for a tokenizer without a template, its texts one after another."""
     tokenizer: Any = reads.tokenizer
-    said: list[str] = []
+    before: list[str] = []
     for message in messages:
         if message["role"] == "assistant":
-            prompt = encode_plain("\n\n".join(said), tokenizer)
+            prompt = encode_plain("\n\n".join(before), tokenizer)
             answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
             yield prompt + answer + sorted(reads.eos)[:1], len(prompt)
-        said.append(content_text(message))
+        before.append(content_text(message))
 
 
 def _masking() -> DataConfig:
-    """Return how masks are drawn here: of all answers, whole, a record that has none left out."""
+    """Return the settings of loss masks here: all answers whole, records without one left out."""
     return DataConfig(
         path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
         max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",

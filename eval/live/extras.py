@@ -1,4 +1,4 @@
-"""What a report holds besides its rows and answers: how its heads were trained, and what became of tree nodes."""
+"""Training curves of a report's heads, and acceptance of every tree node."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from inference.protocol import Drafter
 
 METRICS = "metrics.jsonl"  # of a run's folder, by train/tracking/trackers.py
 POINTS = 200  # of a training curve; more cannot be seen
-NODES = 400  # of a tree; more cannot be told apart
+NODES = 400  # of a tree; more cannot be distinguished
 
 Records = list[dict[str, Any]]
 Ranks = tuple[int, ...]  # a node: the ranks on its way from the root
@@ -57,38 +57,38 @@ def curves(records: Records) -> dict[str, Records]:
 
 def _mean(steps: Records) -> dict[str, Any]:
     """Return the means of a stretch of steps."""
-    known = [step["accuracy"] for step in steps if step.get("accuracy") and None not in step["accuracy"]]
-    accuracy = [fmean(each) for each in zip(*known, strict=True)]
+    measured = [step["accuracy"] for step in steps if step.get("accuracy") and None not in step["accuracy"]]
+    accuracy = [fmean(depth) for depth in zip(*measured, strict=True)]
     return {"step": steps[-1]["step"], "loss": fmean(step["loss"] for step in steps), "accuracy": accuracy}
 
 
-def trees(made: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
+def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
     """Return the trees of one session's drafters, and how often the target accepted each node.
 
     Args:
-        made: what `eval.live.interleaved.measure` returned; of each prompt its median run counts,
+        runs: the result of `eval.live.interleaved.measure`; of each prompt its median run counts,
             as in the report's rows.
         drafters: those to show; one that never drafted is left out.
 
     Returns:
-        By name: the tree's `label`; `paths`, a node each, the ranks on its way from the root, counted from 0 among the
+        By name: the tree's `label`; `paths`, by node the ranks on its path from the root, counted from 0 among the
         siblings; `accepted`, the share of the passes that accepted each node, so that those of a depth add up to
         P(a >= d); the number of `steps`, which are the passes; a `note` on which nodes these are.
     """
-    found = {}
+    summaries = {}
     for name, drafter in drafters.items():
-        steps = [step for repeats in made[name] for step in median_run(repeats).steps]
+        steps = [step for repeats in runs[name] for step in median_run(repeats).steps]
         if any(step.drafted for step in steps):
             counts = Counter(step.ranks[:depth] for step in steps for depth in range(1, len(step.ranks) + 1))
             paths, note = nodes(drafter, counts)
             shares = [counts[path] / len(steps) for path in paths]
-            told = {"label": drafter.tree, "note": note, "steps": len(steps)}
-            found[name] = {**told, "paths": [list(path) for path in paths], "accepted": shares}
-    return found
+            summary = {"label": drafter.tree, "note": note, "steps": len(steps)}
+            summaries[name] = {**summary, "paths": [list(path) for path in paths], "accepted": shares}
+    return summaries
 
 
 def nodes(drafter: Drafter, accepted: Counter[Ranks]) -> tuple[list[Ranks], str]:
-    """Return the nodes that a drafter's tree is drawn with, parents before children, and a note on them.
+    """Return the nodes of a drafter's tree to plot, parents before children, and a note on them.
 
     Args:
         drafter: a draft source.
@@ -102,10 +102,10 @@ def nodes(drafter: Drafter, accepted: Counter[Ranks]) -> tuple[list[Ranks], str]
 
 
 def among_siblings(shape: Sequence[Ranks]) -> list[Ranks]:
-    """Return a fixed shape's nodes by their places among their siblings, which skip no rank as the shape may."""
-    known: dict[Ranks, Ranks] = {(): ()}
-    born: Counter[Ranks] = Counter()
+    """Return a fixed shape's nodes by their indices among their siblings, which skip no rank as the shape may."""
+    renumbered: dict[Ranks, Ranks] = {(): ()}
+    siblings: Counter[Ranks] = Counter()
     for path in shape:
-        known[path] = (*known[path[:-1]], born[path[:-1]])
-        born[path[:-1]] += 1
-    return [known[path] for path in shape]
+        renumbered[path] = (*renumbered[path[:-1]], siblings[path[:-1]])
+        siblings[path[:-1]] += 1
+    return [renumbered[path] for path in shape]

@@ -17,11 +17,11 @@ def hf_generate(
 ) -> Generation:
     """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
 
-    `generate` does not say when its prefill ended. A second call that stops after one token does the prefill and
-    nothing else, so decoding took the difference. The runs hold no steps: the cost of one is not to be seen.
+    `generate` does not report the end of its prefill. A second call that stops after one token does the prefill and
+    nothing else, so decoding took the difference. The runs have no steps: the cost of one cannot be observed.
 
-    It is called as well as it can be: under inference mode, as our engine is, which its own `no_grad` does not enter,
-    and which saves every operation the bookkeeping of autograd.
+    It runs under inference mode, as our engine does, which is faster than its own `no_grad`: no operation then pays for
+    the bookkeeping of autograd.
     """
     _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
     most = min(max_new_tokens, target.context - len(prompt))
@@ -35,9 +35,9 @@ def hf_generate(
 def _timed_generate(
     target: Target, prompt: list[int], count: int, penalty: float, least: int
 ) -> tuple[list[int], float]:
-    """Return what `generate` adds to the prompt, from `least` to `count` tokens, and the seconds it took."""
+    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds it took."""
     eos = sorted(target.eos)
-    # The sampling values are those of "no effect": the checkpoint's own would fill in for them, and warn.
+    # The sampling values have no effect; without them the checkpoint's own would be used, with a warning.
     configure: Any = GenerationConfig
     settings = configure(
         max_new_tokens=count,

@@ -1,9 +1,9 @@
-"""Pearson's chi-square test of emitted tokens against the target's law, with the sample size that its power asks for.
+"""Pearson's chi-square test of emitted tokens against the target's probs, with the sample size for a given power.
 
-A law that is off by the total variation δ gives the statistic of n draws a noncentrality of at least 4 n δ²: by Cauchy
-and Schwarz, the sum over cells of (p' - p)² / p is at least (Σ |p' - p|)² = 4 δ². So n = λ / (4 δ²) draws reject it
-with the wanted power, where λ is the noncentrality at which a chi-square variable of the test's degrees of freedom
-exceeds the critical value that often. Several prefixes add up: their statistics, degrees of freedom and draws.
+A distribution at total variation δ from p gives the statistic of n samples a noncentrality of at least 4 n δ²: by
+Cauchy and Schwarz, the sum over cells of (p' - p)² / p is at least (Σ |p' - p|)² = 4 δ². So n = λ / (4 δ²) samples
+reject it with the given power, where λ is the noncentrality at which a chi-square variable of the test's degrees of
+freedom exceeds the critical value that often. Several prefixes add up: statistics, degrees of freedom and samples.
 """
 
 import math
@@ -14,23 +14,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-POWER = 0.9  # with which a law that is off by the wanted total variation is rejected
-ALPHA = 1e-3  # with which any test of a report rejects a right law; the tests share it
+POWER = 0.9  # the probability of rejecting a distribution at the given total variation
+ALPHA = 1e-3  # the probability that any test of a report rejects a right distribution; the tests share it
 CELL = 0.02  # tokens less likely than that share a cell
-LEAST = 5.0  # draws expected in a cell, below which the chi-square law is a poor approximation
+LEAST = 5.0  # samples expected in a cell, below which the chi-square distribution is a poor approximation
 
 
 @dataclass(frozen=True)
 class LawTest:
-    """What the draws say about a law, and whether the same draws caught a rule that is known to be broken.
+    """Result of the test for the rule in use, and for a rule that is known to be broken (the negative control).
 
     Attributes:
-        draws: over all prefixes.
-        prefixes: texts after which the law of the next token was tested.
+        draws: samples, over all prefixes.
+        prefixes: texts after which the next token's distribution was tested.
         freedom: degrees of freedom.
         statistic, p_value: of the rule in use.
         tv: the total variation, over the cells, that is rejected with the power.
-        alpha: below this p-value the law is wrong.
+        alpha: below this p-value the distribution is rejected.
         control_p: the p-value of the negative control.
     """
 
@@ -56,13 +56,13 @@ class LawTest:
 
     def __str__(self) -> str:
         """Describe it for a message."""
-        found = f"chi-square p {self.p_value:.2g} of {self.draws} draws (power {self.power:g} at TV {self.tv:g})"
-        return f"{found}, broken control {'caught' if self.caught else 'NOT caught'} (p {self.control_p:.2g})"
+        test = f"chi-square p {self.p_value:.2g} of {self.draws} draws (power {self.power:g} at TV {self.tv:g})"
+        return f"{test}, broken control {'caught' if self.caught else 'NOT caught'} (p {self.control_p:.2g})"
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The likely tokens of a law, and a last cell for all others; `expected` are the cells' probabilities."""
+    """Cells of a distribution: its likely tokens, and a last cell for the others; `expected` are the probabilities."""
 
     token: list[int]
     expected: list[float]
@@ -72,34 +72,34 @@ class Cells:
         """Degrees of freedom."""
         return len(self.expected) - 1
 
-    def count(self, drawn: Sequence[int]) -> list[int]:
-        """Return how many draws fell into each cell."""
-        place = {token: cell for cell, token in enumerate(self.token)}
+    def count(self, sampled: Sequence[int]) -> list[int]:
+        """Return the number of sampled tokens in each cell."""
+        cell = {token: i for i, token in enumerate(self.token)}
         counts = [0] * len(self.expected)
-        for token in drawn:
-            counts[place.get(token, len(counts) - 1)] += 1
+        for token in sampled:
+            counts[cell.get(token, len(counts) - 1)] += 1
         return counts
 
 
-def cells(law: Float[Tensor, "V"]) -> Cells:
-    """Return the cells of a law: every token of probability CELL or more, and the others together.
+def cells(probs: Float[Tensor, "V"]) -> Cells:
+    """Return the cells of a distribution: every token of probability CELL or more, and the others together.
 
     Where the others are too rare for a cell of their own, they join the rarest one.
     """
-    law = law.double().cpu()
-    likely = (law >= CELL).nonzero().flatten().tolist()
-    likely.sort(key=lambda token: -float(law[token]))
-    expected = law[likely].tolist()
+    probs = probs.double().cpu()
+    likely = (probs >= CELL).nonzero().flatten().tolist()
+    likely.sort(key=lambda token: -float(probs[token]))
+    expected = probs[likely].tolist()
     rest = max(0.0, 1.0 - math.fsum(expected))
     if rest >= CELL / 2 or not likely:
         return Cells(likely, [*expected, rest])
     return Cells(likely[:-1], [*expected[:-1], expected[-1] + rest])
 
 
-def statistic(of: Cells, drawn: Sequence[int]) -> float:
-    """Return Pearson's statistic of draws."""
-    pairs = zip(of.count(drawn), of.expected, strict=True)
-    return math.fsum((count - len(drawn) * share) ** 2 / (len(drawn) * share) for count, share in pairs)
+def statistic(of: Cells, sampled: Sequence[int]) -> float:
+    """Return Pearson's statistic of sampled tokens."""
+    pairs = zip(of.count(sampled), of.expected, strict=True)
+    return math.fsum((count - len(sampled) * p) ** 2 / (len(sampled) * p) for count, p in pairs)
 
 
 def p_value(value: float, freedom: int) -> float:
@@ -113,7 +113,7 @@ def critical(freedom: int, alpha: float) -> float:
 
 
 def power(noncentrality: float, freedom: int, alpha: float) -> float:
-    """Return how often a noncentral chi-square variable exceeds the critical value: a Poisson mixture of central ones.
+    """Return the probability that a noncentral chi-square variable, a Poisson mixture, exceeds the critical value.
 
     That the mean of the mixture is half the noncentrality is its definition (Johnson, Kotz and Balakrishnan, 1995).
     """
@@ -123,21 +123,21 @@ def power(noncentrality: float, freedom: int, alpha: float) -> float:
     return float((weight * torch.special.gammaincc(freedom / 2 + terms, _double(bar / 2).expand_as(terms))).sum())
 
 
-def draws_needed(freedom: int, tv: float, alpha: float) -> int:
-    """Return the draws that reject a law off by the total variation `tv` with POWER."""
-    wanted = _root(lambda value: power(value, freedom, alpha) - POWER)
-    return math.ceil(wanted / (4 * tv * tv))
+def samples_needed(freedom: int, tv: float, alpha: float) -> int:
+    """Return the number of samples that reject a distribution at total variation `tv` with POWER."""
+    noncentrality = _root(lambda value: power(value, freedom, alpha) - POWER)
+    return math.ceil(noncentrality / (4 * tv * tv))
 
 
-def draws_for(laws: Sequence[Cells], tv: float, alpha: float) -> int:
-    """Return the draws after each of several prefixes: those that the power asks for, and no cell too thin."""
-    whole = draws_needed(sum(each.freedom for each in laws), tv, alpha)
-    rarest = min(min(each.expected) for each in laws)
-    return max(math.ceil(whole / len(laws)), math.ceil(LEAST / rarest))
+def samples_for(prefixes: Sequence[Cells], tv: float, alpha: float) -> int:
+    """Return the number of samples after each of several prefixes that gives the power, and LEAST to every cell."""
+    total = samples_needed(sum(prefix.freedom for prefix in prefixes), tv, alpha)
+    rarest = min(min(prefix.expected) for prefix in prefixes)
+    return max(math.ceil(total / len(prefixes)), math.ceil(LEAST / rarest))
 
 
 def _root(rising: Callable[[float], float]) -> float:
-    """Return where a rising function of positive numbers crosses 0, by bisection."""
+    """Return the root of an increasing function of positive numbers, by bisection."""
     low, high = 0.0, 1.0
     while rising(high) < 0:
         low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""The speed that measured costs and replayed acceptance predict, for any number of sequences in a batch.
+"""Predict speed from measured costs and replayed acceptance, for any number of sequences in a batch.
 
 Pure functions: nothing here decodes or reads a clock. Costs are in seconds; trees are counted in drafted nodes, the
 root left out.
@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What a part's price depends on: sequences in the pass, nodes or rows, and whether the path leaves gaps."""
+    """Key of a part's price: sequences in the forward pass, nodes or tokens, and whether the path leaves gaps."""
 
     batch: int
     rows: int
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """One text as a tree would decode it: its steps, and the tokens that they commit."""
+    """The simulated decoding of one text with a tree: its steps, and the tokens that they commit."""
 
     steps: list[Step]
     tokens: int
@@ -43,15 +43,15 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a step cost on a device with `batch` sequences side by side, measured.
+    """Measured costs in seconds of a step's parts on a device, with `batch` sequences side by side.
 
     Attributes:
-        plain: seconds of a step of plain decoding, of all sequences together.
-        verify: of the target's pass over all sequences, by the most nodes drafted for one.
-        settle: of one sequence's choice of the path and of closing its cache's gaps, by its drafted nodes: where the
-            path is a prefix of the nodes, and where it leaves gaps.
-        draft: of one sequence's proposal, by the tree's `draft_key`.
-        commit: of the head's pass over one sequence's committed rows, by their number.
+        plain: an autoregressive step of all sequences together.
+        verify: the target's forward pass over all sequences, by the most nodes drafted for one.
+        settle: choosing one sequence's path and closing its cache's gaps, by its drafted nodes: where the path is a
+            prefix of the nodes, and where it leaves gaps.
+        draft: one sequence's proposal, by the tree's `draft_key`.
+        commit: the head's forward pass over one sequence's committed tokens, by their number.
     """
 
     batch: int
@@ -64,14 +64,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a tree is expected to be worth.
+    """The predicted speed of a tree.
 
     Attributes:
         tau: tokens a step.
-        nodes: drafted a step.
-        seconds: of a step by part, a sequence's share of the passes that it is in.
+        nodes: drafted nodes a step.
+        seconds: the seconds of a step by part, those of forward passes divided among their sequences.
         tokens_per_second: of all sequences together.
-        speedup: that over plain decoding's, in batches of the same size.
+        speedup: over autoregressive decoding, in batches of the same size.
     """
 
     tau: float
@@ -82,52 +82,52 @@ class Prediction:
 
 
 def predict(texts: Sequence[Replayed], tree: TreeConfig, costs: Mapping[int, Costs], batch: int) -> Prediction:
-    """Return what decoding the replayed texts with a tree costs, against plain decoding of the same tokens.
+    """Predict the speed of decoding the replayed texts with a tree, and the speedup over autoregressive decoding.
 
     A pass is as wide as its widest proposal, and the last sequences run in emptier batches: both ways of decoding are
-    played through pass by pass.
+    simulated pass by pass.
 
     Args:
         texts: in the order in which they are decoded.
-        tree: the policy, one that every `draft` knows.
+        tree: the policy, a key of every `draft`.
         costs: by batch size; those of a size between are interpolated.
-        batch: sequences in a pass, at most.
+        batch: the most sequences in a pass.
     """
-    total = step_seconds([each.steps for each in texts], tree, costs, batch)
-    tokens, steps = sum(each.tokens for each in texts), sum(len(each.steps) for each in texts)
+    total = step_seconds([text.steps for text in texts], tree, costs, batch)
+    tokens, steps = sum(text.tokens for text in texts), sum(len(text.steps) for text in texts)
     assert steps, "nothing was replayed"
-    nodes = sum(step.nodes for each in texts for step in each.steps)
-    spent = sum(total.values())
+    nodes = sum(step.nodes for text in texts for step in text.steps)
+    elapsed = sum(total.values())
     return Prediction(
         tau=tokens / steps,
         nodes=nodes / steps,
-        seconds={part: seconds / steps for part, seconds in total.items()},
-        tokens_per_second=tokens / spent,
-        speedup=plain_seconds([each.tokens for each in texts], costs, batch) / spent,
+        seconds={name: seconds / steps for name, seconds in total.items()},
+        tokens_per_second=tokens / elapsed,
+        speedup=plain_seconds([text.tokens for text in texts], costs, batch) / elapsed,
     )
 
 
 def plain_seconds(tokens: Sequence[int], costs: Mapping[int, Costs], batch: int) -> float:
-    """Return how long plain decoding of so many tokens a text takes, prefills aside."""
-    full = Counter(len(row) for row in passes([range(count) for count in tokens], batch))
-    return sum(count * at(costs, size, lambda one: one.plain) for size, count in full.items())
+    """Return the seconds of autoregressive decoding of so many tokens a text, without prefills."""
+    counts = Counter(len(active) for active in passes([range(count) for count in tokens], batch))
+    return sum(count * at(costs, size, lambda one: one.plain) for size, count in counts.items())
 
 
 def step_seconds(
     texts: Sequence[Sequence[Step]], tree: TreeConfig, costs: Mapping[int, Costs], batch: int
 ) -> dict[str, float]:
-    """Return the seconds of all steps together by part."""
+    """Return the total seconds of all steps by part."""
     branches, key = tree.kind in CONFIDENT or any(map(any, tree.shape())), draft_key(tree)
     cells: dict[str, Counter[tuple[int, int, bool]]] = {
-        part: Counter() for part in ("draft", "verify", "settle", "commit")
+        name: Counter() for name in ("draft", "verify", "settle", "commit")
     }
-    for row in passes([list(zip(text, [*text[1:], None], strict=True)) for text in texts], batch):
-        size = len(row)
+    for active in passes([list(zip(text, [*text[1:], None], strict=True)) for text in texts], batch):
+        size = len(active)
         cells["draft"][size, 0, False] += size
-        cells["verify"][size, max(step.nodes for step, _ in row), False] += 1
-        for step, following in row:
+        cells["verify"][size, max(step.nodes for step, _ in active), False] += 1
+        for step, following in active:
             cells["settle"][size, step.nodes, branches and step.accepted > 1] += 1
-            if following is not None:  # what a sequence's last step commits, no draft needs
+            if following is not None:  # after a sequence's last step nothing is drafted
                 cells["commit"][size, step.accepted + 1, False] += 1
     prices: dict[str, Callable[[Cell, Costs], float]] = {
         "draft": lambda _, one: one.draft[key],
@@ -136,36 +136,36 @@ def step_seconds(
         "commit": lambda cell, one: between(one.commit, cell.rows),
     }
     return {
-        part: sum(times * at(costs, cell[0], partial(prices[part], Cell(*cell))) for cell, times in counted.items())
-        for part, counted in cells.items()
+        name: sum(times * at(costs, cell[0], partial(prices[name], Cell(*cell))) for cell, times in counts.items())
+        for name, counts in cells.items()
     }
 
 
 def passes(texts: Sequence[Sequence[T]], batch: int) -> Iterator[list[T]]:
-    """Yield what a continuous batch does in each pass, from what each text does by itself.
+    """Yield the items that a continuous batch processes in each pass, given the items of each text by itself.
 
-    A text that ends leaves, and the next one takes its place, as in `inference.decode`.
+    A text without further items leaves, and the next one enters, as in `inference.decode`.
     """
     waiting = deque(deque(text) for text in texts if text)
     active: list[deque[T]] = []
     while waiting or active:
         while waiting and len(active) < batch:
             active.append(waiting.popleft())
-        yield [each.popleft() for each in active]
-        active = [each for each in active if each]
+        yield [text.popleft() for text in active]
+        active = [text for text in active if text]
 
 
 def at(costs: Mapping[int, Costs], batch: int, price: Callable[[Costs], float]) -> float:
-    """Return a price at a batch size, between those that were measured if need be."""
+    """Return a price at a batch size, interpolated unless that was measured."""
     if batch in costs:
         return price(costs[batch])
     return between({size: price(one) for size, one in costs.items()}, batch)
 
 
 def at_context(costs: Mapping[int, Costs], here: Mapping[int, float], there: Mapping[int, float]) -> dict[int, Costs]:
-    """Return the costs at another context, from a lone sequence's verification pass in this context and in that one.
+    """Return the costs at another context, given a single sequence's verification seconds at both contexts.
 
-    Attention reads each sequence's own rows, so what a context adds to the pass, it adds once for each of them.
+    Attention reads each sequence's own KV cache, so the cost of a context is added once for each sequence.
     """
 
     def moved(one: Costs) -> Costs:
@@ -187,7 +187,7 @@ def stops_paying(gains: Mapping[int, float]) -> int | None:
 
 
 def draft_key(tree: TreeConfig) -> str:
-    """Return what a proposal's cost depends on: all of the tree, but for what a dynamic one is cut to in the end."""
+    """Return the key of a proposal's cost: the tree, without a dynamic one's budget, to which it is cut at the end."""
     return repr(replace(tree, nodes=1) if tree.kind == "dynamic" else tree)
 
 
@@ -197,40 +197,40 @@ def drafted(tree: TreeConfig) -> int:
 
 
 def cycled(items: Sequence[T], least: int) -> list[T]:
-    """Return the items, from the first on again until there are at least so many."""
+    """Return the items, repeated from the first until there are at least so many."""
     count = max(len(items), least)
     return list(islice((item for _ in range(count) for item in items), count))
 
 
-def between(known: Mapping[int, float], where: float | int) -> float:
-    """Return the value at a point: linear between the known ones, the outermost beyond them."""
-    points = sorted(known)
-    if where <= points[0]:
-        return known[points[0]]
-    if where >= points[-1]:
-        return known[points[-1]]
-    index = bisect_right(points, where)
+def between(values: Mapping[int, float], x: float | int) -> float:
+    """Return the value at x: linearly interpolated, constant beyond the given points."""
+    points = sorted(values)
+    if x <= points[0]:
+        return values[points[0]]
+    if x >= points[-1]:
+        return values[points[-1]]
+    index = bisect_right(points, x)
     low, high = points[index - 1], points[index]
-    share = (where - low) / (high - low)
-    return known[low] + share * (known[high] - known[low])
+    weight = (x - low) / (high - low)
+    return values[low] + weight * (values[high] - values[low])
 
 
-def rising(known: Mapping[int, float]) -> dict[int, float]:
-    """Return the non-decreasing values nearest to the known ones in squares, by pooling adjacent violators.
+def rising(values: Mapping[int, float]) -> dict[int, float]:
+    """Return the non-decreasing values nearest to the given ones in squares, by pooling adjacent violators.
 
-    More rows never cost less: a dip is noise, and whoever looks for the cheapest tree would find the noise.
+    More nodes never cost less: a dip is noise, and a search for the cheapest tree would find the noise.
     """
     pools: list[list[int]] = []
-    value: list[float] = []
-    for point in sorted(known):
+    level: list[float] = []
+    for point in sorted(values):
         pools.append([point])
-        value.append(known[point])
-        while len(value) > 1 and value[-2] > value[-1]:
+        level.append(values[point])
+        while len(level) > 1 and level[-2] > level[-1]:
             pools[-2:] = [pools[-2] + pools[-1]]
-            value[-2:] = [mean([known[one] for one in pools[-1]])]
-    return {point: level for pool, level in zip(pools, value, strict=True) for point in pool}
+            level[-2:] = [mean([values[pooled] for pooled in pools[-1]])]
+    return {point: average for pool, average in zip(pools, level, strict=True) for point in pool}
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean."""
+    """Return the mean."""
     return sum(values) / len(values)

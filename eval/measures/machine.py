@@ -1,4 +1,4 @@
-"""What a measurement depends on besides the models: the machine, the versions, and the revision of the code."""
+"""Record a measurement's environment: the machine, the versions, and the revision of the code."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ from heads.common.resolvers import ROOT
 
 
 def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the device, the arithmetic (None: no model computed) and the versions that the speed depends on."""
+    """Return the device, the dtype (None: no model computed) and the versions, on which the speed depends."""
     return {
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "type": device.type,
@@ -36,11 +36,11 @@ def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, A
 
 
 def clock_mhz(device: torch.device) -> float | None:
-    """Return the device's clock at this moment, a processor's as the mean of its cores; None where nothing tells it."""
+    """Return the device's current clock, a processor's as the mean of its cores; None where it is unknown."""
     if device.type == "cuda":
         try:
             return float(torch.cuda.clock_rate(device))
-        except (ImportError, RuntimeError):  # it asks the driver's library, whose Python package may be missing
+        except (ImportError, RuntimeError):  # torch queries the driver's library, whose Python package may be missing
             return None
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
@@ -49,7 +49,7 @@ def clock_mhz(device: torch.device) -> float | None:
 
 
 def cpu_name() -> str:
-    """Return the processor's model, as far as the system tells."""
+    """Return the processor's model, as far as the system says."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -57,7 +57,7 @@ def cpu_name() -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -68,14 +68,14 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     for line in status.read_text(encoding="utf-8").splitlines() if status.is_file() else ():
-        if line.startswith("VmHWM:"):  # getrusage also knows of the process that started this one
+        if line.startswith("VmHWM:"):  # getrusage may also count the process that started this one
             return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def provenance() -> dict[str, Any]:
-    """Return what it takes to measure again: the code's revision, the command, the date."""
+    """Return the provenance of a measurement: the code's revision, the command, the date."""
     revision = git("rev-parse", "HEAD")
     return {
         "revision": revision,
@@ -86,7 +86,7 @@ def provenance() -> dict[str, Any]:
 
 
 def git(*arguments: str) -> str | None:
-    """Return what git says about the checkout, None where there is no git, no checkout or no commit."""
+    """Return git's output for the checkout, None where there is no git, no checkout or no commit."""
     if not (ROOT / ".git").exists():  # an installed package must not report the repository it happens to lie in
         return None
     try:

@@ -1,5 +1,5 @@
 """The tiers without a clock: acceptance along given text.
 
-teacher_forced.py  a head along given text: what any tree would have accepted
+teacher_forced.py  acceptance of a head along given text, under any tree
 replay.py          a log played back to sources that read text alone
 """

@@ -1,9 +1,9 @@
-"""A head along given text: how many tokens each step would have accepted under any tree, from one target pass.
+"""Acceptance of a head along given text, under any tree, from one target pass.
 
-A text runs through the target once, teacher-forced. Of a tree of fixed shape the head's ranks of the text's tokens say
-everything. One whose shape follows the head's confidence is grown once at every token of the text, without limits; what
-a smaller depth or budget would have left of it follows from its scores. Of chains that are drawn, what counts is how
-likely each of the text's tokens would have been accepted.
+A text runs through the target once, teacher-forced. Acceptance of a tree of fixed shape follows from the head's ranks
+of the text's tokens. A tree shaped by the head's confidence is grown once at every token of the text, without limits;
+its scores say which nodes a smaller depth or budget would have kept. Of sampled chains, the probability that each of
+the text's tokens would have been accepted is computed.
 """
 
 import math
@@ -29,16 +29,16 @@ from inference.verification.rng import TINY, Generator
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 
-FIXED = 16  # a head with no more depths than these has all of them unrolled: some can do nothing else
+FIXED = 16  # a head with no more depths than these has all of them unrolled: some support nothing else
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a grown tree follows the text, cut to any depth and budget.
+    """Accepted tokens of a grown tree, cut to any depth and budget.
 
     Attributes:
         needed: needed[d][j] is the budget that a tree of depth d needs to accept j + 1 tokens.
-        size: size[d] is how many nodes a tree of depth d drafts before it is cut.
+        size: size[d] is the number of nodes that a tree of depth d drafts before it is cut.
     """
 
     needed: list[list[int]]
@@ -47,10 +47,10 @@ class Reach:
 
 @dataclass(frozen=True)
 class Record:
-    """A text with what a head made of it, an entry for each of its tokens that a step may begin after.
+    """A text with a head's guesses, an entry for each of its tokens that a step may begin after.
 
     Attributes:
-        rank: of the token d places on, among the head's guesses for it; negative where the text ends before.
+        rank: rank of the token at depth d among the head's guesses for it; negative after the text's last token.
         grown: by `growth`, one tree a token.
     """
 
@@ -67,60 +67,59 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
         target: the target that wrote it.
         head: the draft head.
         text: prompt and answer.
-        largest: the trees to grow at every token, each with the greatest depth and budget of its kind; none, where
-            only fixed shapes are asked for.
-        depth: how many depths to rank.
+        largest: the trees to grow at every token, each with the greatest depth and budget of its kind; none where
+            only fixed shapes are replayed.
+        depth: the number of depths to rank.
     """
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     depth = min(depth, head.max_depth)
     drafts = unrolled(head, features, depth)
-    begin = text.start - 1  # the row whose root is the first token of the answer
+    begin = text.start - 1  # the position whose root is the first token of the answer
     logits = (scatter_logits(head.vocab, head.score(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1))
-    rank = torch.stack([ranks(each, token[begin:], d) for d, each in enumerate(logits, 1)], 1)
+    rank = torch.stack([ranks(guess, token[begin:], d) for d, guess in enumerate(logits, 1)], 1)
     grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
     drafting = HeadState(head, largest[0]) if largest else None
     done = 0
-    for made in range(1, text.made) if drafting else ():
-        row = text.start + made - 1  # the rows before it are committed, its token is the root
+    for root in range(text.start, len(text.token) - 1) if drafting else ():  # the positions before it are committed
         assert drafting is not None
-        drafting.update(Commit(token[done + 1 : row + 1], _rows(features, done, row), None))
-        done = row
-        context = Context(text.token[: row + 1], GREEDY, Generator(0, target.device), depth)
+        drafting.update(Commit(token[done + 1 : root + 1], _slice(features, done, root), None))
+        done = root
+        context = Context(text.token[: root + 1], GREEDY, Generator(0, target.device), depth)
         for tree in largest:
             assert drafting.level is not None
-            tokens = text.token[row + 1 : row + 1 + depth]
+            tokens = text.token[root + 1 : root + 1 + depth]
             tree_and_score = candidates(head, drafting.state, drafting.level, tree, context)
             grown[growth(tree)].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
     return Record(text, rank[: text.made - 1].tolist(), grown)
 
 
 def unrolled(head: Any, features: Features, depth: int) -> list[Draft]:
-    """Return what a head drafts from all rows down to a depth."""
+    """Return a head's drafts from all positions down to a depth."""
     return head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
 
 
 def growth(tree: TreeConfig) -> str:
-    """Return what the trees have in common that are cut from the same larger one."""
+    """Return the key that all trees cut from the same larger one have in common."""
     return f"{tree.kind} {tree.top_k}" if tree.kind == "dynamic" else tree.kind
 
 
-def _rows(features: Any, first: int, end: int) -> TargetOutput:
+def _slice(features: Any, first: int, end: int) -> TargetOutput:
     return TargetOutput(features.hidden[:, first:end], features.last[:, first:end], None)
 
 
 def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> Int[Tensor, "T"]:
-    """Return the rank of token t+1+d in row t's guess at depth d, -1 where there is no such token."""
-    known = len(token) - 1 - depth
+    """Return the rank of token t+1+d in position t's guess at depth d, -1 where there is no such token."""
+    count = len(token) - 1 - depth
     rank = torch.full_like(token, -1)
-    if known > 0:
-        wanted = logits[:known].gather(1, token[depth + 1 :, None])
-        rank[:known] = (logits[:known] > wanted).sum(1)
+    if count > 0:
+        actual = logits[:count].gather(1, token[depth + 1 :, None])
+        rank[:count] = (logits[:count] > actual).sum(1)
     return rank
 
 
 def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], depth: int) -> Reach:
-    """Return how far a tree follows the tokens to come under every smaller depth and budget.
+    """Return the accepted tokens of a tree under every smaller depth and budget, given the tokens that follow.
 
     A budget keeps the best nodes, of equal ones the earlier, as `inference.verification.tree.best_n` does.
     """
@@ -134,10 +133,10 @@ def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], 
             at = node
     depths = torch.tensor(level)
     values = score.cpu()
-    place = torch.arange(len(token))
+    index = torch.arange(len(token))
     better = []  # [j][d]: nodes of depth up to d that are kept before the path's j-th
     for node in path:
-        first = (values > values[node]) | ((values == values[node]) & (place < node))
+        first = (values > values[node]) | ((values == values[node]) & (index < node))
         first[0] = False
         better.append(torch.bincount(depths[first], minlength=depth + 1).cumsum(0).tolist())
     needed = [[count[d] + 1 for count in better[:d]] for d in range(depth + 1)]
@@ -145,30 +144,30 @@ def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], 
 
 
 def replay(of: Record, tree: TreeConfig) -> list[Step]:
-    """Return the steps that decoding the text with a tree takes.
+    """Return the steps of decoding the text with a tree.
 
     The tree's kind and top_k must have been recorded, with no smaller a depth and budget.
     """
-    text, steps, made = of.text, [], 1
+    text, steps, written = of.text, [], 1
     shape = [] if tree.kind in CONFIDENT else tree.shape()
-    while made < text.made:
-        room = text.limit - made - 1
+    while written < text.made:
+        room = text.limit - written - 1
         if tree.kind in CONFIDENT:
-            grown = of.grown[growth(tree)][made - 1]
+            grown = of.grown[growth(tree)][written - 1]
             depth = max(0, min(room, tree.depth, len(grown.size) - 1))
             accepted = sum(need <= tree.nodes for need in grown.needed[depth])
             nodes = min(tree.nodes, grown.size[depth])
         else:
             fitting = {path for path in shape if len(path) <= room}
-            accepted, nodes = along(of.rank[made - 1], fitting), len(fitting)
-        accepted = min(accepted, text.made - made)
-        steps.append(Step(text.start + made - 1, nodes, accepted))
-        made += accepted + 1
+            accepted, nodes = along(of.rank[written - 1], fitting), len(fitting)
+        accepted = min(accepted, text.made - written)
+        steps.append(Step(text.start + written - 1, nodes, accepted))
+        written += accepted + 1
     return steps
 
 
 def along(rank: Sequence[int], shape: set[tuple[int, ...]]) -> int:
-    """Return how many tokens of these ranks a fixed shape follows."""
+    """Return the number of tokens of these ranks that a fixed shape accepts."""
     count = 0
     while count < len(rank) and tuple(rank[: count + 1]) in shape:
         count += 1
@@ -177,13 +176,13 @@ def along(rank: Sequence[int], shape: set[tuple[int, ...]]) -> int:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How far a head's laws q and the target's p agree along a text that the target drew.
+    """Overlap of a head's probs q and the target's p along a text that the target sampled.
 
     Attributes:
         text: the text.
         share: min(1, q(x) / p(x)) of the text's token x, for each token that a step may begin after and each depth; 0
-            where the text has ended, or has a token of another's that the target never draws.
-        common: the sum of min(p, q), with NaN where the text has ended: what is accepted of any draft drawn from q.
+            after the text's last token, and for a token of foreign text to which the target gives p = 0.
+        common: the sum of min(p, q), the acceptance rate of drafts sampled from q; NaN after the text's last token.
     """
 
     text: Text
@@ -193,53 +192,52 @@ class Overlap:
 
 @torch.inference_mode()
 def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: int) -> Overlap:
-    """Run a text through target and head once, and compare their laws.
+    """Run a text through target and head once, and compare their probs.
 
-    That x was accepted has probability min(1, q(x) / p(x)) once x is known to be the target's choice: a draft is x with
-    probability q(x), accepted with min(1, p(x) / q(x)), so both with min(p(x), q(x)), of x's own p(x) (Leviathan et
-    al., arXiv 2211.17192, theorem 3.5, for each token).
+    Given that the target emitted x, x was an accepted draft with probability min(1, q(x) / p(x)): a draft is x with
+    probability q(x) and accepted with min(1, p(x) / q(x)), so both with min(p(x), q(x)), and x is emitted with p(x)
+    (Leviathan et al., arXiv 2211.17192, theorem 3.5, for each token).
     """
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     begin = text.start - 1
-    law = distribution(target.embeddings.logits(features.last[0, begin:]), sampling)
-    places = text.made - 1
-    share = law.new_zeros(places, depth)
-    common = torch.full_like(share, float("nan"))
+    probs = distribution(target.embeddings.logits(features.last[0, begin:]), sampling)
+    ratio = probs.new_zeros(text.made - 1, depth)
+    common = torch.full_like(ratio, float("nan"))
     for d, draft in enumerate(unrolled(head, features, depth), 1):
-        known = places - d + 1
-        if known < 1:
+        count = text.made - d
+        if count < 1:
             break
-        q = distribution(scatter_logits(head.vocab, head.score(draft.state[0, begin : begin + known], d)), sampling)
-        p = law[d : d + known]
-        wanted = token[begin + d + 1 : begin + d + 1 + known, None]
-        mine, theirs = (law.gather(1, wanted)[:, 0] for law in (q, p))
-        share[:known, d - 1] = torch.where(theirs > 0, mine / theirs.clamp_min(TINY), 0.0).clamp_max(1)
-        common[:known, d - 1] = torch.minimum(p, q).sum(1)
-    return Overlap(text, share, common)
+        q = distribution(scatter_logits(head.vocab, head.score(draft.state[0, begin : begin + count], d)), sampling)
+        p = probs[d : d + count]
+        x = token[begin + d + 1 : begin + d + 1 + count, None]
+        qx, px = (dist.gather(1, x)[:, 0] for dist in (q, p))
+        ratio[:count, d - 1] = torch.where(px > 0, qx / px.clamp_min(TINY), 0.0).clamp_max(1)
+        common[:count, d - 1] = torch.minimum(p, q).sum(1)
+    return Overlap(text, ratio, common)
 
 
 def expected(of: Overlap, depth: int) -> Passes:
-    """Return the passes that decoding the text with drawn chains is expected to take, verified token by token.
+    """Return the expected passes of decoding the text with sampled chains, verified token by token.
 
-    Which tokens the target chooses does not depend on the drafts, so along its text each draft is accepted with the
-    probability that `share` has, and where steps begin is a chain of such choices: summed up, and not drawn.
+    The target's tokens do not depend on the drafts, so along its text each draft is accepted with the probability in
+    `share`, and the positions where steps begin form a Markov chain: its expectations are summed, without sampling.
     """
     text = of.text
     depth = min(depth, of.share.shape[1])
-    begins = [0.0] * (text.made + 1)  # the probability that a step begins when so many tokens are there
+    begins = [0.0] * (text.made + 1)  # the probability that a step begins after so many tokens
     begins[1] = 1.0
     reached = [0.0] * depth
     drafted = 0.0
-    for made in range(1, text.made):
-        here = begins[made]
-        deepest = max(0, min(depth, text.limit - made - 1))
-        drafted += here * deepest
+    for written in range(1, text.made):
+        begin = begins[written]
+        deepest = max(0, min(depth, text.limit - written - 1))
+        drafted += begin * deepest
         survive = 1.0
         for d in range(deepest + 1):
-            more = float(of.share[made - 1, d]) if d < deepest else 0.0
-            begins[min(made + d + 1, text.made)] += here * survive * (1 - more)
-            survive *= more
+            accept = float(of.share[written - 1, d]) if d < deepest else 0.0
+            begins[min(written + d + 1, text.made)] += begin * survive * (1 - accept)
+            survive *= accept
             if d < deepest:
-                reached[d] += here * survive
+                reached[d] += begin * survive
     return Passes(float(text.made - 1), sum(begins[1 : text.made], 0.0), drafted, math.fsum(reached), reached)

@@ -1,8 +1,8 @@
-"""Which tree is fastest on this device.
+"""Search for the fastest tree on this device.
 
-static_tree.py  which static tree accepts most: Sequoia's dynamic programme
-costs.py        what the parts of a step cost on this device
+static_tree.py  the static tree with the highest acceptance: Sequoia's dynamic programme
+costs.py        the measured costs of a decoding step's parts
 grid.py         the trees that the tuner tries
-results.py      what that found: tune.json, the tables
-simulated.py    every tree that the tuner tries, played along recorded text
+results.py      the tuner's results: tune.json, the tables
+simulated.py    simulation of all these trees along recorded text
 """

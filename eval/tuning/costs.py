@@ -1,4 +1,4 @@
-"""What the parts of a decoding step cost on this device, measured inside the engine.
+"""Measure the costs of a decoding step's parts on this device, inside the engine.
 
 A draft source plays a recorded text back to the engine: the trees that it hands over have the sizes to be measured and
 hold as many of the text's tokens as are to be accepted, and before each it times a proposal that it then throws away.
@@ -10,7 +10,7 @@ import itertools
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -27,22 +27,23 @@ from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 
-ROUNDS = 20  # over the texts: what is rare in them is then left as it is
-# Plain decoding and playback take turns of so few passes that a machine which slows down for a while slows both alike.
+ROUNDS = 20  # over the texts, at most: sizes that are rare in them then keep fewer samples
+# The baseline and playback alternate after so few passes that a machine which slows down for a while slows both alike.
 STRETCH = 8
-TURNS = 6  # at least
+TURNS = 6  # the fewest
 Samples = defaultdict[int, list[float]]
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Script:
-    """What the sequences of a batch draft, pass by pass, and the samples that they take.
+    """The schedule of drafts that the sequences of a batch play back, and the times measured on the way.
 
     Attributes:
         texts: those being decoded, by prompt.
-        size: the nodes that every sequence drafts in the pass at hand.
+        size: the nodes that every sequence drafts in the current pass.
         draft: seconds of a proposal, by the tree's `draft_key`.
-        commit: seconds of the head's pass over committed rows, by their number.
+        commit: seconds of the head's forward pass over committed tokens, by their number.
     """
 
     def __init__(self, measured: Sequence[TreeConfig], sizes: Sequence[int], seed: int) -> None:
@@ -61,9 +62,9 @@ class Script:
 
 
 class Playback(Drafter):
-    """Times a head's proposals and commits, and drafts trees of given sizes that hold a recorded text's tokens.
+    """A draft source that times a head's proposals and commits, and drafts trees of given sizes from a recorded text.
 
-    A head of None has nothing to be timed.
+    Without a head nothing is timed.
     """
 
     name, tree = "playback", "playback"
@@ -79,13 +80,13 @@ class Playback(Drafter):
 
 
 class PlaybackState(DrafterState):
-    """One recorded text played back."""
+    """State of one recorded text played back."""
 
     def __init__(self, target: Target, head: HeadState | None, script: Script, text: Text) -> None:
         self.target, self.head, self.script, self.text = target, head, script, text
 
     def update(self, commit: Commit) -> None:
-        """Let the head commit rows, timed unless they are a prompt's."""
+        """Let the head commit tokens, timed unless they are a prompt's."""
         if self.head is None:
             return
         start = self.clock()
@@ -94,7 +95,7 @@ class PlaybackState(DrafterState):
             self.script.commit[len(commit.token)].append(self.clock() - start)
 
     def propose(self, context: Context) -> Proposal:
-        """Time one of the head's trees, and hand over one of the size to be measured."""
+        """Time one of the head's trees, and return one of the size to be measured."""
         if self.head is not None:
             policy = next(self.script.next_tree)
             start = self.clock()
@@ -102,20 +103,20 @@ class PlaybackState(DrafterState):
             self.script.draft[draft_key(policy)].append(self.clock() - start)
         following = self.text.token[len(context.token) :][: max(context.room, 0)]
         accepted, size = next(self.script.next_accepted), self.script.size
-        if context.room < 1 or not self.target.takes_trees:  # a node of a chain lies deep
+        if context.room < 1 or not self.target.takes_trees:  # a chain of this size may exceed the room
             size = min(size, max(context.room, 0))
         return Proposal(planted(context.token[-1], following[: min(accepted, size)], size, self.target))
 
     def clock(self) -> float:
-        """Return seconds, after the device has finished what it was given."""
+        """Return the clock's seconds, after the device has finished its queued work."""
         synchronize(self.target.device)
         return time.perf_counter()
 
 
 def planted(root: int, tokens: Sequence[int], size: int, target: Target) -> DraftTree:
-    """Return a tree of `size` drafted nodes, level by level, that holds these tokens as a path of first children.
+    """Return a tree of `size` drafted nodes, level by level, that has these tokens as a path of first children.
 
-    All other nodes are wrong: siblings of the tokens, or behind them if the target takes chains alone.
+    All other nodes are wrong: siblings of the tokens, or after them if the target takes chains alone.
     """
     vocabulary, device = target.embeddings.vocab_size, target.device
     token, parent = [root], [-1]
@@ -147,61 +148,61 @@ def measure(
     settings: Settings,
     batch: int = 1,
 ) -> Costs:
-    """Measure the costs on recorded texts, a few passes of plain decoding and of playback in turn.
+    """Measure the costs on recorded texts, alternating a few passes of the autoregressive baseline and of playback.
 
     Args:
         target: the target that wrote them.
         head: the draft head as a draft source. None: a draft that costs nothing.
-        texts: what is decoded again.
+        texts: the texts to decode again.
         measured: the trees whose proposals are timed; none without a head.
-        sizes: the drafted nodes whose verification is timed; 0 is plain decoding's pass.
-        samples: how often each at least.
+        sizes: the numbers of drafted nodes whose verification is timed; 0 is an autoregressive step.
+        samples: the fewest samples of each.
         settings: those that the texts were written under.
-        batch: how many sequences are decoded side by side, in every pass.
+        batch: sequences decoded side by side, in every pass.
     """
     script = Script(measured, sizes, settings.seed)
     script.texts = {tuple(text.token[: text.start]): text for text in texts}
     players = [Playback(target, head, script)] * batch
     verify: Samples = defaultdict(list)
-    settle: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
+    other: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
     plain: list[float] = []
-    wanted = {draft_key(tree) for tree in measured}
-    alone = decode(target, [Plain(target.device) for _ in players], texts, settings, lambda: None)
+    keys = {draft_key(tree) for tree in measured}
+    baseline = decode(target, [Plain(target.device) for _ in players], texts, settings, lambda: None)
     played = decode(target, players, texts, settings, script.begin)
-    for _ in sizes:  # what the first passes of every size cost is not what later ones do
-        next(alone)
+    for _ in sizes:  # the first passes of every size cost more than later ones
+        next(baseline)
         next(played)
     script.draft.clear()
     script.commit.clear()
     left = ROUNDS * sum(text.made for text in texts)
     for turn in itertools.count(1):
-        for row in itertools.islice(alone, STRETCH):
-            plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in row))
-        for row in itertools.islice(played, STRETCH):
-            verify[max(step.drafted for step in row)].append(sum(step.verify_s for step in row))
-            for step in row:
-                settle[step.accepted > 1][step.drafted].append(step.other_s)
+        for steps in itertools.islice(baseline, STRETCH):
+            plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in steps))
+        for steps in itertools.islice(played, STRETCH):
+            verify[max(step.drafted for step in steps)].append(sum(step.verify_s for step in steps))
+            for step in steps:
+                other[step.accepted > 1][step.drafted].append(step.other_s)
                 left -= step.committed
-        drafts = [script.draft[key] for key in wanted]
-        scarce = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
-        # What is rare is left as it is, but a tree whose draft was never timed has no price.
-        if turn >= TURNS and (scarce >= samples or (left <= 0 and all(drafts))):
+        drafts = [script.draft[key] for key in keys]
+        fewest = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
+        # Rare sizes may keep fewer samples, but a tree whose draft was never timed has no price.
+        if turn >= TURNS and (fewest >= samples or (left <= 0 and all(drafts))):
             break
-    straight, gaps = ({size: typical(each) for size, each in one.items()} for one in settle)
+    straight, gaps = map(averages, other)
     return Costs(
         batch=batch,
         plain=typical(plain),
-        verify=rising({size: typical(each) for size, each in verify.items() if each}),
+        verify=rising(averages(verify)),
         settle=(straight, gaps or straight),
-        draft={key: typical(each) for key, each in script.draft.items()},
-        commit={rows: typical(each) for rows, each in script.commit.items()} or {1: 0.0},
+        draft=averages(script.draft),
+        commit=averages(script.commit) or {1: 0.0},
     )
 
 
 def decode(
     target: Target, drafters: Sequence[Drafter], texts: Sequence[Text], settings: Settings, begin: Callable[[], None]
 ) -> Iterator[list[Step]]:
-    """Decode texts in the engine without an end, one for each drafter at a time; yield the steps of every pass.
+    """Decode the texts in the engine again and again, one per drafter at a time; yield the steps of every pass.
 
     `begin` is called before each pass.
     """
@@ -221,9 +222,9 @@ def decode(
 def verification(
     target: Target, sizes: Sequence[int], contexts: Sequence[int], samples: int, seed: int
 ) -> dict[int, dict[int, float]]:
-    """Return the seconds of a verification pass by tokens of context, then by drafted nodes, all in turn.
+    """Return the seconds of a verification pass by tokens of context, then by drafted nodes, measured in turns.
 
-    Contexts that leave no room for the largest tree are left out. The committed rows are those of random tokens.
+    Contexts that leave no room for the largest tree are left out. The context consists of random tokens.
     """
     shuffle, vocabulary = random.Random(seed), target.embeddings.vocab_size
     caches = {context: target.cache() for context in contexts if 0 < context < target.context - max(sizes)}
@@ -233,16 +234,19 @@ def verification(
     seconds: dict[int, Samples] = {context: defaultdict(list) for context in caches}
     for turn in range(samples + 1):
         for context, size in shuffle.sample(cells, len(cells)):
-            drafted = planted(0, [], size, target)
+            tree = planted(0, [], size, target)
             synchronize(target.device)
             start = time.perf_counter()
-            target.score(drafted, caches[context])
+            target.score(tree, caches[context])
             synchronize(target.device)
             seconds[context][size] += [time.perf_counter() - start] if turn else []
             caches[context].keep(context, [])
-    return {
-        context: rising({size: typical(each) for size, each in found.items()}) for context, found in seconds.items()
-    }
+    return {context: rising(averages(by_size)) for context, by_size in seconds.items()}
+
+
+def averages(samples: Mapping[K, Sequence[float]]) -> dict[K, float]:
+    """Return the `typical` value of every key that has samples."""
+    return {key: typical(values) for key, values in samples.items() if values}
 
 
 def typical(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""The trees that the tuner tries, by family, and how they would decode the recorded texts."""
+"""The trees that the tuner tries, by family, and their replays along the recorded texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from eval.tuning.static_tree import best_static, levelled
 from inference.drafters.policy import TreeConfig
 
 OWN = "as it is"  # the family of the tree that the head has
-CHAIN, TREE = "chain", "tree"  # the two that larger batches tell apart
+CHAIN, TREE = "chain", "tree"  # the two kinds compared at larger batch sizes
 
-# A tree is not tried at a batch size if at the one before its speedup was below this even with drafts for nothing:
-# in a larger batch a row costs more, for the device has less to spare.
+# A tree is not tried at a batch size if at the one before its speedup was below this even with free drafts: in a
+# larger batch a node costs more, for the device has less to spare.
 HOPELESS = 0.8
 
 Families = dict[str, list[TreeConfig]]
@@ -24,7 +24,7 @@ Families = dict[str, list[TreeConfig]]
 
 @dataclass(frozen=True)
 class Tried:
-    """A tree, and how it decodes the texts to choose from, and those that what was chosen is measured on."""
+    """A tree with its replays: along the texts to choose by, and along those held back for measurement."""
 
     family: str
     tree: TreeConfig
@@ -37,32 +37,32 @@ class Tried:
         return CHAIN if self.tree.kind == CHAIN else TREE
 
 
-def unlimited(grid: TunerConfig, own: TreeConfig, depth: int) -> list[TreeConfig]:
-    """Return the trees to grow at every token: of each kind and top_k the one that holds all others."""
-    nodes = max(own.nodes, *grid.nodes)
-    wide = sorted({*grid.top_k, *([own.top_k] if own.kind == "dynamic" else [])})
+def unlimited(grid: TunerConfig, current: TreeConfig, depth: int) -> list[TreeConfig]:
+    """Return the trees to grow at every token: of each kind and top_k the largest, which contains all others."""
+    nodes = max(current.nodes, *grid.nodes)
+    wide = sorted({*grid.top_k, *([current.top_k] if current.kind == "dynamic" else [])})
     dynamic = [TreeConfig("dynamic", depth, top_k, nodes, [], []) for top_k in wide]
     return [*dynamic, TreeConfig("best_first", depth, 0, nodes, [], [])]
 
 
 def proposed(
-    grid: TunerConfig, table: Float[Tensor, "D K"], own: TreeConfig, deepest: int, takes_trees: bool
+    grid: TunerConfig, table: Float[Tensor, "D K"], current: TreeConfig, deepest: int, takes_trees: bool
 ) -> Families:
     """Return the trees to be priced, by family; chains alone for a target that verifies nothing else.
 
     Args:
-        grid: what to try.
+        grid: the values to try.
         table: acceptance by depth and rank.
-        own: the tree that the head has.
-        deepest: the depth that the head reaches.
+        current: the tree that the head has.
+        deepest: the greatest depth that the head drafts.
         takes_trees: whether the target verifies trees.
     """
     depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
     families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
     if takes_trees:
         static = best_static(levelled(table[: max(depths)]), max(grid.nodes))
-        paths = {str(found): found for found in map(static.paths, grid.nodes) if found}
-        families["static"] = [TreeConfig("static", 0, 0, 0, found, []) for found in paths.values()]
+        shapes = {str(paths): paths for paths in map(static.paths, grid.nodes) if paths}
+        families["static"] = [TreeConfig("static", 0, 0, 0, paths, []) for paths in shapes.values()]
         families["dynamic"] = [
             TreeConfig("dynamic", depth, top_k, nodes, [], [])
             for depth in depths
@@ -76,8 +76,8 @@ def proposed(
             for nodes in grid.nodes
             if depth <= nodes
         ]
-    if takes_trees or own.kind == CHAIN:
-        families[OWN] = [own]
+    if takes_trees or current.kind == CHAIN:
+        families[OWN] = [current]
     return {name: trees for name, trees in families.items() if trees}
 
 
@@ -85,7 +85,7 @@ def tried(families: Families, chosen: Sequence[Record], held: Sequence[Record]) 
     """Replay both halves of the texts with every tree."""
 
     def all_of(records: Sequence[Record], tree: TreeConfig) -> list[Replayed]:
-        return [Replayed(replay(each, tree), each.text.made - 1) for each in records]
+        return [Replayed(replay(record, tree), record.text.made - 1) for record in records]
 
     return [
         Tried(family, tree, all_of(chosen, tree), all_of(held, tree))
@@ -95,19 +95,19 @@ def tried(families: Families, chosen: Sequence[Record], held: Sequence[Record]) 
 
 
 def distinct(trees: Sequence[Tried]) -> list[TreeConfig]:
-    """Return one tree of each that cost the same to draft."""
+    """Return one tree of those that cost the same to draft."""
     return list({draft_key(one.tree): one.tree for one in trees}.values())
 
 
 def hopeful(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> list[Tried]:
-    """Return the trees worth a try at a larger batch size than those measured; at least one chain and one tree."""
+    """Return the trees worth trying at a larger batch size than those measured; at least one chain and one tree."""
     if not costs:
         return list(trees)
 
     def bound(one: Tried) -> float:
-        """Return the speedup of a draft for nothing."""
-        found = predict(one.chosen, one.tree, costs, max(costs))
-        return found.speedup * sum(found.seconds.values()) / found.seconds["verify"]
+        """Return the speedup with free drafts."""
+        prediction = predict(one.chosen, one.tree, costs, max(costs))
+        return prediction.speedup * sum(prediction.seconds.values()) / prediction.seconds["verify"]
 
     bounds = [bound(one) for one in trees]
     best = {one.kind: value for value, one in sorted(zip(bounds, trees, strict=True), key=lambda pair: pair[0])}
@@ -115,6 +115,6 @@ def hopeful(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> list[Tried]:
 
 
 def sizes_for(trees: Sequence[Tried], sizes: Sequence[int]) -> list[int]:
-    """Return which sizes of a pass to time, so that every tree's is among them or between two."""
+    """Return the sizes of a verification pass to time, so that every tree's is among them or between two."""
     largest = max(drafted(one.tree) for one in trees)
     return sorted({largest, *(size for size in sizes if size <= largest)})

@@ -1,4 +1,4 @@
-"""Every tree that the tuner tries, played along recorded texts: half of them to choose from, half to judge by."""
+"""Simulate every tree that the tuner tries along recorded texts: half of them choose, the others are held back."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
@@ -17,17 +17,17 @@ from eval.tuning.static_tree import acceptance
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 
-# Drafted nodes whose verification is timed whatever is tried: from one row to a few the cost leaps, and a line from one
-# to many would pass below it.
+# Numbers of drafted nodes whose verification is always timed: from one node to a few the cost leaps, and a line from
+# one to many would lie below it.
 SIZES = (0, 1, 2, 4, 8)
 
 T = TypeVar("T")
 
 
 class Simulated(NamedTuple):
-    """The trees with their steps, of which the head's own is of the family OWN.
+    """Trees with their simulated steps; the head's own is of the family OWN.
 
-    `table` is the acceptance by depth and rank on the texts to choose from; `chosen` and `held` count the texts.
+    `table` is the acceptance by depth and rank on the texts to choose by; `chosen` and `held` count the texts.
     """
 
     trees: list[Tried]
@@ -37,25 +37,25 @@ class Simulated(NamedTuple):
 
 
 def simulate(grid: TunerConfig, target: Target, drafter: HeadDrafter, texts: Sequence[Text]) -> Simulated:
-    """Play every tree along the texts.
+    """Simulate every tree along the texts.
 
     Args:
-        grid: which trees.
+        grid: the trees to try.
         target: the target that wrote the texts, greedily.
         drafter: the head with its own tree.
-        texts: their records are made one after the other; whoever watches sees how many are done.
+        texts: recorded one after the other, behind a progress bar.
     """
-    own, head = drafter.policy, drafter.head
-    deepest = min(head.max_depth, max(own.deepest, *grid.depths))
-    largest = unlimited(grid, own, deepest)
+    current, head = drafter.policy, drafter.head
+    deepest = min(head.max_depth, max(current.deepest, *grid.depths))
+    largest = unlimited(grid, current, deepest)
     chosen, held = halves([record(target, head, text, largest, deepest) for text in _progress(texts)])
-    table = acceptance(torch.tensor([row for each in chosen for row in each.rank]), max(grid.top_k))
-    trees = tried(proposed(grid, table, own, deepest, target.takes_trees), chosen, held)
+    table = acceptance(torch.tensor([ranks for text in chosen for ranks in text.rank]), max(grid.top_k))
+    trees = tried(proposed(grid, table, current, deepest, target.takes_trees), chosen, held)
     return Simulated(trees, table, len(chosen), len(held))
 
 
 def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Return every other item, and the rest; one item is both."""
+    """Return every other item, and the rest; a single item is in both."""
     return list(items[::2]), list(items[1::2] or items)
 
 

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from eval.measures import chi_square
-from eval.measures.chi_square import Cells, LawTest, cells, critical, draws_for, draws_needed, p_value, power, statistic
+from eval.measures.chi_square import (
+    Cells,
+    LawTest,
+    cells,
+    critical,
+    p_value,
+    power,
+    samples_for,
+    samples_needed,
+    statistic,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +40,7 @@ def test_one_degree_of_freedom_agrees_with_the_normal_law() -> None:
 
 @pytest.mark.parametrize(("tv", "draws"), [(0.01, 118_000), (0.02, 30_000), (0.05, 4_700)])
 def test_the_sample_size_is_the_published_one_at_26_degrees(tv: float, draws: int) -> None:
-    assert draws_needed(26, tv, 1e-3) == pytest.approx(draws, rel=0.02)
+    assert samples_needed(26, tv, 1e-3) == pytest.approx(draws, rel=0.02)
 
 
 def test_cells_hold_the_likely_tokens_and_the_rest() -> None:
@@ -49,13 +59,13 @@ def test_a_rest_too_rare_joins_the_rarest_cell() -> None:
 
 
 def test_thin_cells_raise_the_draws() -> None:
-    assert draws_for([Cells([0], [0.999, 0.001])], 0.5, 1e-3) == 5000
+    assert samples_for([Cells([0], [0.999, 0.001])], 0.5, 1e-3) == 5000
 
 
 def test_prefixes_share_the_draws_that_all_their_cells_together_need() -> None:
     one, other = Cells([0, 1], [0.5, 0.3, 0.2]), Cells(list(range(9)), [0.1] * 10)
-    wanted = draws_needed(2 + 9, 0.05, 1e-3)
-    assert 2 * draws_for([one, other], 0.05, 1e-3) - wanted in (0, 1)
+    wanted = samples_needed(2 + 9, 0.05, 1e-3)
+    assert 2 * samples_for([one, other], 0.05, 1e-3) - wanted in (0, 1)
 
 
 @pytest.mark.parametrize("off", [0.0, 0.1])
@@ -63,7 +73,7 @@ def test_it_rejects_as_often_as_it_says(off: float) -> None:
     true = torch.tensor([0.5, 0.3, 0.2])
     drawn_from = true + off * torch.tensor([-1.0, 0.5, 0.5])  # total variation `off`
     of, alpha, trials = cells(true), 0.02, 400
-    count = draws_needed(of.freedom, 0.1, alpha)
+    count = samples_needed(of.freedom, 0.1, alpha)
     generator = torch.Generator().manual_seed(0)
     rejected = 0
     for _ in range(trials):

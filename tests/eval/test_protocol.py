@@ -81,7 +81,7 @@ def test_batches_are_gated_above_temperature_0_too(runs: Path, tmp_path: Path, m
 def test_a_red_draw_withholds_the_speedup_of_its_temperature_alone(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampled, "redrawn", lambda law, rng, count: rng.sample(law.expand(count, -1)))  # nothing broken
+    monkeypatch.setattr(sampled, "resampled", lambda p, rng, count: rng.sample(p.expand(count, -1)))  # nothing broken
     made = evaluate(small(runs, tmp_path, hf=False, temperature=[0, 1.0], gate_tv=0.1))
     assert not made.passed
     assert "broken control NOT caught" in made.failures()[0]

@@ -8,7 +8,7 @@ import torch
 
 from data.text.prompts import Prompt
 from eval.live import interleaved, sampled
-from eval.live.sampled import coupled_gate, race_gap, sampled_gates
+from eval.live.sampled import coupled_check, race_gap, sampled_gates
 from eval.measures.chi_square import LawTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate, verdict_of, worst
 from inference.decode import Generation, Settings, autoregress
@@ -65,7 +65,7 @@ def test_tokens_that_differ_under_coupled_noise_are_a_failure_with_their_gap() -
     target, how = toys.target(), replace(HOT, rule=COUPLED, gaps=True)
     plain = [autoregress(target, prompt.token, how) for prompt in PROMPTS]
     other = Generation(tokens=[*plain[0].tokens[:4], (plain[0].tokens[4] + 1) % toys.VOCAB, *plain[0].tokens[5:]])
-    found = coupled_gate(target, plain, [other, *plain[1:]], PROMPTS, how)
+    found = coupled_check(target, plain, [other, *plain[1:]], PROMPTS, how)
     assert found.counts() == {"checked": 3, "identical": 2, "near_tie": 0, "failed": 1}
     assert found.first is not None
     assert (found.first.prompt, found.first.position) == ("p0", 4)

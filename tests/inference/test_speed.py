@@ -71,7 +71,7 @@ def test_passes_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
     def watched(batch: Batch) -> None:
         sessions = [row.session for row in batch.running]
         step(batch)
-        real.append([(each.made.steps[-1].drafted, each.made.steps[-1].accepted) for each in sessions])
+        real.append([(each.generation.steps[-1].drafted, each.generation.steps[-1].accepted) for each in sessions])
 
     monkeypatch.setattr(Batch, "step", watched)
     speculate(target, source, prompts, settings, batch_size=3)
