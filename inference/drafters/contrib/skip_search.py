@@ -73,7 +73,7 @@ class SkipFile:
     mlp: list[int]
     depth: int
     stop: float
-    measured: dict[str, float]
+    found: dict[str, float]
 
     @property
     def skips(self) -> Skips:
