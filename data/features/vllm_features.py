@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from data.batches import Packed
 from data.features.coding import States
+from heads.formats.layer_ids import as_states
 
 TOKENS, STATES = "token_ids", "hidden_states"
 
@@ -79,14 +80,15 @@ class VllmFiles:
         Raises:
             ValueError: an id is lacking, or a file is none of vLLM's.
         """
-        needed = [layer + 1 for layer in layers] + [num_layers]
+        states = as_states(layers)
+        needed = [*states, num_layers]
         if lacking := [layer_id for layer_id in needed if layer_id not in ids]:
             raise ValueError(
                 f"features.vllm_layers is {ids}, without {lacking}: feature layer i is vLLM's id i + 1, and "
                 f"{num_layers} is the last state; start vLLM with eagle_aux_hidden_state_layer_ids={needed}"
             )
         self.folder, self.count = folder, len(ids)
-        self.layers, self.last = [ids.index(layer + 1) for layer in layers], ids.index(num_layers)
+        self.layers, self.last = [ids.index(state) for state in states], ids.index(num_layers)
         self.files: dict[bytes, Path] = {}
         for file in sorted(folder.glob("*.safetensors")):
             self.files[_key(_read(file, TOKENS).tolist())] = file
