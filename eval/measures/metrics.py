@@ -21,7 +21,7 @@ RESAMPLES = 2000
 LEVEL = 0.95
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
-# What others call acceptance, by the names of `definitions`, and what each of them counts.
+# Published definitions of acceptance, by the names of `definitions`.
 DEFINITIONS = {
     "mean_acceptance_length": "τ: tokens a target pass commits, its bonus token included, all passes pooled "
     "(Spec-Bench's #mean accepted tokens, vLLM's and EAGLE's acceptance length, block efficiency)",

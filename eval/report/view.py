@@ -77,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Head:
-    """A column's title, and what CSV calls its values."""
+    """A column's title, and the names of its values in CSV."""
 
     title: str
     names: tuple[str, ...]

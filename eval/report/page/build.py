@@ -1,4 +1,4 @@
-"""The page: what report.json says, in sections with their plots and tables, filled into the template beside this file.
+"""Rendering report.json as one HTML page: sections with plots and tables, filled into the template beside this file.
 
 It loads nothing from anywhere: styles, scripts and the plotting library (Vega-Lite, from the vl-convert-python package)
 are inlined, and its content security policy forbids the rest. Untrusted names and texts are escaped by the
@@ -135,12 +135,12 @@ def page_file(name: str) -> Markup:
 
 @lru_cache
 def library() -> Markup:
-    """Return Vega, Vega-Lite and Vega-Embed as one script, which a process of its own bundles.
+    """Return Vega, Vega-Lite and Vega-Embed as one script, bundled in a child process.
 
-    V8, by which vl-convert does it, ends its process where it gets no address space, tens of gigabytes of it.
+    vl-convert bundles with V8, which ends its process without tens of gigabytes of address space.
 
     Raises:
-        RenderError: it has ended so.
+        RenderError: the child process failed.
     """
     process = subprocess.run([sys.executable, "-c", BUNDLE], cwd=HERE.anchor, capture_output=True, check=False)
     if process.returncode:

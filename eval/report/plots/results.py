@@ -241,7 +241,7 @@ def time_split(report: Record) -> Plot | None:
 
 
 def breakdown(report: Record) -> Plot | None:
-    """Return for each row a bar as long as τ: the speedup, and what each cost took of the rest."""
+    """Return a bar as long as τ for each row: the speedup, and the loss to each cost."""
     data: Records = []
     for name, row in named(report):
         if row.get("ladder") is not None:

@@ -49,7 +49,7 @@ def vocabulary(head: Examined, against: Against) -> Findings:
             yield wrong(
                 f"draft_vocab_size is {size} of {full} and there is no {OFFSETS}",
                 f"vLLM takes the first {size} tokens for the drafted ones: {WRONG_TOKENS}",
-                f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its place",
+                f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its index",
             )
         else:
             yield ok(f"all {full} tokens")
@@ -78,7 +78,7 @@ def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings
     elif _absolute(offset, mask, full):
         yield wrong(
             f"{OFFSETS} holds the tokens' ids themselves, not their offsets",
-            f"every engine adds the place to it, so that {WRONG_TOKENS}",
+            f"every engine adds the index to it, so that {WRONG_TOKENS}",
             f"subtract torch.arange({len(offset)}) from {OFFSETS} in {WEIGHTS}",
         )
     elif not bool((ids.diff() > 0).all()) or int(ids.min()) < 0 or int(ids.max()) >= full:
