@@ -108,8 +108,8 @@ BUGS = [
     ),
     Bug(
         "eval/measures/metrics.py",
-        "each = range(len(prompts)) if groups is None else groups",
-        "each = range(len(prompts))",
+        "group_ids = range(len(prompts)) if groups is None else groups",
+        "group_ids = range(len(prompts))",
         ["tests/eval/test_metrics.py", "tests/eval/test_live.py", "tests/eval/test_workloads.py"],
     ),
     Bug(

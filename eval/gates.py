@@ -1,4 +1,4 @@
-"""The gates of an evaluation: greedy tokens at every batch size, drawn tokens at every temperature, timed tokens."""
+"""The losslessness checks of an evaluation: greedy tokens, sampled tokens and timed tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +25,10 @@ def sources(config: SourcesConfig, target: Target) -> Drafters:
 def check(
     target: Target, drafters: Drafters, prompts: Sequence[Prompt], config: DecodingConfig, total_variation: float
 ) -> tuple[dict[str, Gate], list[SampledGate]]:
-    """Return the gate's verdict on each drafter at each batch size, and at each temperature above 0.
+    """Return the losslessness check of each drafter at each batch size, and at each temperature above 0.
 
-    Greedily every prompt runs once. All are compared with plain decoding of each prompt alone; so is plain decoding in
-    batches. Above 0 a chi-square test reveals such a total variation.
+    Greedily every prompt runs once. All are compared with autoregressive decoding of each prompt alone, the baseline;
+    so is the baseline in batches. Above 0 a chi-square test reveals a total variation of `total_variation`.
     """
     sizes = config.batch_sizes()
     if not drafters and sizes == [1]:
@@ -38,11 +38,11 @@ def check(
     for size in sorted({1, *sizes}):
         given = drafters if size in sizes else {}
         runs = measure(target, given, prompts, settings, repeats=1, warmup=(), hf=False, batch_size=size)
-        once = {name: [repeats[0] for repeats in each] for name, each in runs.items()}
+        once = {name: [repeats[0] for repeats in runs_of] for name, runs_of in runs.items()}
         if size == 1:
             alone = once.pop(PLAIN)
-        for name, each in once.items():
-            verdict = gate(alone, each, ids, target.dtype)
+        for name, runs_of in once.items():
+            verdict = gate(alone, runs_of, ids, target.dtype)
             gates[labelled(name, size)] = replace(verdict, lossy=name != PLAIN and is_lossy(config.rule))
     hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
@@ -55,28 +55,28 @@ def check(
 def agreement(
     target: Target, prompts: Sequence[Prompt], runs: Runs, settings: Settings
 ) -> Mapping[str, dict[str, Any]]:
-    """Return how far each drafter's timed greedy tokens are plain decoding's, and the logit gaps where they part.
+    """Return how many of each drafter's timed greedy texts equal the baseline's, and the logit gaps where they part.
 
-    Only where they part is the prompt decoded once more, plainly and up to there, for the gap.
+    Only where they part is the prompt decoded once more, autoregressively and up to there, for the gap.
     """
-    middle = {name: [median_run(repeats) for repeats in each] for name, each in runs.items() if name != HF}
+    middle = {name: [median_run(repeats) for repeats in runs_of] for name, runs_of in runs.items() if name != HF}
     plain, epsilon = middle.pop(PLAIN), EPSILON.get(target.dtype, 0.0)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     gaps: dict[tuple[int, int], float] = {}
-    for name, each in middle.items():
-        parted = [divergence(ours, theirs, p.id) for ours, theirs, p in zip(plain, each, prompts, strict=True)]
+    for name, runs_of in middle.items():
+        parted = [divergence(ours, theirs, p.id) for ours, theirs, p in zip(plain, runs_of, prompts, strict=True)]
         mine = []
-        for place, where in enumerate(parted):
-            if where is not None and (place, where.position) not in gaps:
+        for index, where in enumerate(parted):
+            if where is not None and (index, where.position) not in gaps:
                 most = max(2, where.position + 1)
                 least = min(settings.min_new_tokens, most)
                 how = replace(settings, gaps=True, max_new_tokens=most, min_new_tokens=least)
-                again = autoregress(target, prompts[place].token, how)
-                gaps.update(((place, position), gap) for position, gap in enumerate(again.gaps))
+                again = autoregress(target, prompts[index].token, how)
+                gaps.update(((index, position), gap) for position, gap in enumerate(again.gaps))
             if where is not None:
-                mine.append(gaps.get((place, where.position), float("inf")))
+                mine.append(gaps.get((index, where.position), float("inf")))
         near = sum(gap < epsilon for gap in mine)
         counts = {"identical": len(prompts) - len(mine), "near_tie": near, "beyond": len(mine) - near}
         dtype = str(target.dtype).removeprefix("torch.")
-        found[name] = {"dtype": dtype, "checked": len(prompts), **counts, "gaps": mine}
-    return found
+        results[name] = {"dtype": dtype, "checked": len(prompts), **counts, "gaps": mine}
+    return results

@@ -1,4 +1,4 @@
-"""python eval/run.py run=outputs/NAME: measure draft heads against plain decoding, prove them lossless, report."""
+"""python eval/run.py run=outputs/NAME: measure draft heads against the baseline, prove them lossless, report."""
 
 import sys
 from pathlib import Path
@@ -107,8 +107,8 @@ def measured(config: EvalConfig, model: ModelConfig) -> Report:
     dtype = dtype_for(config, model)
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads = read(config, model, target)
-    # A log without answers is told before anything is measured.
-    logs = recorded(config, config, target, [each.path for each in workloads]) if config.from_log else []
+    # A log without answers is refused before anything is measured.
+    logs = recorded(config, config, target, [workload.path for workload in workloads]) if config.from_log else []
     if live:
         prompts = [prompt for workload in workloads for prompt in workload.prompts]
         gates, sampled = check(target, sources(config, target), prompts, config, config.gate_tv)
@@ -139,7 +139,7 @@ def from_log(config: EvalConfig, model: ModelConfig) -> Report:
     return Report(
         target={"name": model.name, "path": model.path},
         device=device_facts(reader.device, None),
-        settings=settings_of(config, [each.workload for each in materials]),
+        settings=settings_of(config, [material.workload for material in materials]),
         gates={},
         rows=replayed(config, config.seed, reader, materials),
     )
@@ -165,11 +165,11 @@ def tuned(config: EvalConfig) -> bool:
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     plan = TunePlan(runs[0], config.tree, config.tuner, config, config.repeats)
-    found = tune(plan, target, prompts, config.engine.label)
-    found.write(out)
-    found.show(console)
+    tuning = tune(plan, target, prompts, config.engine.label)
+    tuning.write(out)
+    tuning.show(console)
     console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)
-    return found.passed
+    return tuning.passed
 
 
 def beside(config: EvalConfig) -> Report:
@@ -188,14 +188,14 @@ def beside(config: EvalConfig) -> Report:
 
 
 def workloads_of(config: EvalConfig, model: ModelConfig | None) -> list[str]:
-    """Return what to measure on: what is configured, else the first run's own prompts, else the model's.
+    """Return the workloads: the configured ones, else the first run's own prompts, else the model's.
 
     Raises:
         ValueError: none of them is there, or one is given twice.
     """
     runs = config.runs()
-    own = own_prompts(runs[0] if runs else None) or (model and model.prompts)
-    names = [str(name) for name in listed(config.workload or own) if name]
+    default = own_prompts(runs[0] if runs else None) or (model and model.prompts)
+    names = [str(name) for name in listed(config.workload or default) if name]
     if not names:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
     repeated = sorted({name for name in names if names.count(name) > 1})
@@ -205,13 +205,13 @@ def workloads_of(config: EvalConfig, model: ModelConfig | None) -> list[str]:
 
 
 def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:
-    """Return where the report goes: where the user says, else the first run's folder, else one under outputs/."""
-    own = Path(runs[0]).expanduser() if runs else Path("-".join(drafters))
-    return Path(out).expanduser() if out else own if own.is_dir() else Path("outputs") / own.name
+    """Return the folder of the report: the user's, else the first run's, else one under outputs/."""
+    first = Path(runs[0]).expanduser() if runs else Path("-".join(drafters))
+    return Path(out).expanduser() if out else first if first.is_dir() else Path("outputs") / first.name
 
 
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
-    """Load the target in a dtype, which is that of what is not quantised, and compile it if the engine is to be."""
+    """Load the target in a dtype, that of the weights that are not quantised, and compile it if the engine is to be."""
     check_alone(model.where, "an evaluation")
     target = Target.of(model, dtype)
     if engine.compile:
@@ -235,33 +235,34 @@ def speed_dtype(config: EvalConfig, model: ModelConfig, device: torch.device) ->
 
 def read(config: EvalConfig, model: ModelConfig, target: Target) -> list[Workload]:
     """Return the workloads; of dialogues, the target greedily writes the answers that nobody recorded."""
-    wanted = Selection(config.prompts, config.warmup, config.truncate, config.turns, config.balanced)
+    selection = Selection(config.prompts, config.warmup, config.truncate, config.turns, config.balanced)
     settings = config.settings(0.0)
 
     def answer(token: list[int]) -> str:
         return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
 
-    return [read_workload(name, target, wanted, answer) for name in workloads_of(config, model)]
+    return [read_workload(name, target, selection, answer) for name in workloads_of(config, model)]
 
 
 def described(target: Target) -> dict[str, Any]:
-    """Return what identifies the target."""
+    """Return the metadata that identifies the target."""
     parameters = sum(parameter.numel() for parameter in target.model.parameters())
     spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}
     return {**spec, "parameters": parameters, "context": target.context, "quantized": target.quantized}
 
 
 def settings_of(config: EvalConfig, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Return what the numbers depend on besides models and machine."""
+    """Return the settings that the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     keys = ("max_new_tokens", "min_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
     chosen = {key: getattr(config, key) for key in (*keys, "turns", "balanced", "budget", "gate_tv")}
     if {REPLAY, TEACHER_FORCED} & set(config.tiers()):
         chosen["text"] = RECORDED if config.from_log else OWN
+    fresh = all(workload.fresh for workload in workloads)
     return {
         "prompts": sum(len(workload.prompts) for workload in workloads),
         "distinct_prompts": sum(workload.distinct for workload in workloads),
-        "warmup_prompts": "further ones" if all(each.fresh for each in workloads) else "measured ones, halves swapped",
+        "warmup_prompts": "further ones" if fresh else "measured ones, halves swapped",
         **chosen,
         "engine": config.engine.label,
         "provenance": provenance(),

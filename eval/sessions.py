@@ -1,4 +1,4 @@
-"""The rows of all tiers: sessions against the clock, of every workload and setting, and what given texts say."""
+"""The rows of all tiers: timed sessions of every workload and setting, and statistics along given texts."""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ from inference.target.target import Target
 
 
 class Timed(NamedTuple):
-    """What the live tier found: rows, what plain decoding wrote, and what the report shows besides, by its keys."""
+    """The results of the live tier: rows, the texts of the baseline, and the report's extras by key."""
 
     rows: list[Row]
     materials: list[Material]
@@ -42,12 +42,12 @@ def timed_rows(
 ) -> Timed:
     """Measure all workloads, temperatures, batch sizes and rates, each in an interleaved session of its own.
 
-    What the report shows besides are training curves, and trees and answers of the first session.
+    The extras are training curves, and trees and answers of the first session.
     """
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     curves = training(find_heads([*config.runs(), *config.compare])) if "head" in config.drafter else None
-    found = Timed([], [], {} if curves is None else {"training": curves})
+    measured = Timed([], [], {} if curves is None else {"training": curves})
     start = 0
     for workload in workloads:
         for temperature, size, rate in itertools.product(
@@ -59,8 +59,8 @@ def timed_rows(
             rounds = None if rate is None else request_rate.measure(*how, size, rate)
             runs = measure(*how, hf, size) if rounds is None else request_rate.generations(rounds)
             if (size, rate) == (config.batch_sizes()[0], config.request_rates()[0]):
-                found.materials.append(answered(workload, target, settings, runs[PLAIN]))
-            here = [each for each in sampled if each.temperature == temperature]
+                measured.materials.append(answered(workload, target, settings, runs[PLAIN]))
+            checks = [check for check in sampled if check.temperature == temperature]
             session = Session(
                 workload.name,
                 temperature,
@@ -70,18 +70,18 @@ def timed_rows(
                 start=start,
                 categories=workload.categories(),
                 conversations=workload.conversations,
-                coupled={each.drafter: each.coupled for each in here},
-                untrusted=frozenset(each.drafter for each in here if not each.passed),
+                coupled={check.drafter: check.coupled for check in checks},
+                untrusted=frozenset(check.drafter for check in checks if not check.passed),
                 agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
                 request_rate=rate,
             )
-            if not found.rows:
+            if not measured.rows:
                 shown = answers(runs, drafters, workload.prompts, target, temperature)
-                found.extras.update(trees=trees(runs, drafters), answers=shown)
+                measured.extras.update(trees=trees(runs, drafters), answers=shown)
             timed = rows(runs, drafters, gates, session)
-            found.rows.extend(timed if rounds is None else request_rate.waited(timed, rounds, session))
+            measured.rows.extend(timed if rounds is None else request_rate.waited(timed, rounds, session))
         start += len(workload.prompts)
-    return found
+    return measured
 
 
 def along_texts(
@@ -92,27 +92,27 @@ def along_texts(
     materials: list[Material],
     untrusted: Collection[str],
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Return the rows of the tiers without a clock, and what they say besides, by the report's keys.
+    """Return the rows of the tiers without a clock, and their extras by the report's keys.
 
     Args:
         config: the evaluation.
         target: the target.
-        workloads: what it answers where no texts are given.
+        workloads: the prompts that it answers where no texts are given.
         drafters: the sources.
-        materials: recorded texts, or what plain decoding has just written; empty where nothing was decoded.
+        materials: recorded texts, or those that the baseline has just written; empty where nothing was decoded.
         untrusted: sources that failed a losslessness check, for which no speedup is predicted.
     """
     tiers = config.tiers()
     if not {REPLAY, TEACHER_FORCED} & set(tiers):
         return [], {}
     materials = materials or written(config, target, workloads)
-    made = replayed(config, config.seed, target, materials) if REPLAY in tiers else []
+    replay_rows = replayed(config, config.seed, target, materials) if REPLAY in tiers else []
     if TEACHER_FORCED not in tiers:
-        return made, {}
-    more, along = forced(config, config.budget, target, drafters, materials)
+        return replay_rows, {}
+    forced_rows, along = forced(config, config.budget, target, drafters, materials)
     priced = set(drafters) - set(untrusted) if LIVE in tiers else set()
     others = other_trees(config.tuner, config, target, drafters, materials, priced)
-    return made + more, {"teacher_forced": along, "other_trees": others}
+    return replay_rows + forced_rows, {"teacher_forced": along, "other_trees": others}
 
 
 def check_sources(config: EvalConfig) -> None:

@@ -1,7 +1,7 @@
 """The two tiers without a clock: heads along given texts, and sources that read text alone along a log.
 
 All three tiers measure the same τ. What a lossless rule emits is the target's text whatever is drafted, so one text
-serves for all sources: the one that plain decoding has just written, or one from a log.
+serves for all sources: the one that autoregressive decoding has just written, or one from a log.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,8 +32,8 @@ from inference.target.target import Target
 from inference.target.tokenizer import Reads
 from inference.verification.sample import Sampling
 
-RANKS = 10  # of a depth's guesses, that are told apart
-DRAWN = ("chain", "sampled", "independent")  # the kinds of tree whose nodes are drawn above temperature 0
+RANKS = 10  # ranks of a depth's guesses that are counted apart
+SAMPLED = ("chain", "sampled", "independent")  # kinds of tree whose nodes are sampled above temperature 0
 
 
 @dataclass(frozen=True)
@@ -43,55 +43,62 @@ class Material:
     workload: Workload
     temperature: float
     texts: list[Text]
-    own: bool
+    by_target: bool
 
     def session(self, tier: str, seed: int) -> Session:
-        """Return what its rows share."""
-        of = self.workload
+        """Return the session that its rows share."""
+        workload = self.workload
         return Session(
-            of.name, self.temperature, 1, 0, seed, categories=of.categories(), conversations=of.conversations, tier=tier
+            workload.name,
+            self.temperature,
+            1,
+            0,
+            seed,
+            categories=workload.categories(),
+            conversations=workload.conversations,
+            tier=tier,
         )
 
 
 def answered(workload: Workload, target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]) -> Material:
-    """Return what plain decoding wrote, given the repeats of each prompt."""
+    """Return the texts of autoregressive decoding, given the repeats of each prompt."""
     texts = [
-        of_answer(target, prompt.token, median_run(each).tokens, settings)
-        for prompt, each in zip(workload.prompts, runs, strict=True)
+        of_answer(target, prompt.token, median_run(repeats).tokens, settings)
+        for prompt, repeats in zip(workload.prompts, runs, strict=True)
     ]
     return Material(workload, settings.sampling.temperature, texts, True)
 
 
 def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload]) -> list[Material]:
     """Let the target answer the prompts at every temperature."""
-    made = []
+    materials = []
     for workload in workloads:
         for temperature in config.temperatures():
             settings = config.settings(temperature)
             runs = [[autoregress(target, prompt.token, settings)] for prompt in workload.prompts]
-            made.append(answered(workload, target, settings, runs))
-    return made
+            materials.append(answered(workload, target, settings, runs))
+    return materials
 
 
 def recorded(
-    asked: PromptsConfig, config: DecodingConfig, reads: Reads | Target, names: Sequence[str]
+    selection: PromptsConfig, config: DecodingConfig, reads: Reads | Target, names: Sequence[str]
 ) -> list[Material]:
     """Return the logs' own answers, for every temperature the same.
 
     Raises:
         ValueError: a log without answers, or one that a target's context cannot hold.
     """
-    wanted = Selection(asked.prompts, 0, asked.truncate, asked.turns, asked.balanced)
-    made = []
+    chosen = Selection(selection.prompts, 0, selection.truncate, selection.turns, selection.balanced)
+    materials = []
     for name in names:
-        workload, texts = read_log(name, reads, wanted, config.max_new_tokens)
+        workload, texts = read_log(name, reads, chosen, config.max_new_tokens)
         if isinstance(reads, Target):
             texts = [
-                within_context(text, prompt.id, name, reads, asked.truncate)
+                within_context(text, prompt.id, name, reads, selection.truncate)
                 for text, prompt in zip(texts, workload.prompts, strict=True)
             ]
-        made += [Material(workload, temperature, texts, False) for temperature in config.temperatures()]
-    return made
+        materials += [Material(workload, temperature, texts, False) for temperature in config.temperatures()]
+    return materials
 
 
 def within_context(text: Text, id_: str, name: str, target: Target, truncate: bool) -> Text:
@@ -116,44 +123,46 @@ def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence
     given = {name: options for name, options in config.drafter.items() if reads_text_alone(name, options)}
     drafters = {name: make_reading(name, options, reads) for name, options in given.items()}
     sources = list(in_states(drafters, config.cold, config.budget).values())
-    made: list[Row] = []
-    for each in materials:
-        if not each.own and each.temperature != materials[0].temperature:
-            continue  # what was recorded is what it is
-        made += replay.replayed(sources, each.texts, each.session(REPLAY, seed))
-    return made
+    rows: list[Row] = []
+    for material in materials:
+        if not material.by_target and material.temperature != materials[0].temperature:
+            continue  # a recorded text does not depend on the temperature
+        rows += replay.replayed(sources, material.texts, material.session(REPLAY, seed))
+    return rows
 
 
 def forced(
     config: DecodingConfig, budget: int | None, target: Target, drafters: Mapping[str, Drafter],
     materials: Sequence[Material],
 ) -> tuple[list[Row], dict[str, Any]]:  # fmt: skip
-    """Return the rows of the heads along the texts, and what else one pass over them says of each head.
+    """Return the rows of the heads along the texts, and the statistics of one pass over them by head.
 
-    A tree whose siblings are drawn has no row above temperature 0: what its nodes were is not in the text.
+    A tree whose siblings are sampled has no row above temperature 0: the text does not say what its nodes were.
 
     Returns:
         The rows; and by head, of its first texts: `rank`, the share of tokens by depth and rank among its guesses;
         `n_alpha`, the acceptance rate of depth n + 1 after n drafted states, given the text's tokens; `at_every_token`,
         P(a >= k) of a chain that begins after every token, where decoding begins some.
     """
-    made: list[Row] = []
-    found: dict[str, Any] = {}
+    rows: list[Row] = []
+    by_head: dict[str, Any] = {}
     for name, drafter in heads_of(drafters).items():
         tree = drafter.policy if budget is None else within(drafter.policy, budget)
-        for each in materials:
-            drawn = each.temperature > 0 and tree.kind in DRAWN
-            if drawn and tree.kind != "chain":
+        for material in materials:
+            is_sampled = material.temperature > 0 and tree.kind in SAMPLED
+            if is_sampled and tree.kind != "chain":
                 continue
-            if drawn:
-                told, counts = _drawn(target, drafter.head, tree, each, config.sampling(each.temperature))
+            if is_sampled:
+                sampling = config.sampling(material.temperature)
+                statistics, counts = _sampled(target, drafter.head, tree, material, sampling)
             else:
-                told, counts = _chosen(target, drafter.head, tree, each)
-            rule = "token" if drawn else "greedy" if each.temperature == 0 else "point_mass"
-            session = each.session(TEACHER_FORCED, config.seed)
-            made += text_results(Source(name, rule, tree.label), session, [Request(passes) for passes in counts])
-            found.setdefault(name, {"workload": each.workload.name, "temperature": each.temperature, **told})
-    return made, found
+                statistics, counts = _chosen(target, drafter.head, tree, material)
+            rule = "token" if is_sampled else "greedy" if material.temperature == 0 else "point_mass"
+            session = material.session(TEACHER_FORCED, config.seed)
+            rows += text_results(Source(name, rule, tree.label), session, [Request(passes) for passes in counts])
+            conditions = {"workload": material.workload.name, "temperature": material.temperature}
+            by_head.setdefault(name, conditions | statistics)
+    return rows, by_head
 
 
 def other_trees(
@@ -164,17 +173,17 @@ def other_trees(
     materials: Sequence[Material],
     priced: Collection[str],
 ) -> dict[str, Any]:
-    """Return by head what other trees would give along the first greedy texts; those of `priced` heads have a price."""
+    """Return predictions of other trees by head, along the first greedy texts, with speedups for `priced` heads."""
     tuner = tuner.within(target.context)
-    texts = next((each.texts for each in materials if each.own and each.temperature == 0), [])
+    texts = next((material.texts for material in materials if material.by_target and material.temperature == 0), [])
     texts = [text for text in texts if text.made > 1]
     apart = -(-len(texts) // tuner.prompts) or 1
-    found = {}
+    by_head = {}
     for name, drafter in heads_of(drafters).items() if texts else ():
         trees = simulate(tuner, target, drafter, texts[::apart]).trees
         costs = price(tuner, config, target, drafter, trees, texts[::apart]) if name in priced else {}
-        found[name] = explained(trees, costs)
-    return found
+        by_head[name] = explained(trees, costs)
+    return by_head
 
 
 def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
@@ -193,50 +202,50 @@ def within(tree: TreeConfig, depth: int) -> TreeConfig:
 
 
 def _chosen(target: Target, head: Any, tree: TreeConfig, material: Material) -> tuple[dict[str, Any], list[Passes]]:
-    """Return what is known of a head whose drafts are chosen by rank."""
+    """Return the statistics and counts of a head whose drafts are chosen by rank."""
     depth = min(head.max_depth, tree.deepest)
     grown = [tree] if tree.kind in CONFIDENT else []
     records = [record(target, head, text, grown, depth) for text in material.texts]
-    steps = [steps_of(each, tree) for each in records]
+    steps = [steps_of(head_record, tree) for head_record in records]
     counts = [
-        counted([step.accepted for step in of], sum(step.nodes for step in of), each.text.made - 1)
-        for of, each in zip(steps, records, strict=True)
+        counted([step.accepted for step in taken], sum(step.nodes for step in taken), head_record.text.made - 1)
+        for taken, head_record in zip(steps, records, strict=True)
     ]
     return table(records, depth), counts
 
 
 def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
     """Return acceptance by depth and rank down to a depth, its first column by itself, and that of whole chains."""
-    rank = torch.tensor([row for each in records for row in each.rank], dtype=torch.long)
+    rank = torch.tensor([row for record in records for row in record.rank], dtype=torch.long)
     rank = rank.view(-1, depth)  # of no tokens too
-    found = acceptance(rank, RANKS)
-    right = (rank == 0).long().cumprod(1).double()
-    known = (rank >= 0).double()
+    rates = acceptance(rank, RANKS)
+    correct = (rank == 0).long().cumprod(1).double()
+    counted_tokens = (rank >= 0).double()
     return {
         "tokens": len(rank),
-        "rank": found.tolist(),
-        "n_alpha": found[:, 0].tolist(),
-        "at_every_token": (right.sum(0) / known.sum(0).clamp_min(1)).tolist(),
+        "rank": rates.tolist(),
+        "n_alpha": rates[:, 0].tolist(),
+        "at_every_token": (correct.sum(0) / counted_tokens.sum(0).clamp_min(1)).tolist(),
     }
 
 
-def _drawn(
+def _sampled(
     target: Target, head: Any, tree: TreeConfig, material: Material, sampling: Sampling
 ) -> tuple[dict[str, Any], list[Passes]]:
-    """Return what is known of a head whose chains are drawn."""
+    """Return the statistics and counts of a head whose chains are sampled."""
     depth = min(head.max_depth, tree.deepest)
-    each = [overlap(target, head, text, sampling, depth) for text in material.texts]
+    overlaps = [overlap(target, head, text, sampling, depth) for text in material.texts]
     ranked = table([record(target, head, text, [], depth) for text in material.texts], depth)
-    return ranked | drawn_table(each), [expected(one, depth) for one in each]
+    return ranked | sampled_table(overlaps), [expected(common, depth) for common in overlaps]
 
 
-def drawn_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:
-    """Return n_alpha, and P(a >= k) of chains after every token, of drafts drawn from the head's law."""
-    common = torch.cat([each.common for each in overlaps]).double()
-    known = common.isfinite()
-    reached = torch.cat([each.share for each in overlaps]).double().cumprod(1)
-    count = known.sum(0).clamp_min(1)
+def sampled_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:
+    """Return n_alpha, and P(a >= k) of chains after every token, of drafts sampled from the head's probs."""
+    common = torch.cat([overlap.common for overlap in overlaps]).double()
+    finite = common.isfinite()
+    reached = torch.cat([overlap.share for overlap in overlaps]).double().cumprod(1)
+    count = finite.sum(0).clamp_min(1)
     return {
         "n_alpha": (common.nan_to_num(0.0).sum(0) / count).tolist(),
-        "at_every_token": ((reached * known).sum(0) / count).tolist(),
+        "at_every_token": ((reached * finite).sum(0) / count).tolist(),
     }

@@ -297,6 +297,6 @@ def text_in(choice: Mapping[str, Any]) -> str:
     calls = message.get("tool_calls")
     entries = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     functions = [function for function in entries if isinstance(function, dict)]
-    parts = [message.get("reasoning_content") or message.get("reasoning"), message.get("content"), choice.get("text")]
-    parts += [function.get(key) for function in functions for key in ("name", "arguments")]
-    return "".join(part for part in parts if isinstance(part, str))
+    texts = [message.get("reasoning_content") or message.get("reasoning"), message.get("content"), choice.get("text")]
+    texts += [function.get(key) for function in functions for key in ("name", "arguments")]
+    return "".join(text for text in texts if isinstance(text, str))

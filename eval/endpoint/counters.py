@@ -198,11 +198,12 @@ def _is_count(value: Any) -> bool:
 def together(parts: Iterable[Verified]) -> Verified:
     """Return the sum of counts; one unknown count makes that sum unknown."""
     parts = list(parts)
-    has_depths = all(part.by_depth or not part.accepted for part in parts)
-    drafted = [part.drafted for part in parts if part.drafted is not None]
+    has_depths = all(counts.by_depth or not counts.accepted for counts in parts)
+    by_depth = [counts.by_depth for counts in parts]
+    drafted = [counts.drafted for counts in parts if counts.drafted is not None]
     return Verified(
-        passes=sum(part.passes for part in parts),
-        accepted=sum(part.accepted for part in parts),
+        passes=sum(counts.passes for counts in parts),
+        accepted=sum(counts.accepted for counts in parts),
         drafted=sum(drafted) if len(drafted) == len(parts) else None,
-        by_depth=tuple(map(sum, zip_longest(*(part.by_depth for part in parts), fillvalue=0))) if has_depths else (),
+        by_depth=tuple(map(sum, zip_longest(*by_depth, fillvalue=0))) if has_depths else (),
     )

@@ -139,10 +139,10 @@ def _session(
     for batch in track(work, "measuring", console=console, transient=True, disable=not console.is_terminal):
         for name in shuffle.sample(list(servers), len(servers)):
             result = servers[name].send_all([job.requests[i] for i in batch], settings, in_flight, name != PLAIN)
-            share = result.wall_s / sum(answer.latency_s for answer in result.answers) if in_flight > 1 else 1.0
+            weight = result.wall_s / sum(answer.latency_s for answer in result.answers) if in_flight > 1 else 1.0
             for i, answer in zip(batch, result.answers, strict=True):
                 verified = result.verified if len(batch) == 1 else answer.verified
-                runs[name].answers[i].append(Timed(answer, share, verified))
+                runs[name].answers[i].append(Timed(answer, weight, verified))
             runs[name].verified.append(result.verified)
     if PLAIN in servers:
         servers[PLAIN].refuse_drafts()

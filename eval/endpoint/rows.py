@@ -15,28 +15,28 @@ from eval.measures import builder, results
 from eval.measures.builder import UNTIMED, Source, result, with_speedups
 from eval.measures.losslessness import UNCHECKED, Divergence, Gate, verdict_of
 from eval.measures.metrics import Passes
-from eval.measures.results import Part, Row
+from eval.measures.results import Row, Subset
 
 SHOWN = 24  # characters of a text, from the first difference
 
 
 class Timed(NamedTuple):
-    """An answer, the share of its seconds that it counts with, and the counts of its drafts, None if unknown."""
+    """An answer, the weight of its seconds, and the counts of its drafts, None if unknown."""
 
     answer: Answer
-    share: float
+    weight: float
     verified: Verified | None
 
     @property
     def seconds(self) -> float:
         """Seconds from the request to the last token."""
-        return self.answer.latency_s * self.share
+        return self.answer.latency_s * self.weight
 
     @property
     def decode_s(self) -> float | None:
         """Seconds from the first token to the last; None without streaming."""
         first = self.answer.ttft_s
-        return None if first is None else (self.answer.latency_s - first) * self.share
+        return None if first is None else (self.answer.latency_s - first) * self.weight
 
 
 class Runs(NamedTuple):
@@ -143,7 +143,7 @@ def row_of(name: str, runs: Runs, base: Runs | None, gate: Gate, session: Sessio
         kind: a category, empty for the whole workload, and the indices of its requests.
     """
     category, indices = kind
-    part = Part(category, indices, [session.requests[i].conversation for i in indices])
+    subset = Subset(category, indices, [session.requests[i].conversation for i in indices])
     total = together(runs.by_request(indices) if category else runs.verified)
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
     source = Source(
@@ -155,11 +155,11 @@ def row_of(name: str, runs: Runs, base: Runs | None, gate: Gate, session: Sessio
     shared = results.Session(session.workload, session.temperature, session.batch_size, 0, session.seed)
     measured = runs.measured(indices)
     row = replace(
-        result(source, shared, part, measured, _passes(total)),
+        result(source, shared, subset, measured, _passes(total)),
         tokens=sum(run.answer.decoded for i in indices for run in runs.answers[i]),
         lossless=checked.counts(),
     )
-    return row if base is None else with_speedups(row, measured, base.measured(indices), part, session.seed)
+    return row if base is None else with_speedups(row, measured, base.measured(indices), subset, session.seed)
 
 
 def _passes(verified: Verified) -> Passes:

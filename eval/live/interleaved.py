@@ -1,4 +1,4 @@
-"""The wall clock: plain decoding, every drafter and HF generate on the same prompts, interleaved, in one process."""
+"""Timing the baseline, every drafter and HF generate on the same prompts, interleaved in one process."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +36,12 @@ def measure(
     hf: bool,
     batch_size: int = 1,
 ) -> Runs:
-    """Run plain decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
+    """Run autoregressive decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
 
     In batches, a round is all prompts together, and HF generate is left out. The `warmup` prompts, which are none of
     these, run before anything counts.
 
-    A drafter that remembers starts every round over the prompts with nothing and learns from prompt to prompt, in the
+    A drafter with memory starts every round over the prompts with nothing and learns from prompt to prompt, in the
     prompts' order: it never meets a prompt that it has answered before.
 
     Returns:
@@ -62,7 +62,8 @@ def measure(
             penalty=settings.sampling.repetition_penalty,
             min_new_tokens=settings.min_new_tokens,
         )
-    return interleave(runners, prompts, repeats, warmup, settings.seed, [each.reset for each in drafters.values()])
+    resets = [drafter.reset for drafter in drafters.values()]
+    return interleave(runners, prompts, repeats, warmup, settings.seed, resets)
 
 
 def _in_batches(
@@ -83,9 +84,9 @@ def _in_batches(
     for _ in range(repeats):
         for name in shuffle.sample(list(drafters), len(drafters)):
             drafters[name].reset()
-            made = speculate(target, drafters[name], tokens, settings, batch_size=batch_size)
-            for each, run in zip(runs[name], made, strict=True):
-                each.append(run)
+            answers = speculate(target, drafters[name], tokens, settings, batch_size=batch_size)
+            for repeats_of, run in zip(runs[name], answers, strict=True):
+                repeats_of.append(run)
     return runs
 
 
@@ -122,34 +123,34 @@ def interleave(
 
 
 def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], session: Session) -> list[Row]:
-    """Assemble the report's rows of one session, plain decoding first: all prompts together, then each category.
+    """Assemble the report's rows of one session, the baseline first: all prompts together, then each category.
 
     Args:
         runs: what `measure` returned.
         drafters: those it was called with.
-        gates: each drafter's verdict; a drafter that did not pass gets no speedup, at any temperature.
+        gates: each drafter's losslessness check; a drafter that did not pass gets no speedup, at any temperature.
         session: what the rows share.
     """
-    middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
-    requests = {name: [timed(run) for run in each] for name, each in middle.items()}
+    middle = {name: [metrics.median_run(repeats) for repeats in runs_of] for name, runs_of in runs.items()}
+    requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
     hf = requests.pop(HF, None)
     sources: dict[str, Drafter] = {PLAIN: Plain(torch.device("cpu")), **drafters}
-    made = []
-    for part in session.parts(len(requests[PLAIN])):
-        plain = [requests[PLAIN][index] for index in part.indices]
-        other = None if hf is None else [hf[index] for index in part.indices]
-        for name, each in requests.items():
-            mine = [each[index] for index in part.indices]
-            rule = metrics.rules_used([middle[name][index] for index in part.indices])
+    measured = []
+    for subset in session.parts(len(requests[PLAIN])):
+        plain = [requests[PLAIN][index] for index in subset.indices]
+        other = None if hf is None else [hf[index] for index in subset.indices]
+        for name, runs_of in requests.items():
+            mine = [runs_of[index] for index in subset.indices]
+            rule = metrics.rules_used([middle[name][index] for index in subset.indices])
             source = Source(name, rule, sources[name].tree, sources[name].memory)
             gate = gates.get(labelled(name, session.batch_size), UNCHECKED)
             shown = gate if session.temperature == 0 else session.coupled.get(name, UNCHECKED)
-            counts = shown.among([session.start + index for index in part.indices]).counts()
-            row = replace(result(source, session, part, mine), lossless=counts)
-            trusted = gate.passed or (name == PLAIN and not gate.checked)  # by itself it is what the gate compares with
+            counts = shown.among([session.start + index for index in subset.indices]).counts()
+            row = replace(result(source, session, subset, mine), lossless=counts)
+            trusted = gate.passed or (name == PLAIN and not gate.checked)  # alone, it is the reference of the gate
             trusted = trusted and name not in session.untrusted
-            made.append(with_speedups(row, mine, plain, part, session.seed, other) if trusted else row)
-    return made
+            measured.append(with_speedups(row, mine, plain, subset, session.seed, other) if trusted else row)
+    return measured
 
 
 def timed(run: Generation) -> Request:

@@ -1,7 +1,7 @@
-"""Under load: requests that come at a rate, whether or not the engine has time for them, and what each of them waits.
+"""Measuring under load: requests arrive at a rate, whether or not the engine is free, and their waiting times count.
 
-An open loop: arrivals follow a clock of their own (Poisson), as users do, and not the ends of answers. Who finds no
-free place in the batch waits in a queue. Plain decoding and every drafter meet the same arrivals, so that their
+An open loop: arrivals follow a clock of their own (Poisson), as users do, and not the ends of answers. A request that
+finds no free slot in the batch waits in a queue. The baseline and every drafter meet the same arrivals, so that their
 latencies can be compared request by request; their tokens per second cannot, for it is the arrivals that bound them.
 """
 
@@ -19,7 +19,7 @@ import torch
 from data.text.prompts import Prompt
 from eval.live.interleaved import PLAIN, Runs
 from eval.measures import metrics
-from eval.measures.results import Part, Row, Session
+from eval.measures.results import Row, Session, Subset
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.plain import Plain
@@ -59,7 +59,7 @@ def serve(
 ) -> list[Served]:
     """Answer requests in the order of their arrivals, in a continuous batch.
 
-    Who has arrived enters as soon as a place is free, before the next pass. Without anybody to answer the engine
+    A request that has arrived is admitted as soon as a slot is free, before the next pass. Without requests the engine
     sleeps until the next arrival.
 
     Args:
@@ -87,7 +87,7 @@ def serve(
         else:
             sleep(when[waiting[0]] - now)
         batch.release()
-        for number in [number for number, each in running.items() if each.made.finish]:
+        for number in [number for number, request in running.items() if request.made.finish]:
             done[number] = running.pop(number)
             done[number].made.latency_s = clock() - begin - done[number].arrived
     return [done[number] for number in range(len(prompts))]
@@ -104,10 +104,10 @@ def measure(
     batch_size: int,
     request_rate: float,
 ) -> Rounds:
-    """Let plain decoding and every drafter answer all prompts as they come, in turns, in a new random order each round.
+    """Let the baseline and every drafter answer all prompts as they arrive, in turns, in a new random order each round.
 
-    A round has arrivals of its own, the same for all; another rate has the same ones, stretched. A drafter that
-    remembers begins every round with nothing. The `warmup` prompts run before, without waiting.
+    A round has arrivals of its own, the same for all; another rate has the same ones, stretched. A drafter
+    with memory begins every round with nothing. The `warmup` prompts run before, without waiting.
 
     Returns:
         For "plain" and each drafter's name: the rounds of each prompt, in the prompts' order.
@@ -125,70 +125,71 @@ def measure(
             drafter = together[name]
             drafter.reset()
             batch = batch_of(target, drafter, min(batch_size, len(tokens)))
-            for each, served in zip(rounds[name], serve(batch, tokens, when, settings), strict=True):
-                each.append(served)
+            for served_repeats, served in zip(rounds[name], serve(batch, tokens, when, settings), strict=True):
+                served_repeats.append(served)
     return rounds
 
 
 def generations(rounds: Rounds) -> Runs:
     """Return the answers alone."""
-    return {name: [[served.made for served in repeats] for repeats in each] for name, each in rounds.items()}
+    return {name: [[served.made for served in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
 def waited(rows: Sequence[Row], rounds: Rounds, session: Session) -> list[Row]:
-    """Return the rows that `live.rows` made of a session under load, with what its requests waited.
+    """Return the rows that `live.rows` made of a session under load, with the waiting times of its requests.
 
     Latencies are those of all rounds: each had other arrivals, so none is more typical than another.
     """
-    parts = {part.category: part for part in session.parts(len(rounds[PLAIN]))}
-    return [_waited(row, rounds, parts[row.category], session.seed) for row in rows]
+    subsets = {subset.category: subset for subset in session.parts(len(rounds[PLAIN]))}
+    return [_waited(row, rounds, subsets[row.category], session.seed) for row in rows]
 
 
-def _waited(row: Row, rounds: Rounds, part: Part, seed: int) -> Row:
-    """Return a row with what its requests waited, and a speedup of latencies if it had one."""
-    mine, plain = ([rounds[name][index] for index in part.indices] for name in (row.drafter, PLAIN))
+def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:
+    """Return a row with the waiting times of its requests, and a speedup of latencies if it had one."""
+    mine, plain = ([rounds[name][index] for index in subset.indices] for name in (row.drafter, PLAIN))
     served = list(chain.from_iterable(mine))
-    spreads = {
-        "tau": metrics.quantiles([metrics.ratio(metrics.decoded(each.made), len(each.made.steps)) for each in served]),
-        "latency_s": metrics.quantiles([each.made.latency_s for each in served]),
-        "ttft_s": metrics.quantiles([each.ttft_s for each in served]),
-        "queue_s": metrics.quantiles([each.queue_s for each in served]),
+    answers = [request.made for request in served]
+    quantiles = {
+        "tau": metrics.quantiles([metrics.ratio(metrics.decoded(run), len(run.steps)) for run in answers]),
+        "latency_s": metrics.quantiles([request.made.latency_s for request in served]),
+        "ttft_s": metrics.quantiles([request.ttft_s for request in served]),
+        "queue_s": metrics.quantiles([request.queue_s for request in served]),
     }
     trusted = row.whole_speedup is not None
     return replace(
         row,
         tokens_per_second=throughput(mine),
-        latency_s=statistics.median(each.made.latency_s for each in served),
+        latency_s=statistics.median(request.made.latency_s for request in served),
         speedup=latency_ratio(mine, plain) if trusted else None,
-        speedup_ci=latency_interval(mine, plain, seed, part.groups) if trusted else None,
+        speedup_ci=latency_interval(mine, plain, seed, subset.groups) if trusted else None,
         speedup_hf=None,
         whole_tokens_per_second=None,
         whole_speedup=None,
         whole_speedup_ci=None,
-        by_request={name: spread for name, spread in spreads.items() if spread},
+        by_request={name: cuts for name, cuts in quantiles.items() if cuts},
     )
 
 
 def throughput(rounds: Sequence[Sequence[Served]]) -> float | None:
     """Return the tokens after the prefill's over the seconds from each round's first arrival to its last end."""
-    each = list(zip(*rounds, strict=True))
-    seconds = sum(max(one.ended for one in turn) - min(one.arrived for one in turn) for turn in each)
-    return metrics.ratio(sum(metrics.decoded(one.made) for turn in each for one in turn), seconds)
+    by_round = list(zip(*rounds, strict=True))
+    seconds = sum(max(one.ended for one in turn) - min(one.arrived for one in turn) for turn in by_round)
+    return metrics.ratio(sum(metrics.decoded(one.made) for turn in by_round for one in turn), seconds)
 
 
 def latency_ratio(rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[Served]]) -> float | None:
-    """Return plain decoding's mean latency over that of `rounds`, which hold the same requests: above 1 is faster."""
+    """Return the baseline's mean latency over that of `rounds`, which hold the same requests: above 1 is faster."""
     return metrics.ratio(sum(map(_latency, plain)), sum(map(_latency, rounds)))
 
 
 def latency_interval(
     rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[Served]], seed: int, groups: metrics.Groups = None
 ) -> metrics.Interval | None:
-    """Return its interval: prompts are drawn again, those of a group together, each with its rounds on both sides."""
+    """Return its interval: prompts are resampled, those of a group together, each with its rounds on both sides."""
     both = [[_latency(slow), _latency(fast)] for slow, fast in zip(plain, rounds, strict=True)]
     columns = metrics.within(torch.tensor(both, dtype=torch.float64), groups)
     return metrics.bootstrap(columns, lambda total: total[:, 0] / total[:, 1], seed)
 
 
 def _latency(rounds: Sequence[Served]) -> float:
-    return sum(each.made.latency_s for each in rounds)
+    return sum(request.made.latency_s for request in rounds)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED
 from eval.measures.metrics import Pair, Pairs, Passes
-from eval.measures.results import Part, Row, Session
+from eval.measures.results import Row, Session, Subset
 
 UNTIMED = {"draft": 0.0, "verify": 0.0, "other": 0.0}  # seconds
 
 
 class Source(NamedTuple):
-    """Who drafted: the name, the rule that verified, the tree, and what it remembers from request to request."""
+    """A draft source: its name, the rule that verified, the tree, and its memory from request to request."""
 
     drafter: str
     rule: str
@@ -31,7 +31,7 @@ class Request:
         decoding: the tokens after the first, and the seconds that they took.
         end_to_end: all tokens, and the seconds from the beginning of the prefill on.
         prefill_s: seconds of the prefill.
-        seconds: of its steps, by what they were spent on.
+        seconds: of its steps, by activity.
         waits: the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
     """
 
@@ -44,19 +44,20 @@ class Request:
 
 
 def result(
-    source: Source, session: Session, part: Part, requests: Sequence[Request], whole: Passes | None = None
+    source: Source, session: Session, subset: Subset, requests: Sequence[Request], whole: Passes | None = None
 ) -> Row:
-    """Return the result of a source on a part of a session, without a speedup, which `with_speedups` adds.
+    """Return the result of a source on a subset of a session, without a speedup, which `with_speedups` adds.
 
     Args:
-        source: who drafted.
-        session: what was measured.
-        part: the requests that count.
+        source: the draft source.
+        session: the session measured.
+        subset: the requests that count.
         requests: these requests.
         whole: the sum of their counts, where that is known without those of each request, or better.
     """
-    each = _passes(requests)
-    found = metrics.pooled(each, whole)
+    counts = _passes(requests)
+    acceptance = metrics.pooled(counts, whole)
+    deepest = len(acceptance.accepted_by_depth)
     seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
     prefills = [request.prefill_s for request in requests if request.prefill_s is not None]
     latencies = [wait for request in requests if (wait := request.waits.get("latency_s")) is not None]
@@ -64,18 +65,18 @@ def result(
         drafter=source.drafter,
         rule=source.rule,
         tree=source.tree,
-        workload=f"{session.workload}/{part.category}" if part.category else session.workload,
+        workload=f"{session.workload}/{subset.category}" if subset.category else session.workload,
         temperature=session.temperature,
         batch_size=session.batch_size,
-        steps=found.steps,
-        tokens=found.tokens,
-        tau=found.tau,
-        tau_ci=metrics.pooled_interval(each, session.seed, part.groups),
-        tau_request_mean=found.tau_request_mean,
-        accepted_by_depth=found.accepted_by_depth,
-        conditional_by_depth=found.conditional_by_depth,
-        draft_tokens=found.draft_tokens,
-        accepted_per_draft_token=found.accepted_per_draft_token,
+        steps=acceptance.steps,
+        tokens=acceptance.tokens,
+        tau=acceptance.tau,
+        tau_ci=metrics.pooled_interval(counts, session.seed, subset.groups),
+        tau_request_mean=acceptance.tau_request_mean,
+        accepted_by_depth=acceptance.accepted_by_depth,
+        conditional_by_depth=acceptance.conditional_by_depth,
+        draft_tokens=acceptance.draft_tokens,
+        accepted_per_draft_token=acceptance.accepted_per_draft_token,
         tokens_per_second=metrics.speed(_pairs(requests, "decoding")),
         speedup=None,
         speedup_ci=None,
@@ -85,15 +86,15 @@ def result(
         latency_s=statistics.median(latencies) if latencies else None,
         memory_bytes=session.memory_bytes,
         lossless=UNCHECKED.counts(),
-        category=part.category,
+        category=subset.category,
         prompts=len(requests),
         state=source.state,
-        definitions=found.definitions,
-        tau_within_depth=[metrics.tau_within(found, depth + 1) for depth in range(len(found.accepted_by_depth))],
+        definitions=acceptance.definitions,
+        tau_within_depth=[metrics.tau_within(acceptance, depth) for depth in range(1, deepest + 1)],
         by_request=_by_request(requests, None),
         prefill_s=sum(prefills, 0.0) if len(prefills) == len(requests) else 0.0,
         whole_tokens_per_second=metrics.speed(_pairs(requests, "end_to_end")),
-        agreement={} if part.category else session.agreement.get(source.drafter, {}),
+        agreement={} if subset.category else session.agreement.get(source.drafter, {}),
         tier=session.tier,
         request_rate=session.request_rate,
     )
@@ -103,7 +104,7 @@ def with_speedups(
     row: Row,
     requests: Sequence[Request],
     base: Sequence[Request],
-    part: Part,
+    subset: Subset,
     seed: int,
     hf: Sequence[Request] | None = None,
 ) -> Row:
@@ -111,48 +112,48 @@ def with_speedups(
 
     Args:
         row: the result.
-        requests: what it was built from.
-        base: the same requests by plain decoding.
-        part: which they are.
+        requests: the requests that it was built from.
+        base: the same requests by the baseline, autoregressive decoding.
+        subset: their indices and groups.
         seed: of the intervals.
         hf: the same requests by HF generate.
     """
     ours, theirs = _pairs(requests, "end_to_end"), _pairs(base, "end_to_end")
     fast, slow = _pairs(requests, "decoding"), _pairs(base, "decoding")
-    streamed = bool(fast and slow)  # else a prefill cannot be told from the rest
+    streamed = bool(fast and slow)  # else the prefill cannot be separated
     return replace(
         row,
         by_request=_by_request(requests, base),
         whole_speedup=metrics.over(ours, theirs),
-        whole_speedup_ci=metrics.paired_interval(ours, theirs, seed, part.groups),
+        whole_speedup_ci=metrics.paired_interval(ours, theirs, seed, subset.groups),
         speedup=metrics.over(fast, slow) if streamed else None,
-        speedup_ci=metrics.paired_interval(fast, slow, seed, part.groups) if streamed else None,
+        speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if streamed else None,
         speedup_hf=None if hf is None else metrics.over(fast, _pairs(hf, "decoding")),
     )
 
 
 def text_results(source: Source, session: Session, texts: Sequence[Request]) -> list[Row]:
     """Return the results of a source along given texts, where no clock ran: all texts together, then each category."""
-    parts = session.parts(len(texts))
-    return [result(source, session, part, [texts[index] for index in part.indices]) for part in parts]
+    subsets = session.parts(len(texts))
+    return [result(source, session, subset, [texts[index] for index in subset.indices]) for subset in subsets]
 
 
 def _passes(requests: Sequence[Request]) -> list[Passes]:
     """Return the counts of each request; none where not all are known."""
-    known = [request.passes for request in requests if request.passes is not None]
-    return known if len(known) == len(requests) else []
+    counts = [request.passes for request in requests if request.passes is not None]
+    return counts if len(counts) == len(requests) else []
 
 
 def _pairs(requests: Sequence[Request], key: str) -> Pairs:
     """Return the tokens and seconds of each request; none where not all are known."""
-    known = [pair for request in requests if (pair := getattr(request, key)) is not None]
-    return known if len(known) == len(requests) else []
+    pairs = [pair for request in requests if (pair := getattr(request, key)) is not None]
+    return pairs if len(pairs) == len(requests) else []
 
 
 def _by_request(requests: Sequence[Request], base: Sequence[Request] | None) -> dict[str, dict[str, float]]:
     """Return the quantiles over the requests of τ, tokens per second, waits and, over `base`, the speedup."""
     values: dict[str, list[float | None]] = {
-        "tau": [metrics.ratio(each.tokens, each.steps) for each in _passes(requests)],
+        "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _passes(requests)],
         "tokens_per_second": [metrics.speed(_pairs([request], "decoding")) for request in requests],
     }
     for name in dict.fromkeys(name for request in requests for name in request.waits):
@@ -163,4 +164,4 @@ def _by_request(requests: Sequence[Request], base: Sequence[Request] | None) -> 
             for request, plain in zip(requests, base, strict=True)
         ]
         values["speedup"] = [metrics.over(fast, slow) if fast and slow else None for fast, slow in pairs]
-    return {name: found for name, each in values.items() if (found := metrics.quantiles(each))}
+    return {name: cut for name, numbers in values.items() if (cut := metrics.quantiles(numbers))}

@@ -1,4 +1,4 @@
-"""The losslessness gate: speculative greedy decoding must emit plain greedy decoding's tokens, prompt by prompt."""
+"""The losslessness check: speculative greedy decoding must emit the tokens of autoregressive greedy decoding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,7 +10,7 @@ from eval.measures.chi_square import LawTest
 from inference.decode import Generation
 
 # A pass over a tree adds up the same numbers in another order than a pass over one token, so its logits differ by
-# rounding. If no logit is off by more than e, two tokens can only change places where both passes see a gap of at most
+# rounding. If no logit is off by more than e, two tokens can only change ranks where both passes see a gap of at most
 # 2 e between them. float64 and float32 carry few units of rounding through the layers; the 16-bit numbers are coarse by
 # themselves: between 16 and 32, where lm_heads put their best logits, they stand 1/64 (float16) and 1/8 (bfloat16)
 # apart, and two steps of that grid are allowed. A wrong token of a defect shows gaps of whole units.
@@ -18,7 +18,7 @@ EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torc
 
 
 def labelled(drafter: str, batch_size: int, report: str = "", request_rate: float | None = None) -> str:
-    """Return what a drafter is called: at a batch size, under a rate of requests, in one of several reports.
+    """Return a drafter's label: at a batch size, under a rate of requests, in one of several reports.
 
     Gates know no rate.
     """
@@ -29,7 +29,7 @@ def labelled(drafter: str, batch_size: int, report: str = "", request_rate: floa
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a run first left plain decoding; a token is None where that side had already stopped.
+    """The position where a run first differs from the baseline; a token is None where that side had already stopped.
 
     Of texts whose tokens are not to be seen, the position is a character's, and `shown` says what stands there.
     """
@@ -38,7 +38,7 @@ class Divergence:
     position: int
     plain: int | None
     drafted: int | None
-    gap: float | None  # plain decoding's top-2 logit gap there
+    gap: float | None  # the baseline's top-2 logit gap there
     shown: str = ""
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Gate:
-    """The verdict over all prompts; every checked prompt is identical, a near tie, or failed.
+    """The result of a losslessness check over all prompts; every checked prompt is identical, a near tie, or failed.
 
-    A `lossy` rule is red whatever it emitted: that a few prompts came out alike proves nothing about it.
+    A `lossy` rule fails whatever it emitted: that a few prompts came out alike proves nothing about it.
     """
 
     checked: int
@@ -68,7 +68,7 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        """Whether something was checked, nothing failed, and the rule is meant to keep the target's law."""
+        """Whether something was checked, nothing failed, and the rule is meant to keep the target's distribution."""
         return self.failed == 0 and self.checked > 0 and not self.lossy
 
     def counts(self) -> dict[str, int]:
@@ -80,21 +80,21 @@ class Gate:
             "failed": self.failed,
         }
 
-    def among(self, places: Sequence[int]) -> "Gate":
-        """Return the verdict on some of the prompts, by their places; one without details is returned as it is."""
+    def among(self, indices: Sequence[int]) -> "Gate":
+        """Return the check of some of the prompts, by their indices; one without details is returned as it is."""
         if not self.verdicts:
             return self
-        kept = tuple(self.verdicts[place] for place in places)
-        return replace(verdict_of(kept, [], []), lossy=self.lossy)
+        verdicts = tuple(self.verdicts[index] for index in indices)
+        return replace(verdict_of(verdicts, [], []), lossy=self.lossy)
 
 
 @dataclass(frozen=True)
 class SampledGate:
-    """The verdict on a drafter at a temperature above 0.
+    """The losslessness check of a drafter at a temperature above 0.
 
     Attributes:
-        coupled: prompts with the same tokens as plain decoding under coupled noise, at all batch sizes.
-        law: the chi-square test, at batch size 1; None where nothing could be drawn, for the reason `why`.
+        coupled: prompts with the same tokens as the baseline under coupled noise, at all batch sizes.
+        law: the chi-square test, at batch size 1; None where nothing could be sampled, for the reason `why`.
         batch_sizes: at which the tokens under coupled noise were compared.
         failed_at: the first of them at which tokens differ, where `coupled.first` was seen; None: at none.
     """
@@ -109,29 +109,29 @@ class SampledGate:
 
     @property
     def passed(self) -> bool:
-        """Whether the tokens are equal, and the law was not rejected."""
+        """Whether the tokens are equal, and the distribution was not rejected."""
         return self.coupled.passed and (self.law is None or self.law.passed)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the report's JSON says of it."""
+        """Return the record of the report's JSON."""
         counts = self.coupled.counts() | {"first": self.coupled.first, "ties": self.coupled.ties}
-        drawn = None if self.law is None else asdict(self.law) | {"control_caught": self.law.caught}
+        test = None if self.law is None else asdict(self.law) | {"control_caught": self.law.caught}
         named = {"drafter": self.drafter, "temperature": self.temperature, "passed": self.passed}
         sizes = {"batch_sizes": self.batch_sizes, "failed_at": self.failed_at}
-        return {**named, "coupled": counts | sizes, "law": drawn, "why_no_law": self.why}
+        return {**named, "coupled": counts | sizes, "law": test, "why_no_law": self.why}
 
     def __str__(self) -> str:
         """Describe it for a message."""
         several = f" at batch sizes {', '.join(map(str, self.batch_sizes))}" if self.batch_sizes != (1,) else ""
         same = f"{self.coupled.identical} of {self.coupled.checked} prompts equal under coupled noise{several}"
-        told = f"{self.drafter} at T={self.temperature:g}: {same}; {self.law or self.why}"
+        line = f"{self.drafter} at T={self.temperature:g}: {same}; {self.law or self.why}"
         at = f"batch size {self.failed_at}, " if several else ""
-        return told + (f"; {at}{self.coupled.first}" if self.coupled.first else "")
+        return line + (f"; {at}{self.coupled.first}" if self.coupled.first else "")
 
 
 VERDICTS = ("identical", "near_tie", "failed")
 UNCHECKED = Gate(0, 0, 0, 0)
-WITHHELD = "withheld"  # stands where the speedup of a failed result would
+WITHHELD = "withheld"  # shown instead of the speedup of a failed result
 
 
 def differs(counts: Mapping[str, int] | None) -> bool:
@@ -168,7 +168,7 @@ class Failed:
         """Return those among verdicts."""
         return cls(
             frozenset(name for name, gate in gates.items() if not gate.passed),
-            frozenset((each.drafter, each.temperature) for each in sampled if not each.passed),
+            frozenset((check.drafter, check.temperature) for check in sampled if not check.passed),
         )
 
     @classmethod
@@ -177,9 +177,9 @@ class Failed:
         return cls(
             frozenset(name for name, gate in settings.get("gate", {}).items() if not gate.get("passed", True)),
             frozenset(
-                (each["drafter"], each["temperature"])
-                for each in settings.get("sampled_gate", [])
-                if not each["passed"]
+                (check["drafter"], check["temperature"])
+                for check in settings.get("sampled_gate", [])
+                if not check["passed"]
             ),
         )
 
@@ -212,21 +212,21 @@ def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergenc
     )
 
 
-def near_tie(found: Divergence, drafted: Generation, epsilon: float) -> bool:
+def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
     """Whether rounding explains the divergence: both runs chose, and neither saw a clear winner.
 
     A run that stopped where the other went on is never excused: where to stop follows from the tokens alone.
     """
-    if found.plain is None or found.drafted is None or found.gap is None:
+    if where.plain is None or where.drafted is None or where.gap is None:
         return False
-    return found.gap < epsilon and all(gap < epsilon for gap in drafted.gaps[found.position : found.position + 1])
+    return where.gap < epsilon and all(gap < epsilon for gap in drafted.gaps[where.position : where.position + 1])
 
 
 def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
     """Compare runs at temperature 0 prompt by prompt.
 
     Args:
-        plain: plain decoding's runs with their logit gaps, one a prompt.
+        plain: the baseline's runs with their logit gaps, one a prompt.
         drafted: the drafter's runs of the same prompts; where they carry gaps, those must be small as well.
         ids: the prompts' names, for the message.
         dtype: the target's, which decides how small a gap rounding can flip.
@@ -235,7 +235,7 @@ def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequen
         The counts and the first failure.
 
     Raises:
-        ValueError: for a dtype in which nothing is known of the rounding.
+        ValueError: for a dtype whose rounding is not known.
     """
     if dtype not in EPSILON:
         raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")
@@ -243,17 +243,18 @@ def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequen
     failures: list[Divergence] = []
     ties: list[Divergence] = []
     for ours, theirs, prompt in zip(plain, drafted, ids, strict=True):
-        found = divergence(ours, theirs, prompt)
-        tied = found is not None and near_tie(found, theirs, EPSILON[dtype])
-        verdicts.append("identical" if found is None else "near_tie" if tied else "failed")
-        if found is not None:
-            (ties if tied else failures).append(found)
+        where = divergence(ours, theirs, prompt)
+        tied = where is not None and near_tie(where, theirs, EPSILON[dtype])
+        verdicts.append("identical" if where is None else "near_tie" if tied else "failed")
+        if where is not None:
+            (ties if tied else failures).append(where)
     return verdict_of(verdicts, ties, failures)
 
 
 def worst(gates: Sequence[Gate]) -> Gate:
     """Return one gate for several of the same prompts: of each prompt the worst verdict, and the first failure."""
-    verdicts = [max(each, key=VERDICTS.index) for each in zip(*(gate.verdicts for gate in gates), strict=True)]
+    by_prompt = zip(*(gate.verdicts for gate in gates), strict=True)
+    verdicts = [max(of_prompt, key=VERDICTS.index) for of_prompt in by_prompt]
     failures = [gate.first for gate in gates if gate.first is not None]
     return verdict_of(verdicts, [tie for gate in gates for tie in gate.ties], failures)
 
@@ -261,5 +262,5 @@ def worst(gates: Sequence[Gate]) -> Gate:
 def verdict_of(verdicts: Sequence[str], ties: Sequence[Divergence], failures: Sequence[Divergence]) -> Gate:
     """Return the gate of the prompts' verdicts, with the near ties and failures among them."""
     first = failures[0] if failures else None
-    identical, tied, failed = (sum(each == kind for each in verdicts) for kind in VERDICTS)
+    identical, tied, failed = (sum(verdict == kind for verdict in verdicts) for kind in VERDICTS)
     return Gate(len(verdicts), identical, tied, failed, first, ties=tuple(ties), verdicts=tuple(verdicts))

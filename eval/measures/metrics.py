@@ -21,7 +21,7 @@ RESAMPLES = 2000
 LEVEL = 0.95
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
-# What others call acceptance, by the names of `definitions`, and what each of them counts.
+# Published definitions of acceptance, by the names of `definitions`.
 DEFINITIONS = {
     "mean_acceptance_length": "τ: tokens a target pass commits, its bonus token included, all passes pooled "
     "(Spec-Bench's #mean accepted tokens, vLLM's and EAGLE's acceptance length, block efficiency)",
@@ -112,7 +112,8 @@ def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptanc
     """
     total = together(requests) if whole is None else whole
     reached = [count for count in total.by_depth if count > 0]  # they fall: no pass came deeper than the first 0
-    tau, tau_mean = ratio(total.tokens, total.steps), _mean([ratio(each.tokens, each.steps) for each in requests])
+    tau = ratio(total.tokens, total.steps)
+    tau_mean = _mean([ratio(request.tokens, request.steps) for request in requests])
     drafted = total.drafted or 0
     return Acceptance(
         steps=round(total.steps),
@@ -127,7 +128,7 @@ def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptanc
             "mean_acceptance_length": tau,
             "mean_acceptance_length_by_request": tau_mean,
             "accepted_per_pass": ratio(total.accepted, total.steps),
-            "accepted_per_pass_by_request": _mean([ratio(each.accepted, each.steps) for each in requests]),
+            "accepted_per_pass_by_request": _mean([ratio(request.accepted, request.steps) for request in requests]),
             "draft_acceptance_rate": ratio(total.accepted, drafted),
             "committed_per_verified": (
                 None if total.drafted is None else ratio(total.accepted + total.steps, drafted + total.steps)
@@ -138,37 +139,37 @@ def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptanc
 
 def together(requests: Sequence[Passes]) -> Passes:
     """Return the sums of the counts of requests."""
-    drafted = [each.drafted for each in requests if each.drafted is not None]
+    drafted = [request.drafted for request in requests if request.drafted is not None]
     return Passes(
-        tokens=math.fsum(each.tokens for each in requests),
-        steps=math.fsum(each.steps for each in requests),
+        tokens=math.fsum(request.tokens for request in requests),
+        steps=math.fsum(request.steps for request in requests),
         drafted=math.fsum(drafted) if len(drafted) == len(requests) else None,
-        accepted=math.fsum(each.accepted for each in requests),
-        by_depth=[math.fsum(depth) for depth in zip_longest(*(each.by_depth for each in requests), fillvalue=0.0)],
+        accepted=math.fsum(request.accepted for request in requests),
+        by_depth=[math.fsum(counts) for counts in zip_longest(*(one.by_depth for one in requests), fillvalue=0.0)],
     )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of what was measured."""
-    known = [value for value in values if value is not None]
-    return ratio(math.fsum(known), len(known))
+    """Return the mean of the values that were measured."""
+    measured = [value for value in values if value is not None]
+    return ratio(math.fsum(measured), len(measured))
 
 
-def tau_within(found: Acceptance, depth: int) -> float | None:
-    """Return what τ would be, had every draft ended at a depth: deeper tokens would have been the passes' bonus.
+def tau_within(acceptance: Acceptance, depth: int) -> float | None:
+    """Return τ with every draft cut off at a depth: deeper tokens would have been the passes' bonus.
 
     Exact where the target's choices after a step do not depend on how long the step was, as on recorded text.
     """
-    return None if found.tau is None else 1 + sum(found.accepted_by_depth[:depth])
+    return None if acceptance.tau is None else 1 + sum(acceptance.accepted_by_depth[:depth])
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float]:
-    """Return the quantiles of what was measured, as p5, p25 and so on; nothing where nothing was."""
-    known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
-    if not len(known):
+    """Return the quantiles of the values that were measured, as p5, p25 and so on; empty if none was."""
+    measured = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+    if not len(measured):
         return {}
-    found = known.quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
-    return {f"p{share * 100:g}": value for share, value in zip(QUANTILES, found, strict=True)}
+    cuts = measured.quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+    return {f"p{level * 100:g}": value for level, value in zip(QUANTILES, cuts, strict=True)}
 
 
 def rules_used(runs: Sequence[Generation]) -> str:
@@ -234,7 +235,7 @@ def pooled_interval(requests: Sequence[Passes], seed: int, groups: Groups = None
     """Return tau's confidence interval, likewise; None where the counts of the requests are not known apart."""
     if not requests:
         return None
-    columns = torch.tensor([[each.tokens, each.steps] for each in requests], dtype=torch.float64)
+    columns = torch.tensor([[request.tokens, request.steps] for request in requests], dtype=torch.float64)
     return bootstrap(within(columns, groups), lambda total: total[:, 0] / total[:, 1], seed)
 
 
@@ -259,8 +260,8 @@ def paired_interval(pairs: Pairs, base: Pairs, seed: int, groups: Groups = None)
 def within(columns: Float[Tensor, "n k"], groups: Groups) -> Float[Tensor, "g k"]:
     """Return the sums within each group of requests, in the order in which the groups first come.
 
-    The turns of one conversation depend on each other: whoever resamples them one by one takes them for more than they
-    are, and the interval is too narrow.
+    The turns of one conversation depend on each other: resampling them one by one would make the interval too
+    narrow.
 
     Args:
         columns: k numbers of each of n requests.
@@ -268,19 +269,19 @@ def within(columns: Float[Tensor, "n k"], groups: Groups) -> Float[Tensor, "g k"
     """
     if groups is None:
         return columns
-    place = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    index = torch.tensor([place[group] for group in groups])
-    return columns.new_zeros(len(place), columns.shape[1]).index_add(0, index, columns)
+    order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    index = torch.tensor([order[group] for group in groups])
+    return columns.new_zeros(len(order), columns.shape[1]).index_add(0, index, columns)
 
 
 def clustered(prompts: Sequence[Sequence[Any]], groups: Groups = None) -> list[int]:
     """Return the group of each prompt, and of a copy of an earlier prompt that of the earlier one.
 
-    A prompt that is measured twice says no more than once.
+    A prompt that is measured twice is no more evidence than once.
     """
     first: dict[tuple[Any, ...], int] = {}
-    each = range(len(prompts)) if groups is None else groups
-    return [first.setdefault(tuple(prompt), group) for prompt, group in zip(prompts, each, strict=True)]
+    group_ids = range(len(prompts)) if groups is None else groups
+    return [first.setdefault(tuple(prompt), group) for prompt, group in zip(prompts, group_ids, strict=True)]
 
 
 def bootstrap(
@@ -301,9 +302,9 @@ def bootstrap(
     if len(columns) < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(columns), (RESAMPLES, len(columns)), generator=generator)
-    values = statistic(columns[drawn].sum(1))
-    values = values[values.isfinite()]  # a draw of requests that all ended in the prefill says nothing
+    sampled = torch.randint(len(columns), (RESAMPLES, len(columns)), generator=generator)
+    values = statistic(columns[sampled].sum(1))
+    values = values[values.isfinite()]  # a resample of requests that all ended in the prefill has no ratio
     if not len(values):
         return None
     low, high = values.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=values.dtype)).tolist()

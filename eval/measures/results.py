@@ -1,4 +1,4 @@
-"""Results: one draft source on one workload at one temperature and batch size, and the session it was measured in."""
+"""Results of one draft source on one workload at one temperature and batch size, and the session of each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ class Row:
     """One drafter on one workload at one temperature and batch size; None stands for what was not measured.
 
     `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
-    `latency_s` is the median over the requests of what each waited, from its prefill on.
+    `latency_s` is the median over the requests of their latencies, each from its prefill on.
     `request_rate` is in requests a second; None where each request came when one before it had ended. Under a rate
     `latency_s` counts from the arrival, `batch_size` is the most sequences in one pass, `tokens_per_second` is over the
-    time from the first arrival to the last end, and `speedup` is plain decoding's mean latency over the drafter's.
+    time from the first arrival to the last end, and `speedup` is the baseline's mean latency over the drafter's.
     `overlap_headroom` is how many times faster the steps would be if drafting hid behind verification entirely.
     """
 
@@ -48,7 +48,7 @@ class Row:
     lossless: dict[str, int]
     category: str = ""  # empty: all prompts of the workload
     prompts: int = 0
-    state: str = "none"  # of a source that remembers: warm from the requests before, or cold
+    state: str = "none"  # of a source with memory: warm from the requests before, or cold
     definitions: dict[str, float | None] = field(default_factory=dict)  # by the names of metrics.DEFINITIONS
     tau_within_depth: list[float | None] = field(default_factory=list)  # had every draft ended at depth 1, 2, …
     by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
@@ -56,13 +56,13 @@ class Row:
     whole_tokens_per_second: float | None = None  # end to end, with the prefill
     whole_speedup: float | None = None
     whole_speedup_ci: Interval | None = None
-    agreement: dict[str, Any] = field(default_factory=dict)  # the timed greedy tokens against plain decoding's
+    agreement: dict[str, Any] = field(default_factory=dict)  # the timed greedy tokens against the baseline's
     tier: str = LIVE
     request_rate: float | None = None
     report: str = ""  # where reports stand side by side, the one that it is from
 
 
-class Part(NamedTuple):
+class Subset(NamedTuple):
     """Some requests of a session: a category (empty: all), their indices, and the groups resampled together."""
 
     category: str
@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """What all results of one measurement share.
+    """The settings and checks that all results of one measurement share.
 
     Attributes:
         start: the index of its first prompt among those that the losslessness check compared.
@@ -80,7 +80,7 @@ class Session:
         conversations: of each prompt; intervals come from resampling these. Empty: each prompt is one.
         coupled: at a temperature above 0, each drafter's verdict under coupled noise.
         untrusted: drafters that are given no speedup at this temperature.
-        agreement: of each drafter's timed tokens with plain decoding's.
+        agreement: of each drafter's timed tokens with those of autoregressive decoding, the baseline.
     """
 
     workload: str
@@ -97,8 +97,8 @@ class Session:
     request_rate: float | None = None
     tier: str = LIVE
 
-    def parts(self, count: int) -> Iterator[Part]:
+    def parts(self, count: int) -> Iterator[Subset]:
         """Yield all of so many requests, then those of each category."""
         for category, indices in {"": range(count), **self.categories}.items():
             groups = [self.conversations[index] for index in indices] if self.conversations else None
-            yield Part(category, indices, groups)
+            yield Subset(category, indices, groups)

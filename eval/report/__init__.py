@@ -1,4 +1,4 @@
-"""The report: JSON, Markdown, terminal, page; read back and put side by side.
+"""The report: JSON, Markdown, terminal, page; reading and combining.
 
 page/            the report as one page of HTML
 plots/           its plots
@@ -7,12 +7,12 @@ view.py          the view that all renderers share: results with their names, ta
 columns.py       every table, column by column
 sections.py      the sections in their order, with text, tables and plots
 text.py          Markdown and terminal
-reading.py       a report read back, or one line that says why not
-recorded.py      losslessness checks read back
-forms.py         what stands in it beside its rows, part by part
+reading.py       reading a report.json back
+recorded.py      reading losslessness checks back
+forms.py         the form of the extras beside its rows
 side_by_side.py  several reports in one
-breakdown.py     why not more: from τ down to the speedup
+breakdown.py     speedup breakdown: from τ down to the speedup
 advice.py        which other tree to take, in words
-notes.py         how the numbers are to be read
+notes.py         notes on how to read the numbers
 tables.py        numbers for reading, and tables in Markdown
 """

@@ -1,4 +1,4 @@
-"""The tables of a report: which columns each has, and which results stand in it."""
+"""The tables of a report: the columns of each, and the results in it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from eval.measures.losslessness import in_words, labelled
 from eval.measures.metrics import DEFINITIONS, QUANTILES
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
-from eval.report.breakdown import COSTS, PLAIN, REMEDIES, RUNGS, advice
+from eval.report.breakdown import COSTS, PLAIN, REMEDIES, STAGES, advice
 from eval.report.tables import shown, spread
 from eval.report.view import (
     INTERVAL,
@@ -30,7 +30,7 @@ from eval.report.view import (
 
 CARD, SWEEP = "card", "sweep"  # renderers of the results alone
 DEPTHS = 8  # of P(a >= d), where there is little room
-MARKS = ("p50", "p95")
+PERCENTILES = ("p50", "p95")
 WAITS = {"queue s": "queue_s", "TTFT s": "ttft_s", "latency s": "latency_s"}  # from the arrival on
 PARTS = ("draft", "verify", "other")  # of a step's time
 MOST = 8  # trees of each head, where there is little room
@@ -53,9 +53,9 @@ PREDICTED = ("own", "best")  # trees, by who has them
 
 def _by_depth(most: int | None) -> Column:
     def text(result: Result) -> str:
-        shares = result.row.get("accepted_by_depth") or []
-        more = " …" if most is not None and len(shares) > most else ""
-        return (" ".join(f"{share:.2f}" for share in shares[:most]) or "-") + more
+        fractions = result.row.get("accepted_by_depth") or []
+        more = " …" if most is not None and len(fractions) > most else ""
+        return (" ".join(f"{fraction:.2f}" for fraction in fractions[:most]) or "-") + more
 
     return computed("P(a≥1) P(a≥2) …", "accepted by depth", text)
 
@@ -108,22 +108,22 @@ def on_workload(results: Sequence[Result]) -> Column:
 
 
 def results(measured: Sequence[Result], medium: str) -> Table:
-    """Return what each result is worth."""
+    """Return the table of results: τ, speed, speedup, losslessness."""
     columns = RESULTS | {"label": on_workload(measured)}
     return table("results", [columns[key] for key in SHOWN[medium]], measured)
 
 
 def why(measured: Sequence[Result], name: Column) -> Table:
-    """Return the way from τ to the speedup, and what a tenth less of each cost would give."""
+    """Return the speedup breakdown, and the speedup with a tenth less of each cost."""
     titles = {"ideal": "τ (ideal)", "overhead": "speedup"}
-    columns = [name, T, *(column(titles.get(rung, f"after {rung}"), f"ladder.rungs.{rung}") for rung in RUNGS)]
+    columns = [name, T, *(column(titles.get(stage, f"after {stage}"), f"ladder.rungs.{stage}") for stage in STAGES)]
     columns.append(column("oracle", "ladder.oracle"))
     columns += [column(f"-10% {key}", f"ladder.less.{key}", 3) for key in COSTS]
     columns.append(column("-10% rejections", "ladder.less.acceptance", 3))
 
     def most(result: Result) -> Cell:
-        ladder = result.row["ladder"]
-        return Cell(advice(ladder), (REMEDIES[ladder["most"]],))
+        breakdown = result.row["ladder"]
+        return Cell(advice(breakdown), (REMEDIES[breakdown["most"]],))
 
     columns.append(Column(Head("would help most", ("most",)), most))
     return table("why", columns, (result for result in measured if result.row.get("ladder") is not None))
@@ -133,7 +133,7 @@ def times(measured: Sequence[Result], name: Column) -> Table:
     """Return where a step's time goes, in milliseconds."""
     columns = [
         *(name, T, column("tree", "tree"), column("steps", "steps")),
-        *(column(f"{part} ms", f"seconds.{part}", 2, 1000.0, "steps") for part in PARTS),
+        *(column(f"{key} ms", f"seconds.{key}", 2, 1000.0, "steps") for key in PARTS),
         column("drafted", "draft_tokens", 1, per="steps"),
         column("accepted / drafted", "accepted_per_draft_token"),
         column("overlap headroom", "overlap_headroom"),
@@ -152,7 +152,7 @@ def depths(measured: Sequence[Result]) -> Table:
 
 
 def within(measured: Sequence[Result]) -> Table:
-    """Return what τ would be at equal depths of draft."""
+    """Return τ with drafts cut off at each depth."""
     deepest = max((len(result.row["tau_within_depth"]) for result in measured), default=0)
     columns = [LABEL, WORKLOAD, T, *(_nth(f"depth {d + 1}", "tau_within_depth", d) for d in range(deepest))]
     return table("within", columns, (result for result in measured if result.row["tau_within_depth"]))
@@ -163,10 +163,12 @@ def _nth(title: str, key: str, index: int) -> Column:
 
 
 def load(measured: Sequence[Result], name: Column) -> Table:
-    """Return what the requests of each result waited, where they came at a rate."""
+    """Return the waiting times of requests that came at a rate."""
     columns = [name, WORKLOAD, T, column("req/s", "request_rate", None), column("capacity", "batch_size")]
     columns += [
-        column(f"{title} {mark}", f"by_request.{key}.{mark}", 3) for title, key in WAITS.items() for mark in MARKS
+        column(f"{title} {percentile}", f"by_request.{key}.{percentile}", 3)
+        for title, key in WAITS.items()
+        for percentile in PERCENTILES
     ]
     columns += [SPEED, speedup(f"latency ratio {INTERVAL}")]
     return table("load", columns, (result for result in measured if result.row.get("request_rate") is not None))
@@ -197,24 +199,24 @@ def end_to_end(measured: Sequence[Result]) -> Table:
 
 def requests(measured: Sequence[Result]) -> Table:
     """Return the quantiles over the requests; report.json has more of them."""
-    marks = [f"p{share * 100:g}" for share in QUANTILES]
+    percentiles = [f"p{quantile * 100:g}" for quantile in QUANTILES]
     body = [
         [
             result.label,
             result.row["workload"],
             shown(result.row["temperature"], None),
             what,
-            *(of[mark] for mark in marks),
+            *(of[percentile] for percentile in percentiles),
         ]
         for result in measured
         for what, of in result.row["by_request"].items()
         if what in ("tau", "speedup")
     ]
-    return plain_table("requests", ("drafter", "workload", "T", "of each request", *marks), body)
+    return plain_table("requests", ("drafter", "workload", "T", "of each request", *percentiles), body)
 
 
 def tiers(measured: Sequence[Result]) -> list[Table]:
-    """Return τ as each tier measured it and whether the intervals meet, and what each tier took; where several ran."""
+    """Return τ by tier with whether the intervals meet, and the time that each tier took; where several ran."""
     alone = [result for result in measured if result.row["drafter"] != PLAIN and result.row["batch_size"] == 1]
     if len({result.row["tier"] for result in alone}) < 2:
         return []
@@ -224,8 +226,8 @@ def tiers(measured: Sequence[Result]) -> list[Table]:
             key = (drafter_of(result), result.row["workload"], result.row["temperature"])
             grouped.setdefault(key, {}).setdefault(result.row["tier"], result.row)
     body = [
-        [name, workload, f"{temperature:g}", *(_tau(of.get(tier)) for tier in TIERS), _meet(list(of.values()))]
-        for (name, workload, temperature), of in grouped.items()
+        [name, workload, f"{temperature:g}", *(_tau(rows.get(tier)) for tier in TIERS), _meet(list(rows.values()))]
+        for (name, workload, temperature), rows in grouped.items()
     ]
     titles = ("drafter", "workload", "T", *(f"τ, {tier}" for tier in TIERS), "intervals meet")
     ms = column("ms to draft", "seconds.draft", 3, 1000.0, "steps")
@@ -242,10 +244,10 @@ def _tau(row: Record | None) -> str:
 
 def _meet(rows: Sequence[Record]) -> str:
     """Return whether the intervals meet; if not, whether the sources' texts are other ones, which near ties make."""
-    known = [row["tau_ci"] for row in rows if row["tau_ci"] is not None]
-    if len(known) < 2:
+    intervals = [row["tau_ci"] for row in rows if row["tau_ci"] is not None]
+    if len(intervals) < 2:
         return "-"
-    if max(low for low, _ in known) <= min(high for _, high in known):
+    if max(low for low, _ in intervals) <= min(high for _, high in intervals):
         return "yes"
     other = any(row["agreement"].get("identical", row["prompts"]) < row["prompts"] for row in rows)
     return "NO, but the texts differ" if other else "NO"
@@ -257,15 +259,15 @@ def nodes(report: Record, measured: Sequence[Result]) -> Table:
     failed = {drafter_of(result) for result in measured if result.failed}
     lines, faded = [], []
     for name, tree in report.get("trees", {}).items():
-        for path, share in zip(tree["paths"], tree["accepted"], strict=True):
-            values = name, " ".join(str(rank + 1) for rank in path), len(path), share, tree["steps"]
+        for path, fraction in zip(tree["paths"], tree["accepted"], strict=True):
+            values = name, " ".join(str(rank + 1) for rank in path), len(path), fraction, tree["steps"]
             lines.append([Cell(shown(value, 3), (value,)) for value in values])
             faded.append(name in failed)
     return Table("nodes", columns, lines, faded)
 
 
 def checks(report: Record) -> Table:
-    """Return the greedy verdicts, with all that the report says of them."""
+    """Return the greedy losslessness checks, with every number that the report has of them."""
     records = {name: dict(flattened(gate)) for name, gate in report["settings"].get("gate", {}).items()}
     keys = list(dict.fromkeys(key for gate in records.values() for key in gate))
     body = [[name, *(gate.get(key) for key in keys)] for name, gate in records.items()]
@@ -274,7 +276,7 @@ def checks(report: Record) -> Table:
 
 
 def reports(report: Record) -> Table:
-    """Return, of reports side by side, what each was measured on and under."""
+    """Return the target, device, settings and workloads of reports side by side."""
     records = {record["name"]: brief(record) | {"file": record["file"]} for record in report.get("reports", [])}
     keys = list(dict.fromkeys(key for record in records.values() for key in record))
     body = [[name, *(str(record[key]) for key in keys)] for name, record in records.items()]
@@ -282,8 +284,8 @@ def reports(report: Record) -> Table:
 
 
 def brief(report: Record) -> dict[str, Any]:
-    """Return what to know first of a report that stands beside others: its target, device, settings and code."""
-    target, device, settings, work = (report[part] for part in ("target", "device", "settings", "work"))
+    """Return the summary of a report beside others: its target, device, settings and code."""
+    target, device, settings, work = (report[name] for name in ("target", "device", "settings", "work"))
     code = settings.get("provenance", {})
     facts = {"target": target.get("name"), "device": device.get("name"), "dtype": device.get("dtype")}
     facts |= {key: settings.get(key) for key in ("max_new_tokens", "prompts", "engine")} | dict(work)
@@ -329,7 +331,7 @@ def _ranked(widest: int) -> list[str]:
 
 
 def everything(measured: Sequence[Result]) -> Table:
-    """Return every number of every row under its key, those too that no other table knows."""
+    """Return every number of every row under its key, including those in no other table."""
     flat = [dict(flattened(result.row)) for result in measured]
     keys = list(dict.fromkeys(key for row in flat for key in row))
     lines = [
@@ -345,7 +347,7 @@ def _full(value: Any) -> Cell:
 
 
 def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what stands in nested dicts and lists under flat names; indices count from 1, as depths do.
+    """Yield the values of nested dicts and lists under flat names; indices count from 1, as depths do.
 
     Lists of records, such as one a request, are left to report.json.
     """

@@ -1,4 +1,4 @@
-"""The sections of a report in their order, each with its text, tables and plots; renderers only set them."""
+"""The sections of a report in their order, each with its text, tables and plots; renderers only format them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,20 +27,20 @@ TIERS = (
     "replay by drafting along the text, without the target. What they count differs only where the text does, or the "
     "rule. The intervals resample the prompts. " + SAMPLED_CHAINS
 )
-CHECKED = "Greedy output against plain decoding's, token for token, in the gate's dtype."
+CHECKED = "Greedy output against the baseline's, token for token, in the gate's dtype."
 SAMPLED = (
-    "Under coupled noise every drafter must emit plain decoding's tokens. The chi-square test draws next tokens "
+    "Under coupled noise every drafter must emit the baseline's tokens. The chi-square test draws next tokens "
     "after fixed texts with the rule in use, as often as it takes to reject a distribution that is off by the total "
     "variation TV with the power that is named. The control, a rule known to be broken, must be rejected each time."
 )
 TIES = (
-    "The gap is plain decoding's between its two best tokens where the other first differs. What is timed is not "
+    "The gap is the baseline's between its two best tokens where the other first differs. What is timed is not "
     "checked: rounding decides there, and from there on two texts differ."
 )
 LOAD = (
     "Requests come at random, so many a second on average, and wait in a queue while as many are being answered as "
     "the capacity says. TTFT and latency count from the arrival to the first and to the last token. The latency "
-    "ratio is plain decoding's mean over the drafter's: above 1 the drafter's requests end sooner."
+    "ratio is the baseline's mean over the drafter's: above 1 the drafter's requests end sooner."
 )
 END_TO_END = (
     "End to end counts all tokens over prefill and decoding together. A source whose memory is warm drafts from "
@@ -71,8 +71,12 @@ def sections(report: Record, medium: str) -> list[Section]:
     """Return the sections that have a table, a plot or a list, for one of the renderers."""
     measured = results_of(report)
     overall = [result for result in measured if result.overall]
-    parts = on_page(report, measured) if medium == PAGE else in_text(report, overall)
-    return [part for part in parts if part.plots or part.bullets or any(table.lines for table in part.tables)]
+    candidates = on_page(report, measured) if medium == PAGE else in_text(report, overall)
+    return [
+        section
+        for section in candidates
+        if section.plots or section.bullets or any(table.lines for table in section.tables)
+    ]
 
 
 def in_text(report: Record, overall: Sequence[Result]) -> Iterator[Section]:
@@ -98,13 +102,13 @@ def in_text(report: Record, overall: Sequence[Result]) -> Iterator[Section]:
 
 def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     """Yield the sections of the page: those of all results, with plots, and every number under its key."""
-    drawn = [tree.tree(name, record) for name, record in report.get("trees", {}).items() if record["paths"]]
+    tree_plots = [tree.tree(name, record) for name, record in report.get("trees", {}).items() if record["paths"]]
     both = [plots.with_intervals(report, "speedup", "speedup"), plots.with_intervals(report, "tau", "τ")]
     loads = [*(plots.against(report, key, name) for key, name in AGAINST.items()), plots.latencies(report)]
     trees = other(report, None, simulated.loads(report) + simulated.trees(report))
     yield Section("reports", "The reports", tables=[columns.reports(report)])
     yield Section("results", "Results", [], [columns.results(measured, PAGE)], there(both))
-    yield why(report, columns.why(measured, columns.NAME), there([plots.ladder(report)]))
+    yield why(report, columns.why(measured, columns.NAME), there([plots.breakdown(report)]))
     yield checks(report, measured, [columns.checks(report)])
     yield Section("depths", "Acceptance by depth", [], [columns.depths(measured)], there([plots.acceptance(report)]))
     yield Section("load", "Under load and temperature", [], [columns.load(measured, columns.NAME)], there(loads))
@@ -112,7 +116,9 @@ def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     yield Section(
         "times", "Where the time goes", [], [columns.times(measured, columns.NAME)], there([plots.time_split(report)])
     )
-    yield Section("tree", "The tree", [NODES] if drawn else [], [columns.nodes(report, measured)], drawn, folded=True)
+    yield Section(
+        "tree", "The tree", [NODES] if tree_plots else [], [columns.nodes(report, measured)], tree_plots, folded=True
+    )
     yield along(report, simulated.along(report))
     yield Section("tiers", "With and without a clock", [TIERS], columns.tiers(measured))
     yield Section("training", "Training of the head", plots=plots.training(report))
@@ -120,16 +126,16 @@ def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     yield Section("everything", "Every number", ["As report.json has them."], [everything], folded=True)
 
 
-def there(made: Sequence[Plot | None]) -> list[Plot]:
-    """Return the plots that there are."""
-    return [plot for plot in made if plot is not None]
+def there(plots_or_none: Sequence[Plot | None]) -> list[Plot]:
+    """Return the plots that are not None."""
+    return [plot for plot in plots_or_none if plot is not None]
 
 
-def why(report: Record, table: Table, drawn: Sequence[Plot] = ()) -> Section:
-    """Return the way from τ to the speedup: in words for each drafter's first result, and in numbers for all."""
-    laddered = [result for result in firsts(report) if result.row.get("ladder")]
-    sentences = [breakdown.sentence(result.name, result.row["ladder"]) for result in laddered]
-    return Section("why", "Why not more?", [*sentences, *recommended(report), breakdown.NOTE], [table], drawn)
+def why(report: Record, table: Table, plots_shown: Sequence[Plot] = ()) -> Section:
+    """Return the speedup breakdown: in words for each drafter's first result, in numbers for all."""
+    explained = [result for result in firsts(report) if result.row.get("ladder")]
+    sentences = [breakdown.sentence(result.name, result.row["ladder"]) for result in explained]
+    return Section("why", "Why not more?", [*sentences, *recommended(report), breakdown.NOTE], [table], plots_shown)
 
 
 def firsts(report: Record) -> list[Result]:
@@ -145,16 +151,16 @@ def recommended(report: Record) -> list[str]:
     return [line for name, record in report.get("other_trees", {}).items() for line in advice.lines(name, record)]
 
 
-def other(report: Record, most: int | None, drawn: Sequence[Plot] = ()) -> Section:
-    """Return what other trees and loads would give."""
+def other(report: Record, most: int | None, plots_shown: Sequence[Plot] = ()) -> Section:
+    """Return the predictions for other trees and loads."""
     lines = recommended(report)
     tables = [columns.other_trees(report, most), columns.other_loads(report)]
-    return Section("other", "Other trees and loads", [*lines, advice.NOTE] if lines else [], tables, drawn)
+    return Section("other", "Other trees and loads", [*lines, advice.NOTE] if lines else [], tables, plots_shown)
 
 
-def along(report: Record, drawn: Sequence[Plot] = ()) -> Section:
-    """Return what one pass of target and head over the text says."""
-    return Section("forced", "The head along the text", [advice.FORCED], [columns.ranks(report)], drawn)
+def along(report: Record, plots_shown: Sequence[Plot] = ()) -> Section:
+    """Return the acceptance that one forward pass of target and head over the text measures."""
+    return Section("forced", "The head along the text", [advice.FORCED], [columns.ranks(report)], plots_shown)
 
 
 def checks(report: Record, measured: Sequence[Result], tables: Sequence[Table]) -> Section:
@@ -173,12 +179,12 @@ def checks(report: Record, measured: Sequence[Result], tables: Sequence[Table]) 
 
 
 def _parted(row: Mapping[str, Any]) -> bool:
-    """Whether timed tokens left plain decoding's."""
+    """Whether timed tokens differ from the baseline's."""
     return bool(row["agreement"].get("identical", row["prompts"]) < row["prompts"])
 
 
 def _timed(result: Result) -> str:
-    """Return how far timed tokens are plain decoding's, with the logit gaps where they first differ."""
+    """Return how many timed prompts equal the baseline's, with the logit gaps where they first differ."""
     counts = result.row["agreement"]
     gaps = ", ".join("inf" if gap is None else f"{gap:.3g}" for gap in counts["gaps"][:MOST])
     return (

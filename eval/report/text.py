@@ -17,7 +17,7 @@ WORDS = ("drafter", "head", "rule", "lossless", "family", "tree", "sequences and
 
 
 def title(report: Record) -> str:
-    """Return one line: what, on what, in which arithmetic."""
+    """Return one line: target, device, dtype and quantisation."""
     target, device = report["target"], report["device"]
     how = f", weights quantised ({quantized})" if (quantized := target.get("quantized")) else ""
     adapted = f" with adapter {adapter}" if (adapter := target.get("adapter")) else ""
@@ -34,24 +34,24 @@ def markdown(report: Record, failures: Sequence[str]) -> str:
     """
     settings = report["settings"].items()
     plain = {key: value for key, value in settings if key != "sampled_gate" and not isinstance(value, dict)}
-    parts = {"Settings": plain, "Device": report["device"], "Provenance": report["settings"].get("provenance", {})}
-    made = {name: ", ".join(f"{key} {value}" for key, value in part.items()) for name, part in parts.items()}
+    groups = {"Settings": plain, "Device": report["device"], "Provenance": report["settings"].get("provenance", {})}
+    listed = {name: ", ".join(f"{key} {value}" for key, value in values.items()) for name, values in groups.items()}
     peak = max((row["memory_bytes"] for row in report["rows"]), default=0)
-    made |= {"Peak memory": f"{peak / 2**20:.0f} MiB"} if peak else {}
+    listed |= {"Peak memory": f"{peak / 2**20:.0f} MiB"} if peak else {}
     warned = {"Not lossless.": failures, "Compare with care:": report.get("warnings", [])}
     text = [
         f"# {title(report)}",
         *(_line(f"**{what}** {line}.") for what, lines in warned.items() for line in lines),
-        *(part for section in sections(report, TEXT) for part in _set(section)),
+        *(block for section in sections(report, TEXT) for block in _set(section)),
         "## How it was measured",
-        _line(" ".join(f"{name}: {values}." for name, values in made.items())),
+        _line(" ".join(f"{name}: {values}." for name, values in listed.items())),
         "\n".join(f"- {note}" for note in notes_of(report)),
     ]
     return _inert("\n\n".join(text)) + "\n"
 
 
 def _set(section: Section) -> list[str]:
-    """Return a section's heading, text and tables; a name in a line of it begins no other line."""
+    """Return a section's title, text and tables; a name in a line of it begins no other line."""
     tables = [grid(titles(table), texts(table)) for table in section.tables if table.lines]
     bullets = ["\n".join(f"- {_line(bullet)}" for bullet in section.bullets)] if section.bullets else []
     return [f"## {section.title}", *map(_line, section.text), *tables, *bullets]
@@ -67,7 +67,7 @@ def titles(table: view.Table) -> list[str]:
 
 
 def texts(table: view.Table) -> list[list[str]]:
-    """Return what a table's cells show."""
+    """Return the texts of a table's cells."""
     return [[cell.text for cell in line] for line in table.lines]
 
 
@@ -78,16 +78,16 @@ def _inert(text: str) -> str:
 
 def terminal(report: Record) -> Table:
     """Return the results for the terminal."""
-    overall = [each for each in results_of(report) if each.overall]
-    made = columns.results(overall, TEXT)
-    return rich_table(title(report), titles(made), texts(made))
+    overall = [result for result in results_of(report) if result.overall]
+    table = columns.results(overall, TEXT)
+    return rich_table(title(report), titles(table), texts(table))
 
 
 def rich_table(caption: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> Table:
     """Return a table for the terminal, in whose cells rich looks for no markup."""
-    made = Table(title=Text(visible(caption)))
+    table = Table(title=Text(visible(caption)))
     for name in header:
-        made.add_column(name, justify="left" if name in WORDS else "right")
+        table.add_column(name, justify="left" if name in WORDS else "right")
     for line in body:
-        made.add_row(*(Text(visible(cell)) for cell in line))
-    return made
+        table.add_row(*(Text(visible(cell)) for cell in line))
+    return table

@@ -20,10 +20,10 @@ DISTINGUISHING = ("report", "workload", "category", "tier")  # in a result's nam
 
 @dataclass(frozen=True)
 class Result:
-    """A row of the report and what follows from the others.
+    """A row of the report with its name and its status among all rows.
 
     Attributes:
-        name: tells it from all other results.
+        name: unique among all results.
         label: its drafter, batch size, rate and report, for tables that have a column for the rest.
         overall: whether it is of a whole workload, and by decoding where anything was decoded.
         clocked: whether it is by decoding, or nothing was decoded.
@@ -51,7 +51,7 @@ def results_of(report: Record) -> list[Result]:
 
 
 def names(rows: Sequence[Record]) -> list[str]:
-    """Return a name for each row: the drafter, its batch size and rate, and what else tells it from others."""
+    """Return a name for each row: the drafter, its batch size and rate, and the values that distinguish it."""
     keys = [key for key in DISTINGUISHING if len({str(row.get(key)) for row in rows}) > 1]
     several = len({row["temperature"] for row in rows}) > 1
     named = []
@@ -64,7 +64,7 @@ def names(rows: Sequence[Record]) -> list[str]:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell shows, and the values behind it."""
+    """A cell: its text, and the values behind it."""
 
     text: str
     values: tuple[Any, ...]
@@ -77,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Head:
-    """A column's title, and what CSV calls its values."""
+    """A column's title, and the names of its values in CSV."""
 
     title: str
     names: tuple[str, ...]
@@ -114,7 +114,7 @@ def table(id_: str, columns: Sequence[Column], results: Iterable[Result]) -> Tab
 
 
 def plain_table(id_: str, titles: Sequence[str], body: Sequence[Sequence[Any]], digits: int = 2) -> Table:
-    """Return a table of values that are of no single result."""
+    """Return a table of values that belong to no single result."""
     lines = [[Cell(shown(value, digits), (value,)) for value in line] for line in body]
     return Table(id_, [Head(title, (title,)) for title in titles], lines, [False] * len(lines))
 
@@ -141,7 +141,7 @@ def column(title: str, key: str, digits: int | None = 2, scale: float = 1.0, per
 
 
 def computed(title: str, name: str, value: Callable[[Result], Any], digits: int | None = 2) -> Column:
-    """Return a column of what a function makes of each result."""
+    """Return a column of a function of each result."""
 
     def cell(result: Result) -> Cell:
         content = value(result)
@@ -161,7 +161,7 @@ def with_interval(title: str, key: str) -> Column:
 
 
 def speedup(title: str, key: str = "speedup") -> Column:
-    """Return a column of a speedup, which is withheld from a failed result; a loss is marked."""
+    """Return a column of a speedup, which is withheld from a failed result; a slowdown is labelled."""
     interval = with_interval(title, key)
 
     def cell(result: Result) -> Cell:
@@ -182,8 +182,8 @@ def withheld(shown_column: Column) -> Column:
 
 
 def at(row: Record, key: str) -> Any:
-    """Return what stands under a key, a dot leading inwards; None where there is nothing, or no finite number."""
+    """Return the value of a key, a dot leading inwards; None where it is missing or no finite number."""
     value: Any = row
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
     return None if isinstance(value, float) and not math.isfinite(value) else value

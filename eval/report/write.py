@@ -1,4 +1,4 @@
-"""The report: what was measured, under which settings, and was it lossless? As JSON, Markdown and a page."""
+"""The report: results, settings and losslessness checks, written as JSON, Markdown and HTML."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from data.features.store_files import write_whole
 from eval.measures.losslessness import WITHHELD, Failed, Gate, SampledGate
 from eval.measures.results import Row
 from eval.measures.written import finite
-from eval.report.breakdown import laddered
+from eval.report.breakdown import with_breakdowns
 from eval.report.page.build import RenderError, page
 from eval.report.text import markdown
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """All rows, the losslessness checks of each drafter, and what eval/live/extras.py knows besides."""
+    """All rows, the losslessness checks of each drafter, and the extras of eval/live/extras.py."""
 
     target: dict[str, Any]
     device: dict[str, Any]
@@ -33,7 +33,7 @@ class Report:
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Hold the promise that a drafter which changed the output is given no speedup."""
+        """Assert that a drafter which changed the output has no speedup."""
         for row in self.rows:
             speedups = {row.speedup, row.speedup_ci, row.speedup_hf, row.whole_speedup, row.whole_speedup_ci}
             assert speedups == {None} or not self.failed(row), f"{row.drafter} has a speedup and failed its check"
@@ -51,7 +51,7 @@ class Report:
     def failures(self) -> list[str]:
         """Return a line for each drafter that failed a losslessness check."""
         greedy = [_failure(name, gate) for name, gate in self.gates.items() if not gate.passed]
-        return greedy + [f"{each}; speedup {WITHHELD}" for each in self.sampled if not each.passed]
+        return greedy + [f"{check}; speedup {WITHHELD}" for check in self.sampled if not check.passed]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; what is not finite becomes null."""
@@ -61,7 +61,7 @@ class Report:
             | ({"ties": gate.ties} if gate.ties else {})
             for name, gate in self.gates.items()
         }
-        sampled = {"sampled_gate": [each.as_dict() for each in self.sampled]} if self.sampled else {}
+        sampled = {"sampled_gate": [check.as_dict() for check in self.sampled]} if self.sampled else {}
         content: dict[str, Any] = finite(
             {
                 "schema": SCHEMA,
@@ -72,7 +72,7 @@ class Report:
                 **self.extras,
             }
         )
-        return content | {"rows": laddered(content["rows"])}
+        return content | {"rows": with_breakdowns(content["rows"])}
 
     def write(self, folder: Path) -> None:
         """Write report.json, then report.md, then report.html, each whole or not at all.
@@ -106,7 +106,7 @@ def _write(file: Path, text: str) -> None:
 def _failure(name: str, gate: Gate) -> str:
     """Return one line on a failed check."""
     if not gate.checked:
-        return f"{name}: no prompt was compared with plain decoding; speedup {WITHHELD}"
-    differing = f"{gate.failed} of {gate.checked} prompts differ from plain decoding; speedup {WITHHELD}"
+        return f"{name}: no prompt was compared with the baseline; speedup {WITHHELD}"
+    differing = f"{gate.failed} of {gate.checked} prompts differ from the baseline; speedup {WITHHELD}"
     why = "its rule is lossy by choice; " if gate.lossy else ""
     return f"{name}: {why}{differing}" + (f"; {gate.first}" if gate.first else "")

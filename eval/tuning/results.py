@@ -1,4 +1,4 @@
-"""What a tuning found: the candidates and the verdict at every batch size, tune.json and the tables."""
+"""The results of a tuning: the candidates and the verdict at every batch size, tune.json and the tables."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from inference.drafters.policy import TreeConfig
 
 TUNED = "tune.json"
 KINDS = {CHAIN: "a chain", TREE: "a tree"}
-OFF = 0.2  # a share of the measured speedup; a family whose prediction is further off is not chosen
+OFF = 0.2  # fraction of the measured speedup; a family whose prediction is further off is not chosen
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a tree gave in the timed session; no speedup where it failed the gate.
+    """Measurements of a tree in the timed session; no speedup where it failed the losslessness check.
 
-    `seconds` are those of a step, `plain` those of plain decoding's, to see which part of a prediction is off: the
+    `seconds` are those of a step, `plain` those of the baseline's, to see which part of a prediction is off: the
     predicted "draft" and "commit" together are the measured "draft", and "settle" is "other". In a batch they are a
     sequence's share.
     """
@@ -42,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree, what is expected of it, and what came of it where it was measured.
+    """A tree, its prediction, and its measurement where there is one.
 
     Attributes:
         family: the kind of tree, or that it is the one the head has.
@@ -68,12 +68,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class AtBatch:
-    """What was found at one batch size.
+    """The results at one batch size.
 
     Attributes:
         candidates: the most promising trees of each family, or of chains and of trees, best first.
-        best: None where plain decoding is faster.
-        verdict: what to do, in words.
+        best: None where the baseline is faster.
+        verdict: the recommendation, in words.
     """
 
     batch: int
@@ -88,10 +88,10 @@ class Tuning:
     """All numbers of one tuning.
 
     Attributes:
-        settings: what they were measured under.
+        settings: those of the measurement.
         accepted: the share of the text's tokens by depth, then by rank, in the texts to choose from.
         contexts: the seconds of a verification pass of one sequence by tokens of context, then by drafted nodes.
-        batches: what was found at each batch size.
+        batches: the results at each batch size.
     """
 
     settings: dict[str, Any]
@@ -107,23 +107,24 @@ class Tuning:
 
     def stops(self) -> dict[str, dict[str, int | None]]:
         """Return from which batch size on a chain and a tree no longer pay, predicted and measured; None: they do."""
-        found = {}
+        stops = {}
         for kind in KINDS:
             timed = {
                 at.batch: [one for one in at.candidates if one.measured and (one.tree.kind == CHAIN) == (kind == CHAIN)]
                 for at in self.batches
             }
-            predicted = {batch: max(one.predicted.speedup for one in each) for batch, each in timed.items() if each}
-            measured = {batch: max(one.gain for one in each) for batch, each in timed.items() if each}
+            timed = {batch: candidates for batch, candidates in timed.items() if candidates}
+            predicted = {batch: max(one.predicted.speedup for one in trees) for batch, trees in timed.items()}
+            measured = {batch: max(one.gain for one in trees) for batch, trees in timed.items()}
             if measured:
-                found[kind] = {"predicted": stops_paying(predicted), "measured": stops_paying(measured)}
-        return found
+                stops[kind] = {"predicted": stops_paying(predicted), "measured": stops_paying(measured)}
+        return stops
 
     def write(self, out: Path) -> None:
         """Write tune.json."""
         content = {"schema": 2, **asdict(self), "stops_paying": self.stops()}
-        for told, at in zip(content["batches"], self.batches, strict=True):
-            for written, one in zip(told["candidates"], at.candidates, strict=True):
+        for record, at in zip(content["batches"], self.batches, strict=True):
+            for written, one in zip(record["candidates"], at.candidates, strict=True):
                 written["error"] = one.error
         out.mkdir(parents=True, exist_ok=True)
         (out / TUNED).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -135,9 +136,9 @@ class Tuning:
             console.print(candidate_table(at.batch, at.candidates))
         for at in self.batches:
             console.print(at.verdict, soft_wrap=True, markup=False)
-        for kind, found in self.stops().items() if len(self.batches) > 1 else ():
-            told = ", ".join(f"{how} {'none' if size is None else size}" for how, size in found.items())
-            console.print(f"batch size from which on {KINDS[kind]} no longer pays: {told}", soft_wrap=True)
+        for kind, stops in self.stops().items() if len(self.batches) > 1 else ():
+            sizes = ", ".join(f"{how} {'none' if size is None else size}" for how, size in stops.items())
+            console.print(f"batch size from which on {KINDS[kind]} no longer pays: {sizes}", soft_wrap=True)
 
 
 def mispredicted(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -153,7 +154,7 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
-    """Return the verdict at a batch size: the tree and what was done with it, or plain decoding; who was not chosen."""
+    """Return the verdict at a batch size: the tree and what was done with it, or the baseline."""
     best, off = fastest(candidates), mispredicted(candidates)
     named = [f"{one.family} ({one.tree.label} {one.predicted.speedup:.2f} / {one.gain:.2f})" for one in off]
     among = " of those predicted well" if off else ""
@@ -161,23 +162,23 @@ def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
     tail = f"; not chosen, {apart}: {', '.join(named)}" if off else ""
     if best is not None:
         then = f"; {done}" if done else ""
-        gain = f"{best.gain:.2f} times plain decoding"
+        gain = f"{best.gain:.2f} times the baseline"
         return f"batch size {batch}: {best.tree.label} is fastest{among}, {gain}{then}{tail}"
     closest = max(candidates, key=lambda one: one.gain)
     gain = f"{closest.tree.label} at {closest.gain:.2f}" if closest.gain else "none is lossless"
-    told = f"no tree{among} beats plain decoding (best{' of all' if off else ''}: {gain})"
-    return f"batch size {batch}: {told}; decode plainly, nothing is written{tail}"
+    verdict = f"no tree{among} beats the baseline (best{' of all' if off else ''}: {gain})"
+    return f"batch size {batch}: {verdict}; decode plainly, nothing is written{tail}"
 
 
 def cost_table(batches: Sequence[AtBatch], contexts: Mapping[int, Mapping[int, float]]) -> Table:
-    """Return the cost of a verification pass by drafted nodes, at the workload's own contexts and at others."""
+    """Return the cost of a verification pass by drafted nodes, at the workload's contexts and at others."""
     widest = batches[0].costs.verify
-    shown = [size for size in sorted(widest) if all(size in each for each in contexts.values())]
-    own = [(f"{at.batch}, workload", at.costs.plain, at.costs.verify) for at in batches]
-    far = [(f"1, {context} tokens", None, each) for context, each in contexts.items()]
+    shown = [size for size in sorted(widest) if all(size in seconds for seconds in contexts.values())]
+    workload_rows = [(f"{at.batch}, workload", at.costs.plain, at.costs.verify) for at in batches]
+    far = [(f"1, {context} tokens", None, seconds) for context, seconds in contexts.items()]
     body = [
         [name, *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in (plain, *map(row.get, shown)))]
-        for name, plain, row in [*own, *far]
+        for name, plain, row in [*workload_rows, *far]
     ]
     title = "milliseconds of a verification pass by drafted nodes, and of a plain step"
     return rich_table(title, ["sequences and context", "plain", *map(str, shown)], body)
@@ -185,20 +186,20 @@ def cost_table(batches: Sequence[AtBatch], contexts: Mapping[int, Mapping[int, f
 
 def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
     """Return the candidates at a batch size, a row each."""
-    found = next((one.measured for one in candidates if one.measured), None)
-    rate = found.plain_tokens_per_second if found else None
+    measured = next((one.measured for one in candidates if one.measured), None)
+    rate = measured.plain_tokens_per_second if measured else None
     headers = "family, tree, predicted tau, tok/s, speedup, measured tau, tok/s, speedup, off by, predicted by context"
     body = []
     for one in candidates:
         elsewhere = ", ".join(f"{context}: {gain:.2f}" for context, gain in one.at_contexts.items())
-        expected, found = one.predicted, one.measured
-        told = [f"{expected.tau:.2f}", f"{expected.tokens_per_second:.1f}", f"{expected.speedup:.2f}"]
-        if found is None:
-            told += ["", "", ""]
+        expected, measured = one.predicted, one.measured
+        cells = [f"{expected.tau:.2f}", f"{expected.tokens_per_second:.1f}", f"{expected.speedup:.2f}"]
+        if measured is None:
+            cells += ["", "", ""]
         else:
-            told += [f"{found.tau or 0:.2f}", f"{found.tokens_per_second or 0:.1f}"]
-            told += [f"{found.speedup:.2f}" if found.speedup else WITHHELD]
-        told += ["" if one.error is None else f"{100 * one.error:+.1f} %", elsewhere]
-        body.append([one.family, one.tree.label, *told])
+            cells += [f"{measured.tau or 0:.2f}", f"{measured.tokens_per_second or 0:.1f}"]
+            cells += [f"{measured.speedup:.2f}" if measured.speedup else WITHHELD]
+        cells += ["" if one.error is None else f"{100 * one.error:+.1f} %", elsewhere]
+        body.append([one.family, one.tree.label, *cells])
     title = f"trees at batch size {batch}" + (f", plain {rate:.1f} tokens/s" if rate else "")
     return rich_table(title, headers.split(", "), body)

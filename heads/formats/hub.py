@@ -1,4 +1,4 @@
-"""Where a head is found, in a run's folder, in a published folder or on the Hub, and how what is found is loaded."""
+"""Finding and loading a head: in a run's folder, in a published folder or on the Hub."""
 
 import logging
 import re
@@ -48,7 +48,7 @@ def resolve_head(run_or_repo: str) -> Path:
         folder = Path(HfApi().snapshot_download(run_or_repo, allow_patterns=[CONFIG, *SAFE, INDEX, "config.yaml"]))
     if further := further_files(folder):
         if (folder / INDEX).is_file():
-            format_of(folder)  # says of a whole model, before it is downloaded, that it is no head
+            format_of(folder)  # refuses a whole model before it is downloaded
         with hub_errors(run_or_repo, "downloading"):
             HfApi().snapshot_download(run_or_repo, allow_patterns=further)
     return folder
@@ -64,7 +64,7 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
 
 
 def kind_of(folder: Path) -> str:
-    """Return what kind of head a folder holds.
+    """Return the kind of a folder's head.
 
     Raises:
         ValueError: it holds none.
@@ -100,7 +100,7 @@ def target_path(name: str) -> str:
 
 
 def cache_alone_without_connection() -> None:
-    """Look names up in the Hub's cache alone, as HF_HUB_OFFLINE=1 does, where no way leads to the Hub.
+    """Look names up in the Hub's cache alone, as HF_HUB_OFFLINE=1 does, where the Hub cannot be reached.
 
     Otherwise the libraries try each file again and again, for a minute.
     """
@@ -118,15 +118,15 @@ def cache_alone_without_connection() -> None:
 
 @contextmanager
 def hub_errors(repo: str, doing: str) -> Iterator[None]:
-    """Turn what the Hub or the way to it raises into a ValueError of one line that says what to do."""
+    """Turn errors of the Hub or the connection into a ValueError of one line with the remedy."""
     try:
         yield
     except (TRANSPORT, OSError, RuntimeError) as error:
-        raise _told(error, repo, doing) from error
+        raise _error_of(error, repo, doing) from error
 
 
-def _told(error: Exception, repo: str, doing: str) -> ValueError:
-    """Return the line; an upload wraps what the Hub answered into an error of its own."""
+def _error_of(error: Exception, repo: str, doing: str) -> ValueError:
+    """Return the error to raise; an upload wraps the Hub's answer into an error of its own."""
     answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
     if isinstance(answered, HfHubHTTPError):
         status = answered.response.status_code
@@ -135,8 +135,8 @@ def _told(error: Exception, repo: str, doing: str) -> ValueError:
                 f"{repo}: the Hub refused {doing} ({status}): no such repository, or the token lacks the right to it; "
                 "log in with `hf auth login` or set HF_TOKEN"
             )
-        said = one_line(ValueError(answered.server_message)) if answered.server_message else one_line(answered)
-        return ValueError(f"{repo}: the Hub answered {status} while {doing} ({said}); try again later")
+        detail = one_line(ValueError(answered.server_message)) if answered.server_message else one_line(answered)
+        return ValueError(f"{repo}: the Hub answered {status} while {doing} ({detail}); try again later")
     cause = error.__cause__ or error
     why = f"{type(cause).__name__}: {one_line(cause)}"
     return ValueError(f"{repo}: {doing} broke off ({why}); check the connection and try again")

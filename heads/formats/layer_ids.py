@@ -11,7 +11,7 @@ BLOCK_STATES, BLOCK_OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  
 
 
 def as_states(outputs: Sequence[int]) -> list[int]:
-    """Return which hidden states, counted from the embedding, are these layers' outputs."""
+    """Return the hidden states, counted from the embedding, that are these layers' outputs."""
     return [i + 1 for i in outputs]
 
 

@@ -1,4 +1,4 @@
-"""The one-off way from a published pickle to safetensors, in a process of its own.
+"""One-off conversion of a published pickle to safetensors, in a child process.
 
 An ordinary unpickler calls whatever the file names. torch's restricted one knows how to make tensors and plain
 containers and refuses the rest; here it also runs in a child process without the tokens of the environment and with
@@ -32,7 +32,7 @@ if not isinstance(held, dict) or not all(isinstance(k, str) and isinstance(v, to
 save_file({name: tensor.detach().contiguous().clone() for name, tensor in held.items()}, out, metadata={"format": "pt"})
 """
 SPARE = 32 << 30  # bytes of address space beside the tensors: Python, torch and its libraries
-COPIES = 4  # of the file: mapped, made contiguous, written
+MEMORY_FACTOR = 4  # times the file: mapped, made contiguous, written
 LONGEST = 1800  # seconds
 
 
@@ -48,10 +48,10 @@ def find_pickle(name: str) -> Path:
     if not path.is_dir() and REPO.fullmatch(name):
         with hub_errors(name, "downloading"):
             path = Path(HfApi().snapshot_download(name, allow_patterns=[CONFIG, *PICKLED]))
-    found = [path / each for each in PICKLED if (path / each).is_file()]
-    if not found:
+    files = [path / name for name in PICKLED if (path / name).is_file()]
+    if not files:
         raise ValueError(f"pickle={name}: no such file, nor a folder or repository with one of {', '.join(PICKLED)}")
-    return found[0]
+    return files[0]
 
 
 def convert(pickle: Path, out: Path) -> Path:
@@ -81,7 +81,7 @@ def convert(pickle: Path, out: Path) -> Path:
 
 def _unpickle(pickle: Path, file: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not SECRET_NAME.fullmatch(name)}
-    most = SPARE + COPIES * pickle.stat().st_size
+    most = SPARE + MEMORY_FACTOR * pickle.stat().st_size
     words = [sys.executable, "-c", CHILD, str(pickle.resolve()), str(file.resolve()), str(most)]
     try:
         done = subprocess.run(
@@ -90,7 +90,7 @@ def _unpickle(pickle: Path, file: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"{pickle}: not converted within {LONGEST} s; find it as safetensors") from error
     if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
-        told = next((line for line in said if "Error" in line), said[-1])
-        reason = one_line(ValueError(told.split(". ")[0]))[:300]
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
+        message = next((line for line in lines if "Error" in line), lines[-1])
+        reason = one_line(ValueError(message.split(". ")[0]))[:300]
         raise ValueError(f"{pickle}: damaged, or holds more than tensors ({reason}); find it as safetensors")

@@ -25,11 +25,11 @@ from heads.formats.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
 
-__all__ = ["flush", "last_good", "replacing"]  # beside its own, for those who write heads
+__all__ = ["flush", "last_good", "replacing"]  # re-exported for writers of heads
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# What a key says of a head that was saved before there was one.
+# The defaults of keys for heads saved before the key existed.
 EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
     "from_anchor": False, "rope_scaling": None, "mask_token": None,
@@ -38,7 +38,7 @@ EARLIER = {
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Which target a head belongs to. `name` is for people; the other fields must agree for a head to be loaded.
+    """The target that a head belongs to. `name` is for people; the other fields must agree for a head to be loaded.
 
     A fingerprint that begins with QUANTISED does not know the target's weights before they were quantised.
     """
@@ -112,7 +112,7 @@ def save_tree(folder: Path, tree: dict[str, Any]) -> None:
     path = last_good(folder) / CONFIG
     new = path.with_name(f".{CONFIG}.new")
     try:
-        new.unlink(missing_ok=True)  # one that was left, or a link that a folder from outside holds
+        new.unlink(missing_ok=True)  # one that was left, or a link in an untrusted folder
         with new.open("x", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=2) + "\n")
         flush(new)
@@ -140,7 +140,7 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
 
 
 def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> nn.Module:
-    """Load a head whose config.json is read already; whether it is one of this target is not looked at.
+    """Load a head whose config.json is read already; whether it belongs to this target is not checked.
 
     Raises:
         ValueError: it is damaged, or its tensors do not fit.
@@ -158,15 +158,15 @@ def fill(module: nn.Module, folder: Path) -> None:
     Raises:
         ValueError: they are damaged, or not those that the module has.
     """
-    own: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    check_fit(last_good(folder) / WEIGHTS, own, CONFIG)
+    parameters: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    check_fit(last_good(folder) / WEIGHTS, parameters, CONFIG)
     tensors = read_tensors(folder)
     for name, tensor in tensors.items():
-        own[name].data = own[name].data.to(tensor.dtype)
+        parameters[name].data = parameters[name].data.to(tensor.dtype)
     module.load_state_dict(tensors)
-    for part in module.modules():
-        if isinstance(part, DraftVocabulary):
-            part.check(str(folder))
+    for submodule in module.modules():
+        if isinstance(submodule, DraftVocabulary):
+            submodule.check(str(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any
 
     Args:
         folder: where.
-        kind: what it should hold, which is also what a run's folder calls it.
-        keys: what stands in it beside the format.
+        kind: its kind, which is also its name in a run's folder.
+        keys: its keys beside the format.
 
     Raises:
         ValueError: no such folder, nothing of the kind in it, or another content.
@@ -205,8 +205,8 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any
     if code := names_code(content):
         raise ValueError(f"{path}: names code to run by the key {code}, which is refused; remove the key")
     if not isinstance(content, dict) or set(content) != {"format", *keys}:
-        wanted = ", ".join(("format", *keys[:-1])) + " and " + keys[-1]
-        raise ValueError(f"{path}: not the config of kind {kind}, whose keys are {wanted}")
+        expected = ", ".join(("format", *keys[:-1])) + " and " + keys[-1]
+        raise ValueError(f"{path}: not the config of kind {kind}, whose keys are {expected}")
     if content["format"] != FORMAT:
         raise ValueError(
             f"{path}: format {shown(content['format'])} where this version reads {FORMAT}; update headstart"
@@ -249,19 +249,19 @@ def head_config(folder: Path, content: dict[str, Any]) -> Any:
         raise ValueError(f"{folder}/{CONFIG}: head.{error}") from None
 
 
-def assert_same_target(folder: Path, saved: TargetSpec, wanted: TargetSpec) -> None:
-    """Refuse what was made for another target; warn where quantised weights leave that open.
+def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> None:
+    """Refuse a head of another target; warn where quantised weights leave that open.
 
     Raises:
         ValueError: naming both targets and where they differ.
     """
     for field, what in MUST_AGREE.items():
-        theirs, ours = getattr(saved, field), getattr(wanted, field)
+        theirs, ours = getattr(saved, field), getattr(target, field)
         if theirs != ours and field == "fingerprint" and QUANTISED in (theirs + ours):
-            log.warning(UNSURE, folder, saved, wanted)
+            log.warning(UNSURE, folder, saved, target)
         elif theirs != ours:
             raise ValueError(
-                f"{folder}: made for another target, {saved}: its {what} is {theirs}, but that of {wanted} is {ours}; "
+                f"{folder}: made for another target, {saved}: its {what} is {theirs}, but that of {target} is {ours}; "
                 "choose the target that it was made for with model.path and model.adapter"
             )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from eval.report.breakdown import RUNGS, advice, closer, ladder, laddered
+from eval.report.breakdown import STAGES, advice, closer, speedup_breakdown, with_breakdowns
 
 # A plain step takes 10 ms, 9 of them the pass.
 PLAIN: dict[str, Any] = {
@@ -20,16 +20,16 @@ ROW = {
 
 
 def test_each_cost_has_its_rung() -> None:
-    found = ladder(ROW, PLAIN)
+    found = speedup_breakdown(ROW, PLAIN)
     assert found is not None
     expected = [3.0, 3 * 10 / 16, 3 * 10 / 19, 1.5]
-    assert list(found["rungs"]) == list(RUNGS)
+    assert list(found["rungs"]) == list(STAGES)
     assert list(found["rungs"].values()) == pytest.approx(expected)
     assert found["oracle"] == pytest.approx(3 * 10 / 11)
 
 
 def test_the_greatest_of_the_smaller_losses_is_named() -> None:
-    found = ladder(ROW, PLAIN)
+    found = speedup_breakdown(ROW, PLAIN)
     assert found is not None
     less = {
         "verification": 30 / 19.4,
@@ -40,7 +40,7 @@ def test_the_greatest_of_the_smaller_losses_is_named() -> None:
     assert found["less"] == pytest.approx(less)
     assert found["most"] == max(less, key=lambda key: less[key])
     slow = {**ROW, "tokens_per_second": 50.0, "speedup": 0.5, "seconds": {"draft": 4.3, "verify": 1.5, "other": 0.2}}
-    drafts = ladder(slow, PLAIN)
+    drafts = speedup_breakdown(slow, PLAIN)
     assert drafts is not None
     assert drafts["most"] == "draft"
     assert advice(drafts).startswith("a cheaper draft (0.5")
@@ -53,11 +53,13 @@ def test_fewer_rejections_mean_more_tokens() -> None:
 
 def test_rows_without_a_speedup_or_plain_decoding_beside_them_have_none() -> None:
     red, alone = {**ROW, "speedup": None}, {**ROW, "temperature": 1.0}
-    told = laddered([PLAIN, ROW, red, alone])
+    told = with_breakdowns([PLAIN, ROW, red, alone])
     assert [row["ladder"] is not None for row in told] == [False, True, False, False]
 
 
 def test_a_batch_is_compared_with_the_plain_decoding_of_that_batch() -> None:
     batched = {**PLAIN, "batch_size": 4, "tokens_per_second": 300.0}
-    (found,) = (row["ladder"] for row in laddered([PLAIN, batched, {**ROW, "batch_size": 4, "speedup": 0.5}])[2:])
+    (found,) = (
+        row["ladder"] for row in with_breakdowns([PLAIN, batched, {**ROW, "batch_size": 4, "speedup": 0.5}])[2:]
+    )
     assert found["rungs"]["overhead"] == pytest.approx(0.5)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.report import columns
-from eval.report.breakdown import ladder
+from eval.report.breakdown import speedup_breakdown
 from eval.report.page.build import headlines
 from eval.report.plots import results as plots
 from eval.report.view import results_of
@@ -17,9 +17,9 @@ from tests.eval.test_load import GREEN, RED, loaded
 def test_a_tile_says_that_its_ratio_is_one_of_latencies() -> None:
     gates = {"plain": GREEN, "eagle": GREEN}
     (slow,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict())
-    assert slow.unit == "plain decoding's mean latency over its own"
+    assert slow.unit == "the baseline's mean latency over its own"
     (closed,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict() | {"rows": rated(None)})
-    assert closed.unit == "times plain decoding"
+    assert closed.unit == "times the baseline"
     (red,) = headlines(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, loaded(RED)).as_dict())
     assert (red.speedup, red.unit) == ("withheld", "")
 
@@ -65,5 +65,5 @@ def test_the_plot_has_both_quantiles_at_every_rate() -> None:
 
 def test_there_is_no_ladder_of_latencies() -> None:
     plain, eagle = ({**vars(row)} for row in loaded(GREEN))
-    assert ladder(eagle, plain) is None
-    assert ladder({**eagle, "request_rate": None}, plain) is not None
+    assert speedup_breakdown(eagle, plain) is None
+    assert speedup_breakdown({**eagle, "request_rate": None}, plain) is not None

@@ -16,7 +16,7 @@ from eval.live.interleaved import Runs, rows
 from eval.measures.chi_square import LawTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate
 from eval.measures.results import Session
-from eval.report.breakdown import RUNGS
+from eval.report.breakdown import STAGES
 from eval.report.columns import flattened
 from eval.report.plots import results as plots
 from eval.report.plots import tree as tree_plot
@@ -146,7 +146,7 @@ def test_the_tables_hold_its_numbers(folder: Path, read: Reader) -> None:
     for row, line in zip(told, lines(read, "everything"), strict=True):
         assert {key: line[key] for key, _ in flattened(row)} == dict(flattened(row))
     for row, line in zip([row for row in told if row["ladder"]], lines(read, "why"), strict=True):
-        assert [line[f"ladder.rungs.{rung}"] for rung in RUNGS] == list(row["ladder"]["rungs"].values())
+        assert [line[f"ladder.rungs.{stage}"] for stage in STAGES] == list(row["ladder"]["rungs"].values())
 
 
 def test_markdown_has_the_ladder(folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_red_gate_stays_red_in_its_own_report_alone(two: list[str]) -> None:
 def test_differences_that_forbid_a_comparison_are_told(two: list[str]) -> None:
     made = side_by_side(two)
     own, device, settings, work = made.extras["warnings"]
-    assert "speedups are each over plain decoding of their own session" in own
+    assert "speedups are each over the baseline of their own session" in own
     assert device == (
         "they differ in the device: name (a CPU in one; a GPU in two), dtype (float32 in one; bfloat16 in two)"
     )

@@ -103,7 +103,7 @@ def test_the_winner_is_written_and_the_rest_of_the_config_stays(
     assert after == before
     assert (run / "head" / "model.safetensors").read_bytes() == weights
     assert sorted(path.name for path in (run / "head").iterdir()) == ["config.json", "model.safetensors"]
-    assert f"2.00 times plain decoding; written to {run / 'head'}" in capsys.readouterr().out.replace("\n", "")
+    assert f"2.00 times the baseline; written to {run / 'head'}" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: Path) -> None:
@@ -131,7 +131,7 @@ def test_where_speculation_loses_plain_decoding_is_recommended_and_nothing_writt
     faster(monkeypatch, lambda _: 2.0)
     before = (run / "head" / "config.json").read_bytes()
     assert tuned(configured(run, tuner=SMALL, prompts=1))
-    assert "no tree beats plain decoding" in capsys.readouterr().out.replace("\n", "")
+    assert "no tree beats the baseline" in capsys.readouterr().out.replace("\n", "")
     assert (run / "head" / "config.json").read_bytes() == before
     assert json.loads((run / "tune.json").read_text(encoding="utf-8"))["batches"][0]["best"] is None
 
@@ -208,7 +208,7 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_is_written
     assert {kind: each["measured"] for kind, each in told["stops_paying"].items()} == {"chain": 3, "tree": 3}
     out = capsys.readouterr().out
     assert "batch size 2:" in out
-    assert "batch size 3: no tree beats plain decoding" in out
+    assert "batch size 3: no tree beats the baseline" in out
     assert "batch size from which on a tree no longer pays: predicted" in out
 
 
@@ -264,9 +264,9 @@ def test_the_verdict_names_the_batch_size() -> None:
     ("predicted", "measured", "chosen", "said"),
     [
         (1.44, 0.99, "chain", "not chosen, predicted and measured more than 20% apart"),
-        (1.44, 1.19, "chain", "chain-4 is fastest of those predicted well, 1.10 times plain decoding; written; not"),
+        (1.44, 1.19, "chain", "chain-4 is fastest of those predicted well, 1.10 times the baseline; written; not"),
         (1.44, 1.90, "chain", "best_first (best_first-d5n9 1.44 / 1.90)"),
-        (1.44, 1.21, "best_first", "best_first-d5n9 is fastest, 1.21 times plain decoding; written"),
+        (1.44, 1.21, "best_first", "best_first-d5n9 is fastest, 1.21 times the baseline; written"),
     ],
 )
 def test_a_family_that_is_not_as_fast_as_predicted_is_named_and_not_chosen(
@@ -285,7 +285,7 @@ def test_a_family_that_is_not_as_fast_as_predicted_is_named_and_not_chosen(
 def test_where_no_prediction_held_nothing_is_chosen_and_the_verdict_does_not_say_that_none_is_faster() -> None:
     every = [candidate("best_first", "best_first", 2.0, 1.5)]
     assert fastest(every) is None
-    assert "no tree of those predicted well beats plain decoding (best of all: best_first" in conclude(1, every, "")
+    assert "no tree of those predicted well beats the baseline (best of all: best_first" in conclude(1, every, "")
 
 
 def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(

@@ -68,7 +68,7 @@ TRAINED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
     ),
     "random weights": (
         {}, {"tensors": turned("lm_head.weight", lambda w: w.flip(0))}, "acceptance", "next to nothing is accepted",
-        "mend what is wrong above",
+        "fix what is wrong above",
     ),
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ WEIGHTS = "^PUT /lfs/"
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take time, and their content does not matter here."""
-    monkeypatch.setattr(plots, "_picture", lambda parts: plots.Drawn("a plot", parts[0].caption.encode()))
+    monkeypatch.setattr(plots, "_picture", lambda parts: plots.Picture("a plot", parts[0].caption.encode()))
 
 
 def refusal(run: Path, hub: Hub, **changes: object) -> str:

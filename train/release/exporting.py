@@ -1,4 +1,4 @@
-"""A run's head in a foreign format: with its target's embedding and lm_head, which some formats hold a copy of."""
+"""Exporting a run's head to a foreign format, with the target's embedding and lm_head where the format copies them."""
 
 import logging
 import tempfile
@@ -27,7 +27,7 @@ def exported(head: Path, form: str | None, where: str | None, dtype: str, draft_
     Args:
         head: a head's folder.
         form: one of heads.formats.published.export.FORMATS.
-        where: the target's folder or Hub id, None for where the head says that it is.
+        where: the target's folder or Hub id, None for the one that the head names.
         dtype: of the exported tensors, a name in DTYPES.
         draft_tokens: a pass, where an engine takes that from the repository.
 
@@ -66,7 +66,7 @@ def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
 
 @torch.no_grad()
 def _assert_plain(embeddings: TargetEmbeddings, path: str) -> None:
-    """Check that embedding and lm_head are what their tables hold, for engines read the tables.
+    """Check that embedding and lm_head are plain table look-ups, for engines read the tables.
 
     Raises:
         ValueError: the embedding is scaled, or the logits have a bias or a cap.

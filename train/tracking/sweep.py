@@ -1,4 +1,4 @@
-"""The runs of a Hydra multirun: one table of what each cost and what it is worth, and the τ that is searched."""
+"""The runs of a Hydra multirun: one table of costs and results, and the τ that is optimised."""
 
 import json
 from collections.abc import Iterator
@@ -29,14 +29,14 @@ def sweeping() -> bool:
 
 
 def check(prompts: int, *, waits: bool) -> None:
-    """Refuse to search for the largest τ where no run tells one.
+    """Refuse to search for the largest τ where no run measures one.
 
     Args:
-        prompts: how many a run measures on.
+        prompts: the number that a run measures on.
         waits: whether this command sees the end of a run.
 
     Raises:
-        ValueError: it is so.
+        ValueError: no run measures τ, or this command does not see it.
     """
     if not sweeping() or "direction" not in HydraConfig.get().sweeper:
         return
@@ -75,7 +75,7 @@ def note(name: str, drafter: str, out: Path) -> None:
 
     Args:
         name: the run's.
-        drafter: what its report calls the head.
+        drafter: the name of the head in its report.
         out: the run's folder.
     """
     if not sweeping():
@@ -89,18 +89,18 @@ def note(name: str, drafter: str, out: Path) -> None:
 
 
 def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
-    """Return what a finished run cost and each of its own rows of the report that a clock measured."""
+    """Return the cost of a finished run with each of its timed rows of the report."""
     cost = json.loads((out / "training.json").read_text())
     report = read_report(out / "report.json")
-    live = [each for each in results_of(report) if each.row.get("tier", LIVE) == LIVE]
-    mine = [each for each in live if each.row["drafter"] == drafter and not each.row.get("category")]
-    return [{"name": name, "out": str(out), "cost": cost, "failed": each.failed, **each.row} for each in mine]
+    live = [result for result in results_of(report) if result.row.get("tier", LIVE) == LIVE]
+    mine = [result for result in live if result.row["drafter"] == drafter and not result.row.get("category")]
+    return [{"name": name, "out": str(out), "cost": cost, "failed": result.failed, **result.row} for result in mine]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return the table for the terminal."""
-    found = [replace(each, failed=each.failed or each.row.get("failed", False)) for each in results_of({"rows": rows})]
-    measured = results(found, SWEEP)
+    overall = results_of({"rows": rows})
+    measured = results([replace(one, failed=one.failed or one.row.get("failed", False)) for one in overall], SWEEP)
     body = [[*_cost(row), *cells] for row, cells in zip(rows, texts(measured), strict=True)]
     return rich_table("the runs of this multirun", [*COST, *titles(measured)], body)
 

@@ -1,7 +1,7 @@
-"""The page: what report.json says, in sections with their plots and tables, filled into the template beside this file.
+"""Rendering report.json as one HTML page: sections with plots and tables, filled into the template beside this file.
 
 It loads nothing from anywhere: styles, scripts and the plotting library (Vega-Lite, from the vl-convert-python package)
-stand inside, and its content security policy forbids the rest. Names and texts from outside are escaped by the
+are inlined, and its content security policy forbids the rest. Untrusted names and texts are escaped by the
 template, and in the script's data by `inert`.
 """
 
@@ -37,7 +37,7 @@ class RenderError(Exception):
 
 @dataclass(frozen=True)
 class Headline:
-    """What the page says first of a row."""
+    """The headline of a row on the page."""
 
     name: str
     speedup: str
@@ -78,8 +78,8 @@ def page(report: Record, failures: Sequence[str]) -> str:
         answers=report.get("answers", []),
         sources=SOURCES,
         facts={name: dict(flattened(values)) for name, values in facts.items()},
-        style=part("page.css"),
-        script=part("page.js"),
+        style=page_file("page.css"),
+        script=page_file("page.js"),
         library=library(),
         report=inert(report),
         specs=inert(specs),
@@ -105,8 +105,8 @@ def _headline(result: Result, failed: bool) -> Headline:
 
 
 def unit(row: Record) -> str:
-    """Return what a row's speedup counts: under a rate of requests it is no ratio of speeds."""
-    return "times plain decoding" if row.get("request_rate") is None else "plain decoding's mean latency over its own"
+    """Return the unit of a row's speedup: under a rate of requests it is no ratio of speeds."""
+    return "times the baseline" if row.get("request_rate") is None else "the baseline's mean latency over its own"
 
 
 def speed(row: Record) -> str:
@@ -115,7 +115,7 @@ def speed(row: Record) -> str:
 
 
 def unfailed(report: Record) -> str:
-    """Return what a tile says of a drafter that failed no check."""
+    """Return the status of a drafter that failed no check."""
     if report["settings"].get("gate"):
         return "lossless, by the check below"
     decoded = any(row["tier"] == LIVE for row in report["rows"])
@@ -128,19 +128,19 @@ def inert(value: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def part(name: str) -> Markup:
+def page_file(name: str) -> Markup:
     """Return a file that is put into the page as it is."""
     return Markup((HERE / name).read_text(encoding="utf-8"))
 
 
 @lru_cache
 def library() -> Markup:
-    """Return Vega, Vega-Lite and Vega-Embed as one script, which a process of its own bundles.
+    """Return Vega, Vega-Lite and Vega-Embed as one script, bundled in a child process.
 
-    V8, by which vl-convert does it, ends its process where it gets no address space, tens of gigabytes of it.
+    vl-convert bundles with V8, which ends its process without tens of gigabytes of address space.
 
     Raises:
-        RenderError: it has ended so.
+        RenderError: the child process failed.
     """
     process = subprocess.run([sys.executable, "-c", BUNDLE], cwd=HERE.anchor, capture_output=True, check=False)
     if process.returncode:

@@ -5,19 +5,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.measures.results import LIVE
-from eval.report.breakdown import COSTS, PLAIN, RUNGS
-from eval.report.columns import MARKS
+from eval.report.breakdown import COSTS, PLAIN, STAGES
+from eval.report.columns import PERCENTILES
 from eval.report.view import Record, results_of
 
 Spec = dict[str, Any]
 Records = list[dict[str, Any]]
 
-VARYING = ("report", "workload", "category", "temperature", "batch_size", "request_rate")  # what tells sessions apart
+VARYING = (
+    "report",
+    "workload",
+    "category",
+    "temperature",
+    "batch_size",
+    "request_rate",
+)  # values that distinguish sessions
 BAR = 26  # pixels of a horizontal bar, with its gap
 TALL = 260
 KINDS = {"N": "nominal", "O": "ordinal", "Q": "quantitative"}
 LOG = {"type": "log", "base": 2}
-SHARE = {"domain": [0, 1]}
+UNIT = {"domain": [0, 1]}
 LINE = {"type": "line", "point": {"size": 60}}
 
 
@@ -41,20 +48,20 @@ def plot(caption: str, data: Records, layers: Sequence[Spec], height: int = TALL
     return Plot(caption, spec)
 
 
-def layer(mark: str | Spec, **encoding: Any) -> Spec:
-    """Return a layer of marks of a type, or with further properties."""
-    return {"mark": {"type": mark} if isinstance(mark, str) else mark, "encoding": encoding}
+def layer(type_: str | Spec, **encoding: Any) -> Spec:
+    """Return a layer of a Vega-Lite type, or of one with further properties."""
+    return {"mark": {"type": type_} if isinstance(type_, str) else type_, "encoding": encoding}
 
 
 def reference(axis_name: str) -> Spec:
-    """Return the dashed line at 1, where plain decoding is on an axis."""
+    """Return the dashed line at 1, where the baseline is on an axis."""
     return layer({"type": "rule", "strokeDash": [4, 4], "opacity": 0.6}, **{axis_name: {"datum": 1}})
 
 
 def axis(field: str, title: str | None, kind: str = "quantitative", **more: Any) -> Spec:
     """Return an axis of numbers, or of names in the rows' order."""
-    own = {"field": field, "type": kind, "title": title}
-    return {**own, **({"sort": None} if kind == "nominal" else {}), **more}
+    encoding = {"field": field, "type": kind, "title": title}
+    return {**encoding, **({"sort": None} if kind == "nominal" else {}), **more}
 
 
 def whole(last: int, first: int = 1) -> Spec:
@@ -68,20 +75,20 @@ def colour(field: str = "name", **more: Any) -> Spec:
 
 
 def tooltip(*fields: str) -> list[Spec]:
-    """Return what a tooltip shows, of fields such as `name:N`, `share:Q .3f` and `share:Q .3f title`."""
-    made = []
+    """Return the encodings of a tooltip, from fields such as `name:N`, `share:Q .3f` and `share:Q .3f title`."""
+    encodings = []
     for text in fields:
         field, how = text.split(":", maxsplit=1)
         kind, *more = how.split(" ", maxsplit=2)
         given = {key: value for key, value in zip(("format", "title"), more, strict=False) if value}
-        made.append({"field": field, "type": KINDS[kind], **given})
-    return made
+        encodings.append({"field": field, "type": KINDS[kind], **given})
+    return encodings
 
 
 def bar(along: str, axes: Spec, **more: Any) -> Spec:
     """Return a layer of intervals from the field `low` to `high`, along one of the axes."""
-    ends = {along: {**axes[along], "field": "low"}, f"{along}2": {"field": "high"}}
-    return layer({"type": "rule", "strokeWidth": 3, **more}, **{**axes, **ends})
+    encoding = {along: {**axes[along], "field": "low"}, f"{along}2": {"field": "high"}}
+    return layer({"type": "rule", "strokeWidth": 3, **more}, **{**axes, **encoding})
 
 
 def with_intervals(report: Record, key: str, title: str) -> Plot | None:
@@ -101,38 +108,38 @@ def with_intervals(report: Record, key: str, title: str) -> Plot | None:
     tip = tooltip("name:N", "value:Q .3f", "low:Q .3f", "high:Q .3f")
     point = {"type": "point", "filled": True, "size": 90, "opacity": 1}
     layers = [reference("x"), bar("x", axes), layer(point, **axes, tooltip=tip)]
-    caption = f"Each row's {title} with its 95% interval; the dashed line is plain decoding"
+    caption = f"Each row's {title} with its 95% interval; the dashed line is the baseline"
     return plot(caption, data, layers, bars(data))
 
 
 def named(report: Record) -> Iterator[tuple[str, Record]]:
     """Yield each row with its name, those that failed a check left out: a plot cannot grey out a claim."""
-    return ((each.name, each.row) for each in results_of(report) if not each.failed)
+    return ((result.name, result.row) for result in results_of(report) if not result.failed)
 
 
 def clocked(report: Record) -> Record:
     """Return a report with its rows of the live tier alone; where it was not asked for, with all."""
-    return {**report, "rows": [each.row for each in results_of(report) if each.clocked]}
+    return {**report, "rows": [result.row for result in results_of(report) if result.clocked]}
 
 
 def bars(data: Records) -> int:
     """Return the height of a plot with a bar a name."""
-    return BAR * len({each["name"] for each in data})
+    return BAR * len({record["name"] for record in data})
 
 
 def acceptance(report: Record) -> Plot | None:
     """Return P(a >= d) by depth."""
     data = [
-        {"name": each.name, "depth": depth, "share": share, "after": each.row["conditional_by_depth"][depth - 1]}
-        for each in results_of(clocked(report))
-        for depth, share in enumerate(each.row["accepted_by_depth"], 1)
+        {"name": record.name, "depth": depth, "share": fraction, "after": record.row["conditional_by_depth"][depth - 1]}
+        for record in results_of(clocked(report))
+        for depth, fraction in enumerate(record.row["accepted_by_depth"], 1)
     ]
     if not data:
         return None
     line = layer(
         LINE,
-        x=axis("depth", "depth d", axis=whole(max(each["depth"] for each in data))),
-        y=axis("share", "P(a ≥ d)", scale=SHARE),
+        x=axis("depth", "depth d", axis=whole(max(record["depth"] for record in data))),
+        y=axis("share", "P(a ≥ d)", scale=UNIT),
         color=colour(),
         tooltip=tooltip("name:N", "depth:Q", "share:Q .3f P(a ≥ d)", "after:Q .3f P(a ≥ d | a ≥ d - 1)"),
     )
@@ -153,14 +160,14 @@ def against(report: Record, key: str, title: str) -> Plot | None:
         return None
     scale = {"nice": False, "padding": 12, **(LOG if key != "temperature" else {})}
     axes = {
-        "x": axis("x", title, axis={"values": sorted({each["x"] for each in data}), "format": "~g"}, scale=scale),
+        "x": axis("x", title, axis={"values": sorted({record["x"] for record in data}), "format": "~g"}, scale=scale),
         "y": axis("speedup", "speedup", scale={"zero": True}),
         "color": colour(),
     }
     tip = tooltip("name:N", f"x:Q  {title}", "speedup:Q .3f", "low:Q .3f", "high:Q .3f")
     layers = [reference("y"), bar("y", axes, opacity=0.5), layer(LINE, **axes, tooltip=tip)]
     what = "Speedup, one of mean latencies," if key == "request_rate" else "Speedup"
-    return plot(f"{what} against the {title}, with 95% intervals; the dashed line is plain decoding", data, layers)
+    return plot(f"{what} against the {title}, with 95% intervals; the dashed line is the baseline", data, layers)
 
 
 def lines(report: Record, key: str) -> Iterator[tuple[str, Record]]:
@@ -182,11 +189,16 @@ def lines(report: Record, key: str) -> Iterator[tuple[str, Record]]:
 def latencies(report: Record) -> Plot | None:
     """Return the median and the 95th percentile of the latency against the rate, where there are several."""
     data: Records = [
-        {"name": name, "rate": row["request_rate"], "mark": mark, "latency": row["by_request"]["latency_s"][mark]}
+        {
+            "name": name,
+            "rate": row["request_rate"],
+            "mark": percentile,
+            "latency": row["by_request"]["latency_s"][percentile],
+        }
         for name, row in lines(report, "request_rate")
-        for mark in MARKS
+        for percentile in PERCENTILES
     ]
-    rates = sorted({each["rate"] for each in data})
+    rates = sorted({record["rate"] for record in data})
     if len(rates) < 2:
         return None
     line = layer(
@@ -204,10 +216,15 @@ def latencies(report: Record) -> Plot | None:
 def time_split(report: Record) -> Plot | None:
     """Return the milliseconds of a step by part."""
     data = [
-        {"name": each.name, "part": part, "order": order, "ms": 1000 * each.row["seconds"][part] / each.row["steps"]}
-        for each in results_of(report)
-        for order, part in enumerate(("verify", "draft", "other"))
-        if each.row["steps"] and each.row["tier"] == LIVE
+        {
+            "name": result.name,
+            "part": name,
+            "order": order,
+            "ms": 1000 * result.row["seconds"][name] / result.row["steps"],
+        }
+        for result in results_of(report)
+        for order, name in enumerate(("verify", "draft", "other"))
+        if result.row["steps"] and result.row["tier"] == LIVE
     ]
     if not data:
         return None
@@ -223,12 +240,12 @@ def time_split(report: Record) -> Plot | None:
     return plot(caption, data, [stacked], bars(data))
 
 
-def ladder(report: Record) -> Plot | None:
-    """Return for each row a bar as long as τ: the speedup, and what each cost took of the rest."""
+def breakdown(report: Record) -> Plot | None:
+    """Return a bar as long as τ for each row: the speedup, and the loss to each cost."""
     data: Records = []
     for name, row in named(report):
         if row.get("ladder") is not None:
-            left = [row["ladder"]["rungs"][rung] for rung in RUNGS]
+            left = [row["ladder"]["rungs"][stage] for stage in STAGES]
             data.append({"name": name, "part": "speedup", "low": 0, "high": left[-1], "size": left[-1]})
             for cost, high, low in reversed(list(zip(COSTS, left, left[1:], strict=False))):
                 data.append({"name": name, "part": f"lost to {cost}", "low": low, "high": high, "size": high - low})
@@ -238,7 +255,7 @@ def ladder(report: Record) -> Plot | None:
     stacked = layer(
         "bar",
         y=axis("name", None, "nominal"),
-        x=axis("low", "times plain decoding; the whole bar is τ"),
+        x=axis("low", "times the baseline; the whole bar is τ"),
         x2={"field": "high"},
         color=colour("part", scale={"domain": order}),
         tooltip=tooltip("name:N", "part:N", "size:Q .3f"),
@@ -249,20 +266,20 @@ def ladder(report: Record) -> Plot | None:
 def training(report: Record) -> list[Plot]:
     """Return the curves of the heads' training: the loss, the accuracy by depth, and τ with its interval."""
     curves = report.get("training", {})
-    steps = [(name, step) for name, found in curves.items() for step in found["steps"]]
+    steps = [(name, step) for name, curve in curves.items() for step in curve["steps"]]
     loss = [{"name": name, "step": step["step"], "loss": step["loss"]} for name, step in steps]
     accuracy = [
-        {"name": f"{name}, depth {d}" if len(curves) > 1 else f"depth {d}", "step": step["step"], "share": share}
+        {"name": f"{name}, depth {d}" if len(curves) > 1 else f"depth {d}", "step": step["step"], "share": fraction}
         for name, step in steps
-        for d, share in enumerate(step["accuracy"], 1)
+        for d, fraction in enumerate(step["accuracy"], 1)
     ]
-    taus = [{"name": name, **each} for name, found in curves.items() for each in found["tau"]]
+    taus = [{"name": name, **record} for name, curve in curves.items() for record in curve["tau"]]
     axes = {"x": axis("step", "step"), "y": axis("tau", "τ", scale={"zero": False}), "color": colour()}
-    made = {
+    plots_by_caption = {
         "Training loss, means over stretches of steps": (loss, [over_steps("line", "loss", "loss")]),
         "Accuracy of the drafts in training, by depth": (
             accuracy,
-            [over_steps("line", "share", "accuracy", scale=SHARE)],
+            [over_steps("line", "share", "accuracy", scale=UNIT)],
         ),
         "τ by the verifier while the head was trained, with its 95% interval": (
             taus,
@@ -272,10 +289,10 @@ def training(report: Record) -> list[Plot]:
             ],
         ),
     }
-    return [plot(caption, data, layers) for caption, (data, layers) in made.items() if data]
+    return [plot(caption, data, layers) for caption, (data, layers) in plots_by_caption.items() if data]
 
 
-def over_steps(mark: str | Spec, field: str, title: str, **more: Any) -> Spec:
+def over_steps(type_: str | Spec, field: str, title: str, **more: Any) -> Spec:
     """Return a line over the training steps."""
     tip = tooltip("name:N", "step:Q", f"{field}:Q .3f")
-    return layer(mark, x=axis("step", "step"), y=axis(field, title, **more), color=colour(), tooltip=tip)
+    return layer(type_, x=axis("step", "step"), y=axis(field, title, **more), color=colour(), tooltip=tip)

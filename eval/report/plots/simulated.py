@@ -3,7 +3,7 @@
 from eval.report.plots.results import (
     LINE,
     LOG,
-    SHARE,
+    UNIT,
     Plot,
     Records,
     axis,
@@ -19,10 +19,10 @@ from eval.report.view import Record
 
 def trees(report: Record) -> list[Plot]:
     """Return τ and the predicted speedup of every tree against the nodes that it drafts: the view at equal budget."""
-    made = []
-    for name, found in report.get("other_trees", {}).items():
+    plots = []
+    for name, record in report.get("other_trees", {}).items():
         for key, title in (("tau", "τ"), ("speedup", "predicted speedup")):
-            data: Records = [dict(each) for each in found["trees"] if each[key] is not None]
+            data: Records = [dict(tree) for tree in record["trees"] if tree[key] is not None]
             dots = layer(
                 {"type": "point", "size": 45},
                 x=axis("nodes", "drafted nodes a step"),
@@ -32,8 +32,8 @@ def trees(report: Record) -> list[Plot]:
                 tooltip=tooltip("family:N", "tree:N", "nodes:Q .2f", "tau:Q .2f", "speedup:Q .2f"),
             )
             if data:
-                made.append(plot(f"{name}: {title} of every tree by the nodes it drafts", data, [dots]))
-    return made
+                plots.append(plot(f"{name}: {title} of every tree by the nodes it drafts", data, [dots]))
+    return plots
 
 
 def loads(report: Record) -> list[Plot]:
@@ -41,16 +41,16 @@ def loads(report: Record) -> list[Plot]:
     data: Records = [
         {
             "name": f"{name}, {called}",
-            "batch": each["batch_size"],
-            "tree": "" if who == "own" else each["tree"],
-            "speedup": each[who],
+            "batch": prediction["batch_size"],
+            "tree": "" if who == "own" else prediction["tree"],
+            "speedup": prediction[who],
         }
-        for name, found in report.get("other_trees", {}).items()
-        for each in found.get("loads", [])
+        for name, record in report.get("other_trees", {}).items()
+        for prediction in record.get("loads", [])
         for who, called in (("own", "its own tree"), ("best", "best tree"))
-        if each[who] is not None
+        if prediction[who] is not None
     ]
-    sizes = sorted({each["batch"] for each in data})
+    sizes = sorted({prediction["batch"] for prediction in data})
     if len(sizes) < 2:
         return []
     line = layer(
@@ -66,36 +66,36 @@ def loads(report: Record) -> list[Plot]:
 
 def along(report: Record) -> list[Plot]:
     """Return acceptance by depth and rank of each head, and n-alpha with P(a >= k) of chains after every token."""
-    found = report.get("teacher_forced", {})
+    records = report.get("teacher_forced", {})
     curves: Records = [
-        {"name": f"{name}, {called}", "depth": depth, "share": share}
-        for name, each in found.items()
+        {"name": f"{name}, {called}", "depth": depth, "share": fraction}
+        for name, record in records.items()
         for called, key in (("n-alpha", "n_alpha"), ("P(a≥k)", "at_every_token"))
-        for depth, share in enumerate(each[key], 1)
+        for depth, fraction in enumerate(record[key], 1)
     ]
-    made = [_heat(name, each) for name, each in found.items()]
+    plots = [_heat(name, record) for name, record in records.items()]
     if curves:
         line = layer(
             LINE,
-            x=axis("depth", "depth", axis=whole(max(each["depth"] for each in curves))),
-            y=axis("share", "share", scale=SHARE),
+            x=axis("depth", "depth", axis=whole(max(record["depth"] for record in curves))),
+            y=axis("share", "share", scale=UNIT),
             color=colour(),
             tooltip=tooltip("name:N", "depth:Q", "share:Q .3f"),
         )
-        made.append(plot("n-alpha by depth n + 1, and P(a≥k) of a chain after every token", curves, [line]))
-    return made
+        plots.append(plot("n-alpha by depth n + 1, and P(a≥k) of a chain after every token", curves, [line]))
+    return plots
 
 
-def _heat(name: str, found: Record) -> Plot:
+def _heat(name: str, record: Record) -> Plot:
     """Return the share of tokens by depth and rank as squares with their numbers."""
     cells: Records = [
-        {"depth": depth, "rank": rank, "share": share}
-        for depth, row in enumerate(found["rank"], 1)
-        for rank, share in enumerate(row, 1)
+        {"depth": depth, "rank": rank, "share": fraction}
+        for depth, row in enumerate(record["rank"], 1)
+        for rank, fraction in enumerate(row, 1)
     ]
     x, y = ({"field": field, "type": "ordinal", "axis": {"labelAngle": 0}} for field in ("rank", "depth"))
-    shade = {"field": "share", "type": "quantitative", "scale": {**SHARE, "range": [0, 0.8]}, "legend": None}
+    shade = {"field": "share", "type": "quantitative", "scale": {**UNIT, "range": [0, 0.8]}, "legend": None}
     square = layer("rect", x=x, y=y, opacity=shade, tooltip=tooltip("depth:O", "rank:O", "share:Q .3f"))
     number = layer({"type": "text", "fontSize": 10}, x=x, y=y, text=tooltip("share:Q .2f")[0])
     caption = f"{name}: the share of the text's tokens by depth and rank of the guess"
-    return plot(caption, cells, [square, number], 30 * len(found["rank"]))
+    return plot(caption, cells, [square, number], 30 * len(record["rank"]))

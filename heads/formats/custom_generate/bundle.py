@@ -1,6 +1,6 @@
 """The folder that transformers runs a head from: headstart's own modules, cut down to what the head uses.
 
-transformers copies the entry and the files beside it that relative imports name, so the folder is flat and every import
+transformers takes the entry and the files beside it that relative imports name, so the folder is flat and every import
 of ours becomes one of a sibling. Of a module stay the statements that the entry leads to, as they stand in the source.
 Annotations are not evaluated there: jaxtyping's shapes stay readable and need no jaxtyping.
 """
@@ -61,19 +61,19 @@ def _tables(kind: str) -> dict[str, str]:
 
 
 class Imported(NamedTuple):
-    """What a name stands for that a module imports: a name in another module of ours, None for that module itself."""
+    """The origin of an imported name: a name in another module of ours, None for that module itself."""
 
     module: str
     name: str | None
 
 
 class Module:
-    """A module of ours, and which of its statements and of its imports are used."""
+    """A module of ours, with its used statements and imports."""
 
     def __init__(self, name: str, source: str, path: str) -> None:
         self.name, self.path, self.lines = name, path, source.splitlines()
         self.tree = ast.parse(source)
-        self.kept: set[ast.stmt] = set()
+        self.used_statements: set[ast.stmt] = set()
         self.used: set[str] = set()  # names that are imported
         self.members: dict[str, set[str]] = defaultdict(set)  # of modules that are imported, by their names here
         self.bound = {name: statement for statement in self.tree.body for name in _bound(statement)}
@@ -84,7 +84,7 @@ class Module:
         return isinstance(statement, ast.ImportFrom) and str(statement.module).partition(".")[0] in LIBRARIES
 
     def imported(self, name: str) -> Imported | None:
-        """Return what a name that is imported from a module of ours stands for."""
+        """Return the origin of a name that is imported from a module of ours."""
         statement = self.bound[name]
         if isinstance(statement, ast.Import):
             assert not any(_ours(self.name, alias.name) for alias in statement.names)
@@ -108,7 +108,7 @@ def _ours(name: str, other: str) -> bool:
 
 
 def _collected(entry: str, name: str, tables: dict[str, str]) -> dict[str, Module]:
-    """Return the modules that a name leads to, what is used of each marked."""
+    """Return the modules that a name leads to, with their used statements recorded."""
     modules: dict[str, Module] = {}
     waiting, seen = [(entry, name)], set[tuple[str, str]]()
     while waiting:
@@ -124,15 +124,15 @@ def _collected(entry: str, name: str, tables: dict[str, str]) -> dict[str, Modul
 
 
 def _led_to(module: Module, name: str) -> Iterator[tuple[str, str]]:
-    """Keep what a name of a module stands for; yield what that needs in turn."""
+    """Keep the statement that binds a name; yield the names that it needs in turn."""
     statement = module.bound[name]
     if isinstance(statement, ast.Import | ast.ImportFrom):
         module.used.add(name)
         origin = module.imported(name)
         if origin and origin.name:
             yield origin.module, origin.name
-    elif statement not in module.kept:
-        module.kept.add(statement)
+    elif statement not in module.used_statements:
+        module.used_statements.add(statement)
         for node in _run(statement):
             if isinstance(node, ast.Name) and node.id in module.bound:
                 yield module.name, node.id
@@ -161,9 +161,9 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for field, value in ast.iter_fields(node):
         if field not in ("annotation", "returns"):
-            for part in value if isinstance(value, list) else [value]:
-                if isinstance(part, ast.AST):
-                    yield from _run(part)
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _run(child)
 
 
 def _bound(statement: ast.stmt) -> list[str]:
@@ -193,13 +193,13 @@ def _written(module: Module, names: dict[str, str]) -> str:
         lines = list(_import(module, statement, names))
         apart = lines and imports and not module.lines[statement.lineno - 2]
         imports += ["", *lines] if apart else lines
-    body = [line for statement in rest if statement in module.kept for line in _statement(module, statement)]
+    body = [line for statement in rest if statement in module.used_statements for line in _statement(module, statement)]
     note = f"# From {module.path} of headstart {_version()}, Apache-2.0: what of it a head drafts with."
     return "\n".join([note, "", *doc, "", "from __future__ import annotations", "", *imports, *body]) + "\n"
 
 
 def _import(module: Module, statement: ast.stmt, names: dict[str, str]) -> Iterator[str]:
-    """Yield what stays of an import: names that are used, from files beside this one where they are ours."""
+    """Yield the kept part of an import: names that are used, from files beside this one where they are ours."""
     if not isinstance(statement, ast.Import | ast.ImportFrom):
         return
     near, far = [], []

@@ -29,7 +29,7 @@ SHARED = (
 
 
 class Settings(NamedTuple):
-    """What `generate` has prepared, how many tokens are drafted at once, and what is kept of every token."""
+    """The settings that `generate` has prepared, the number of tokens drafted at once, and the outputs to record."""
 
     processors: Any  # a LogitsProcessorList, which is annotated for types that torch does not make
     criteria: StoppingCriteriaList
@@ -84,8 +84,8 @@ class Sequence:
             return scores.argmax(keepdim=True)
         p = scores.softmax(-1)
         if drafted is not None and q is not None:
-            p, kept = verified(p, q.to(p.device), int(drafted))
-            if kept:
+            p, accepted = verified(p, q.to(p.device), int(drafted))
+            if accepted:
                 return drafted.to(p.device)
         return torch.multinomial(p, 1)
 
@@ -133,7 +133,7 @@ def decode(target: Target, drafts: Drafts, embeddings: Embeddings, prompt: Tenso
             stands = sequence.add(out.logits[i], guesses[i] if here else None, probs[i] if here else None)
             i += 1
         passes, verified_tokens = passes + 1, verified_tokens + i
-        target.drop(len(guesses) + 1 - i)
+        target.crop(len(guesses) + 1 - i)
         seen, token = out.rows(i), _from(sequence, begun, prompt)
     return Written(sequence.ids, passes, verified_tokens, sequence.scores, sequence.logits)
 

@@ -28,7 +28,7 @@ ELSE = "does not go with this custom_generate, which continues text by a draft h
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `return_dict_in_generate=True` gives: besides the sequences, passes that verified drafts, and their tokens.
+    """The output of `return_dict_in_generate=True`: sequences, passes that verified drafts, and their tokens.
 
     A pass gives the drafted tokens that stood and one more. The first token, which the prompt's own pass gives, is not
     counted.
@@ -102,7 +102,7 @@ def generate(
 
 
 def _named() -> str:
-    """Return what the call of generate named: transformers hands the name to nobody, and copies the code elsewhere."""
+    """Return the name in the call of generate: transformers hands the name to nobody, and copies the code elsewhere."""
     named = sys._getframe(2).f_locals.get("custom_generate")
     if not isinstance(named, str):
         raise ValueError("which head is meant is not known here: give generate the argument head=FOLDER_OR_REPOSITORY")

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from heads.base import Features, LayerShape
 
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of which a cache can forget its last rows
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of which a cache can be cropped
 
 
 class Seen(NamedTuple):
@@ -24,7 +24,7 @@ class Seen(NamedTuple):
 
     def rows(self, count: int) -> "Seen":
         """Return the first rows."""
-        return Seen(Features(*(part[:, :count] for part in self.features)), self.logits[:count])
+        return Seen(Features(*(tensor[:, :count] for tensor in self.features)), self.logits[:count])
 
 
 class Embeddings:
@@ -126,8 +126,8 @@ class Target:
         features = Features(token[None], hidden[None], last[None], torch.zeros_like(token)[None])
         return Seen(features, out.logits[0, -scored:])
 
-    def drop(self, count: int) -> None:
-        """Take the last rows out of the cache."""
+    def crop(self, count: int) -> None:
+        """Crop the last rows from the cache."""
         if count > 0:
             self.cache.crop(-count)  # how many go, and not how many stay, in every version of transformers
 

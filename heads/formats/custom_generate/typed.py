@@ -10,12 +10,12 @@ def typed(schema: Any, values: Any) -> Any:
     Raises:
         ValueError: no mapping, or a key that is unknown or missing.
     """
-    known = {field.name: field for field in fields(schema)}
+    valid = {field.name: field for field in fields(schema)}
     if not isinstance(values, dict):
-        raise ValueError(f"{schema.__name__} is {values!r}, expected a mapping with the keys {', '.join(known)}")
-    if unknown := sorted(values.keys() - known.keys()):
-        raise ValueError(f"{unknown[0]} is not a known key; valid keys: {', '.join(known)}")
-    missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
+        raise ValueError(f"{schema.__name__} is {values!r}, expected a mapping with the keys {', '.join(valid)}")
+    if unknown := sorted(values.keys() - valid.keys()):
+        raise ValueError(f"{unknown[0]} is not a known key; valid keys: {', '.join(valid)}")
+    missing = [name for name, field in valid.items() if field.default is MISSING and name not in values]
     if missing:
-        raise ValueError(f"{missing[0]} is missing; valid keys: {', '.join(known)}")
+        raise ValueError(f"{missing[0]} is missing; valid keys: {', '.join(valid)}")
     return schema(**values)

@@ -3,14 +3,14 @@
 A format is recognised by the names of its tensors.
 
 A head that is loaded is one of `heads.HEADS` like any other: it can be measured, trained further and saved as our own.
-Every tensor has a place or is refused by name; counts come from names and shapes, for config files are often wrong.
+Every tensor is mapped or refused by name; counts come from names and shapes, for config files are often wrong.
 
 files.py      their files, and the tensors in them
-plan.py       a format's reading to a head, every tensor in its place
+plan.py       assembles a head, every tensor mapped
 decoder.py    the numbers of a decoder layer
 export.py     heads written in a format
-exporting.py  a head on its way there, and what formats share
-written.py    the exported folder: checked as it lies on disk, then put in place
+exporting.py  the head to export, and code that formats share
+written.py    the exported folder: checked on disk, then moved to its path
 eagle.py      EAGLE-1/2 and HASS: vLLM, SGLang, the authors
 eagle3.py     EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
 medusa.py     Medusa: vLLM up to 0.32, the authors

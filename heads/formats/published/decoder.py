@@ -1,4 +1,4 @@
-"""The numbers of a Llama-like decoder layer, from the shapes of its tensors and what only config.json can say."""
+"""The numbers of a Llama-like decoder layer, from the shapes of its tensors and the keys that only config.json has."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from heads.base import Embeddings
 from heads.formats.published.plan import Source
 from heads.modules.rope import SCALINGS, scaling_of
 
-# What transformers takes where a Llama's config.json is silent; published heads are, and run on these.
+# The defaults of transformers for a Llama's config.json; published heads are, and run on these.
 THETA, EPS = 10000.0, 1e-6
 ACTIVATIONS = (None, "silu", "swish")
 
 
 def decoder(source: Source, layer: str, embeddings: Embeddings) -> dict[str, Any]:
-    """Return what a head's configuration says of its decoder layers.
+    """Return the numbers of the decoder layers for a head's configuration.
 
     Args:
         source: the folder.
@@ -33,16 +33,16 @@ def decoder(source: Source, layer: str, embeddings: Embeddings) -> dict[str, Any
     )
     if not width or rows % width or kv_rows % width or (rows // width) % (kv_rows // width or 1):
         raise source.error(f"{layer}self_attn.q_proj.weight has {rows} rows, k_proj {kv_rows}: no heads of {width}")
-    found = {
+    sizes = {
         "num_heads": rows // width,
         "num_kv_heads": kv_rows // width,
         "head_dim": width,
         "intermediate_size": len(source.tensor(f"{layer}mlp.gate_proj.weight")),
     }
-    source.settle("num_attention_heads", found["num_heads"])
-    source.settle("num_key_value_heads", found["num_kv_heads"])
-    source.settle("intermediate_size", found["intermediate_size"])
-    return {**found, "length": None, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
+    source.compare("num_attention_heads", sizes["num_heads"])
+    source.compare("num_key_value_heads", sizes["num_kv_heads"])
+    source.compare("intermediate_size", sizes["intermediate_size"])
+    return {**sizes, "length": None, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
 
 
 def _rope(source: Source) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _rope(source: Source) -> dict[str, Any]:
 
 
 def _check_options(source: Source, layer: str) -> None:
-    """Refuse what the shared decoder layer lacks."""
+    """Refuse options that the shared decoder layer lacks."""
     config = source.config
     for name in sorted(source.tensors):
         if name.startswith(layer) and name.endswith("_proj.bias"):

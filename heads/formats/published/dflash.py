@@ -37,56 +37,56 @@ def matches(names: Set[str]) -> bool:
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
-    """Return where each tensor goes."""
-    told = source.config | (source.config.get("dflash_config") or {})
+    """Return the plan that maps the tensors."""
+    options = source.config | (source.config.get("dflash_config") or {})
     check_width(source, "fc.weight", embeddings)
-    if told.get("markov_head_type") not in (None, "vanilla"):
-        raise source.refusal(f"markov_head_type={told['markov_head_type']}")
-    if told.get("use_swa"):
+    if options.get("markov_head_type") not in (None, "vanilla"):
+        raise source.refusal(f"markov_head_type={options['markov_head_type']}")
+    if options.get("use_swa"):
         raise source.refusal("a sliding window (use_swa)")
-    if not isinstance(told.get("block_size"), int):
+    if not isinstance(options.get("block_size"), int):
         raise source.error("config.json does not say block_size; download it again")
     ids = drafted_by_offsets(source, embeddings)
     markov = source.tensors.get(NAMES["before.weight"])
-    anchor = told.get("sample_from_anchor", markov is not None)
+    anchor = options.get("sample_from_anchor", markov is not None)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
-    source.settle("num_hidden_layers", layers)
-    made = {"mask": _mask(source, told, embeddings)} | _confidence(source, markov)
+    source.compare("num_hidden_layers", layers)
+    filled = {"mask": _mask(source, options, embeddings)} | _confidence(source, markov)
     config = {
-        "depths": told["block_size"] - (0 if anchor else 1),
+        "depths": options["block_size"] - (0 if anchor else 1),
         "layers": layers,
-        "feature_layers": _layers(source, told, embeddings),
-        "causal": bool(told.get("is_causal", told.get("causal_head") or told.get("causal"))),
+        "feature_layers": _layers(source, options, embeddings),
+        "causal": bool(options.get("is_causal", options.get("causal_head") or options.get("causal"))),
         "from_anchor": bool(anchor),
         "markov_rank": None if markov is None else markov.shape[1],
         "confidence": NAMES["confidence.weight"] in source.tensors,
-        "mask_token": told["mask_token_id"],
+        "mask_token": options["mask_token_id"],
         "qk_norm": "layers.0.self_attn.q_norm.weight" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
         "draft_vocab": None if ids is None else len(ids),
         **decoder(source, "layers.0.", embeddings),
     }
-    unread = {"d2t", "t2d", *(NAMES[name] for name in made if name in NAMES)} & source.tensors.keys()
-    return Plan("block", config, lambda name: NAMES.get(name, name), made, unread, ids)
+    unread = {"d2t", "t2d", *(NAMES[name] for name in filled if name in NAMES)} & source.tensors.keys()
+    return Plan("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
 
 
-def _layers(source: Source, told: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
+def _layers(source: Source, options: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
     """Return the layers whose outputs are read."""
-    ids = told.get(BLOCK_OUTPUTS)
-    if ids is None and told.get(BLOCK_STATES) is not None:
-        ids = as_outputs(told[BLOCK_STATES])
+    ids = options.get(BLOCK_OUTPUTS)
+    if ids is None and options.get(BLOCK_STATES) is not None:
+        ids = as_outputs(options[BLOCK_STATES])
     if ids is None and source.tensors["fc.weight"].shape[1] != DFLASH * embeddings.hidden_size:
         raise source.error(f"config.json does not say {BLOCK_OUTPUTS}, and fc.weight does not join the default five")
     return ids
 
 
-def _mask(source: Source, told: dict[str, Any], embeddings: Embeddings) -> Tensor:
+def _mask(source: Source, options: dict[str, Any], embeddings: Embeddings) -> Tensor:
     """Return the target's embedding of the mask token."""
-    token = told.get("mask_token_id")
+    token = options.get("mask_token_id")
     if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
         raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
-    place = embeddings.head_weight().device
-    return embeddings.embed(torch.tensor(token, device=place)).detach().to("cpu", source.tensors["fc.weight"].dtype)
+    device = embeddings.head_weight().device
+    return embeddings.embed(torch.tensor(token, device=device)).detach().to("cpu", source.tensors["fc.weight"].dtype)
 
 
 def _confidence(source: Source, markov: Tensor | None) -> dict[str, Tensor]:
@@ -146,10 +146,10 @@ def engines(source: Export) -> Foreign:
     tensors["fc.weight"] = source.in_order(tensors["fc.weight"], order)
     if source.head.vocab is not None:
         tensors |= {"lm_head.weight": source.read_out("lm_head"), **source.vocabulary()}
-    found = shapes(config)
+    expected = shapes(config)
     if options.confidence:
-        found |= {NAMES["confidence.weight"]: (1, config["hidden_size"] + markov), NAMES["confidence.bias"]: (1,)}
-    return Foreign(config, tensors, found)
+        expected |= {NAMES["confidence.weight"]: (1, config["hidden_size"] + markov), NAMES["confidence.bias"]: (1,)}
+    return Foreign(config, tensors, expected)
 
 
 def shapes(config: dict[str, Any]) -> Shapes:
@@ -157,16 +157,16 @@ def shapes(config: dict[str, Any]) -> Shapes:
     width, full = config["hidden_size"], config["vocab_size"]
     drafted, rank = config.get("draft_vocab_size", full), config.get("markov_rank")
     count = len(config["dflash_config"][BLOCK_OUTPUTS])
-    found: Shapes = {"fc.weight": (width, count * width), "hidden_norm.weight": (width,), "norm.weight": (width,)}
+    expected: Shapes = {"fc.weight": (width, count * width), "hidden_norm.weight": (width,), "norm.weight": (width,)}
     for i in range(config["num_hidden_layers"]):
         inner = f"layers.{i}.self_attn."
-        found |= layer_shapes(config, f"layers.{i}.", width, NORMS)
-        found |= {f"{inner}{kind}_norm.weight": (config["head_dim"],) for kind in "qk"}
+        expected |= layer_shapes(config, f"layers.{i}.", width, NORMS)
+        expected |= {f"{inner}{kind}_norm.weight": (config["head_dim"],) for kind in "qk"}
     if rank is not None:
-        found |= {NAMES["before.weight"]: (full, rank), NAMES["bias.weight"]: (drafted, rank)}
+        expected |= {NAMES["before.weight"]: (full, rank), NAMES["bias.weight"]: (drafted, rank)}
     if drafted < full:
-        found |= {"lm_head.weight": (drafted, width), OFFSETS: (drafted,), KNOWN: (full,)}
-    return found
+        expected |= {"lm_head.weight": (drafted, width), OFFSETS: (drafted,), KNOWN: (full,)}
+    return expected
 
 
 def _mask_token(source: Export) -> int:

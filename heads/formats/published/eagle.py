@@ -25,7 +25,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     """Return where each tensor goes: under its own name."""
     check_width(source, "fc.weight", embeddings)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
-    source.settle("num_hidden_layers", layers)
+    source.compare("num_hidden_layers", layers)
     config = {
         "layers": layers,
         "bias": "fc.bias" in source.tensors,
@@ -82,11 +82,11 @@ def authors(source: Export) -> Foreign:
 def shapes(config: dict[str, Any]) -> Shapes:
     """Return the shapes but for a bias: a norm before attention has every layer but the first, and there is no last."""
     width = config["hidden_size"]
-    found: Shapes = {"fc.weight": (width, 2 * width)}
+    expected: Shapes = {"fc.weight": (width, 2 * width)}
     for i in range(config["num_hidden_layers"]):
         norms = ("input_layernorm", "post_attention_layernorm")[i == 0 :]
-        found |= layer_shapes(config, f"layers.{i}.", width, norms)
-    return found
+        expected |= layer_shapes(config, f"layers.{i}.", width, norms)
+    return expected
 
 
 def _refuse(source: Export) -> None:

@@ -2,7 +2,7 @@
 
 One folder serves vLLM, SGLang, TensorRT-LLM and speculators, another the authors' own code. vLLM and speculators read
 the layers at the top level and SGLang within `eagle_config`, each counting in its own way (heads/formats/layer_ids.py);
-files are found with either of them in either place. The defaults of both are the same three layers. Layers after the
+files are found with either of them under either key. The defaults of both are the same three layers. Layers after the
 first have their norm before attention under two names, because vLLM reads the one and SGLang and TensorRT-LLM the
 other. The lm_head is always written, the target's where the head shares it: without one SGLang may make a random one.
 """
@@ -38,14 +38,14 @@ def matches(names: Set[str]) -> bool:
 
 
 def their_name(name: str, first: str) -> str:
-    """Return what the files call a tensor of ours, where the first layer's names begin with `first`."""
+    """Return the name in the files of a tensor of ours, where the first layer's names begin with `first`."""
     if deeper := re.match(r"layers\.(\d+)\.(.*)", name):
         return f"layers.{int(deeper[1]) + 1}.{deeper[2]}"
     return re.sub(r"^first\.", first, re.sub(r"^fusion\.norms\.", "fc_norm.", name)).replace("fusion.fc.", "fc.")
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
-    """Return where each tensor goes."""
+    """Return the plan that maps the tensors."""
     first = next(first for first in FIRST if f"{first}hidden_norm.weight" in source.tensors)
     _check_options(source)
     check_width(source, "fc.weight", embeddings)
@@ -53,9 +53,9 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     layers = 1 + source.count(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight$")
     normed = source.count(r"fc_norm\.(\d+)\.weight$") > 0
     ids = drafted_by_offsets(source, embeddings)
-    source.settle("num_hidden_layers", layers)
-    source.settle("fc_norm", normed)
-    source.settle("draft_vocab_size", embeddings.vocab_size if ids is None else len(ids))
+    source.compare("num_hidden_layers", layers)
+    source.compare("fc_norm", normed)
+    source.compare("draft_vocab_size", embeddings.vocab_size if ids is None else len(ids))
     nested = source.config.get("eagle_config") or {}
     config = {
         "layers": layers,
@@ -83,8 +83,8 @@ def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[
 
     Args:
         source: the folder.
-        joined: how many the fc joins.
-        embeddings: the target, whose depth tells what the defaults are.
+        joined: the number that fc joins.
+        embeddings: the target, whose depth decides the defaults.
 
     Raises:
         ValueError: config.json contradicts itself, or is silent where the fc does not join three.
@@ -93,32 +93,32 @@ def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[
     inputs, outputs = source.config.get(STATES), nested.get(STATES)
     if inputs is None and outputs is None:
         inputs = nested.get("layer_ids")
-    said = inputs if inputs is not None else outputs
-    if said is None:
+    listed = inputs if inputs is not None else outputs
+    if listed is None:
         if joined != EAGLE3:
             raise source.error(f"fc.weight joins {joined} layers and config.json does not name them in {STATES}")
         return None
-    meant = as_outputs(inputs) if inputs is not None else list(said)
+    meant = as_outputs(inputs) if inputs is not None else list(listed)
     if inputs is not None and outputs is not None and outputs not in (meant, inputs):
         raise source.error(f"{STATES} is {inputs} and within eagle_config {outputs}: not the same layers; correct it")
     default = default_layers(EAGLE3, embeddings.num_layers)
-    usual = said == default or as_outputs(said) == default
+    usual = listed == default or as_outputs(listed) == default
     if inputs is not None and inputs == outputs and not usual:
         raise source.error(f"{STATES} is {inputs} at both places, which count differently; leave one")
     if usual and meant != default:
         log.warning("%s: %s is %s, the default layers as the other convention counts them; these are taken",
-                    source.folder, STATES, said)  # fmt: skip
-    found = default if usual else meant
-    if min(found) < 0:
-        raise source.refusal(f"the target's embedding among its layers, {STATES}={said}")
-    return found
+                    source.folder, STATES, listed)  # fmt: skip
+    chosen = default if usual else meant
+    if min(chosen) < 0:
+        raise source.refusal(f"the target's embedding among its layers, {STATES}={listed}")
+    return chosen
 
 
 def _norm_before_residual(source: Source) -> bool:
-    said = source.config.get("norm_before_residual")
-    if said is None and "speculators_model_type" in source.config:
+    value = source.config.get("norm_before_residual")
+    if value is None and "speculators_model_type" in source.config:
         log.warning("%s: config.json leaves norm_before_residual open, false is taken; vLLM takes true", source.folder)
-    return bool(said)
+    return bool(value)
 
 
 def _check_options(source: Source) -> None:
@@ -132,11 +132,11 @@ def _check_options(source: Source) -> None:
 
 
 def _deeper(source: Source, layers: int) -> tuple[dict[str, str], set[str]]:
-    """Return what the norms before attention of the layers after the first are called, and copies to leave.
+    """Return the names of the norms before attention in the layers after the first, and duplicates to skip.
 
     vLLM reads `input_layernorm` there and SGLang `hidden_norm`; files hold one of them, or both alike.
     """
-    renamed, copies = {}, set()
+    renamed, duplicates = {}, set()
     for i in range(1, layers):
         one, other = f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"
         if one not in source.tensors:
@@ -144,8 +144,8 @@ def _deeper(source: Source, layers: int) -> tuple[dict[str, str], set[str]]:
         elif other in source.tensors:
             if not torch.equal(source.tensors[one], source.tensors[other]):
                 raise source.error(f"{one} and {other} differ, and which of them is meant is not said; leave one")
-            copies.add(other)
-    return renamed, copies
+            duplicates.add(other)
+    return renamed, duplicates
 
 
 def engines(source: Export) -> Foreign:
@@ -219,12 +219,16 @@ def shapes(config: dict[str, Any], first: str) -> Shapes:
     width, full, drafted = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
     count = config.get("num_aux_hidden_states", EAGLE3)
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    found: Shapes = {"fc.weight": (width, count * width), "norm.weight": (width,), "lm_head.weight": (drafted, width)}
+    expected: Shapes = {
+        "fc.weight": (width, count * width),
+        "norm.weight": (width,),
+        "lm_head.weight": (drafted, width),
+    }
     for i in range(config["num_hidden_layers"]):
-        found |= layer_shapes(config, f"layers.{i}." if i else first, width if i else 2 * width, norms)
+        expected |= layer_shapes(config, f"layers.{i}." if i else first, width if i else 2 * width, norms)
     if config.get("fc_norm"):
-        found |= {f"fc_norm.{i}.weight": (width,) for i in range(count)}
-    return found | ({OFFSETS: (drafted,), KNOWN: (full,)} if drafted < full else {})
+        expected |= {f"fc_norm.{i}.weight": (width,) for i in range(count)}
+    return expected | ({OFFSETS: (drafted,), KNOWN: (full,)} if drafted < full else {})
 
 
 def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:
@@ -241,7 +245,7 @@ def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:
 
 
 def _proposal(source: Export) -> dict[str, Any]:
-    """Return what `vllm serve` of the repository alone starts: the target, and how many tokens are drafted."""
+    """Return the keys that `vllm serve` of the repository alone reads: the target, and the number of drafted tokens."""
     way = {
         "proposal_type": "greedy",
         "speculative_tokens": source.served.draft_tokens,

@@ -12,7 +12,7 @@ from heads.formats.published.written import Foreign, put
 
 __all__ = ["FORMATS", "Served", "export"]
 
-# What each format makes of each kind of head. Four engines read the same EAGLE-3 folder; which one is asked for decides
+# The writer of each kind of head by format. Four engines read the same EAGLE-3 folder; which one is asked for decides
 # over options that not all of them run.
 FORMATS: dict[str, dict[str, Callable[[Export], Foreign]]] = {
     "vllm": {
@@ -55,8 +55,8 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
     name = next(name for name, kind in HEADS.items() if type(head) is kind)
     if name not in FORMATS[form]:
         others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
-        known = f"of {others}" if others else "its own: leave format out"
-        raise ValueError(f"format={form}: not one of a head of kind {name}, which can take the form {known}")
+        formats = f"of {others}" if others else "its own: leave format out"
+        raise ValueError(f"format={form}: not one of a head of kind {name}, which can take the form {formats}")
     put(folder, FORMATS[form][name](Export(form, head, served)), served.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What is exported: a head, what its format must say of the target, and the parts that formats share.
+"""The head to export, the facts of its target that formats need, and the parts that formats share.
 
 Ours count the outputs of layers from 0; `outputs` gives them in increasing order, as every reader joins them.
 """
@@ -20,7 +20,7 @@ EMBEDDING = "embed_tokens.weight"
 
 
 class Served(NamedTuple):
-    """What an export says that the head does not know.
+    """Facts of the target for an export, which the head does not hold.
 
     Attributes:
         name: the target, its Hub id or the last part of its folder.
@@ -65,19 +65,19 @@ class Export(NamedTuple):
         return tensors
 
     def refusal(self, what: str, why: str) -> ValueError:
-        """Return the error for what the head does and the format cannot say."""
+        """Return the error for an option that the format cannot express."""
         return ValueError(f"format={self.form}: the head has {what}, {why}")
 
-    def refuse(self, **wanted: Any) -> None:
+    def refuse(self, **expected: Any) -> None:
         """Check values of the head's configuration that have no other form in the format.
 
         Raises:
             ValueError: one is another.
         """
-        for key, value in wanted.items():
-            if (found := getattr(self.config, key)) != value:
+        for key, value in expected.items():
+            if (actual := getattr(self.config, key)) != value:
                 remedy = f"which the format cannot say; train with head.{key}={written(value)}"
-                raise self.refusal(f"{key}={written(found)}", remedy)
+                raise self.refusal(f"{key}={written(actual)}", remedy)
 
     def embedding(self) -> Tensor:
         """Return the target's embedding."""
@@ -98,16 +98,16 @@ class Export(NamedTuple):
         ids = self.tensors.get("vocab.ids")
         if ids is None:
             return {}
-        known = torch.zeros(self.embeddings.vocab_size, dtype=torch.bool, device=ids.device)
-        known[ids] = True
-        return {OFFSETS: ids - torch.arange(len(ids), device=ids.device), KNOWN: known}
+        mask = torch.zeros(self.embeddings.vocab_size, dtype=torch.bool, device=ids.device)
+        mask[ids] = True
+        return {OFFSETS: ids - torch.arange(len(ids), device=ids.device), KNOWN: mask}
 
     def draft_vocab(self) -> int:
         """Return how many tokens the head drafts."""
         return self.embeddings.vocab_size if self.head.vocab is None else len(self.head.vocab.ids)
 
     def outputs(self) -> tuple[list[int], list[int]]:
-        """Return the layers whose outputs are read, increasing, and the place that each has in the head.
+        """Return the layers whose outputs are read, increasing, and the index of each in the head.
 
         Raises:
             ValueError: the target's last layer is among them.
@@ -126,7 +126,7 @@ class Export(NamedTuple):
         return torch.cat([fc.chunk(len(order), 1)[i] for i in order], 1)
 
     def decoder(self) -> dict[str, Any]:
-        """Return what config.json says of the decoder layers, as readers of Llama's know it."""
+        """Return the decoder layers' keys of config.json, as in a Llama's."""
         shape, embeddings, config = self.shape, self.embeddings, self.config
         context = self.served.config.get("max_position_embeddings")
         if config.length is not None and (context is None or config.length < context):

@@ -18,7 +18,7 @@ PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # what trainers put
 
 
 def is_published(folder: Path) -> bool:
-    """Say whether a folder holds weights beside the config.json of another project, so no head of our own."""
+    """Say whether a folder holds a head of another project: weights beside a foreign config.json."""
     try:
         content = parse_json(regular(folder / CONFIG).read_bytes())
     except (OSError, ValueError):
@@ -103,7 +103,7 @@ def _weights(folder: Path) -> Path:
 
 
 def _shards(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor. The index comes from outside, so what it names must lie beside it."""
+    """Return the file of each tensor. The index is untrusted, so its files must lie beside it."""
     try:
         files: dict[str, str] = parse_json((folder / INDEX).read_bytes())["weight_map"]
         plain = all(plain_name(file) and file.endswith(".safetensors") for file in files.values())

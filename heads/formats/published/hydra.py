@@ -32,40 +32,41 @@ def matches(names: Set[str]) -> bool:
     return any(LINEAR.fullmatch(name) for name in names)
 
 
-def their_name(name: str, places: list[int], lm_head: str) -> str:
-    """Return what the files call a tensor of ours, by the numbers of a head's blocks and the beginning of lm_heads."""
+def their_name(name: str, block_numbers: list[int], lm_head: str) -> str:
+    """Return a tensor's name in the files, by the numbers of a head's blocks and the prefix of lm_heads."""
     if branch := BRANCH.fullmatch(name):
-        return f"hydra_mlp.{branch[1]}.{places[0 if branch[2] is None else 1 + int(branch[2])]}.{branch[3]}"
+        return f"hydra_mlp.{branch[1]}.{block_numbers[0 if branch[2] is None else 1 + int(branch[2])]}.{branch[3]}"
     if out := re.fullmatch(r"lm_heads\.(\d+)\.(.*)", name):
         return lm_head.format(out[1]) + out[2]
     return re.sub(r"^prefix\.", PREFIX, name).replace(f"{PREFIX}layer.", f"{PREFIX}layers.0.")
 
 
-def _places(layers: int, prefix: bool) -> list[int]:
+def _block_numbers(layers: int, prefix: bool) -> list[int]:
     """Return the numbers of a head's blocks in its Sequential."""
     return list(range(1, 2 * layers, 2) if prefix else range(layers))
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
-    """Return where each tensor goes."""
+    """Return the plan that maps the tensors."""
     config = source.config
     if config.get("grounded_heads") is False or source.count(r"hydra_mlp\.(\d+)\.\d+\.res_connection\.weight") == 0:
         raise source.refusal("no eyes for the tokens it drafts after (grounded_heads=false)")
     if config.get("hidden_state_offset"):
         raise source.refusal(f"hidden_state_offset={config['hidden_state_offset']}")
-    found = [LINEAR.fullmatch(name) for name in source.tensors]
-    places = sorted({int(each[2]) for each in found if each})
-    heads = len({each[1] for each in found if each})
-    check_width(source, f"hydra_mlp.0.{places[0]}.linear.weight", embeddings)
-    source.settle("hydra_num_heads", heads)
-    source.settle("hydra_num_layers", len(places))
+    matched = [LINEAR.fullmatch(name) for name in source.tensors]
+    block_numbers = sorted({int(match[2]) for match in matched if match})
+    heads = len({match[1] for match in matched if match})
+    check_width(source, f"hydra_mlp.0.{block_numbers[0]}.linear.weight", embeddings)
+    source.compare("hydra_num_heads", heads)
+    source.compare("hydra_num_layers", len(block_numbers))
     prefix = any(name.startswith(PREFIX) for name in source.tensors)
     lm_head = LM_HEAD[LM_HEAD[True].format(0) + "weight" in source.tensors]
-    copies = _copies(heads, places)
-    tied = bool(copies) and all(torch.equal(source.tensor(name), source.tensor(of)) for name, of in copies.items())
+    duplicates = _duplicates(heads, block_numbers)
+    pairs = ((source.tensor(name), source.tensor(first)) for name, first in duplicates.items())
+    tied = bool(duplicates) and all(torch.equal(*pair) for pair in pairs)
     numbers = {
         "heads": heads,
-        "layers": len(places),
+        "layers": len(block_numbers),
         "tied": tied,
         "prefix": prefix,
         "lm_head": "own",
@@ -73,8 +74,8 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "lm_head_rank": None,
         "draft_vocab": None,
     }
-    rename = partial(their_name, places=places, lm_head=lm_head)
-    unread = set(copies) if tied else set()
+    rename = partial(their_name, block_numbers=block_numbers, lm_head=lm_head)
+    unread = set(duplicates) if tied else set()
     return Plan("hydra", numbers | _layer(source, embeddings, prefix), rename, {}, unread, None)
 
 
@@ -86,12 +87,11 @@ def _layer(source: Source, embeddings: Embeddings, prefix: bool) -> dict[str, ob
     return {**none, "rope_theta": THETA, "rope_scaling": None, "norm_eps": EPS}
 
 
-def _copies(heads: int, places: list[int]) -> dict[str, str]:
-    """Return the tensors that one tied block is written as once more, each with its first name."""
+def _duplicates(heads: int, block_numbers: list[int]) -> dict[str, str]:
+    """Return the names under which a tied block is written again, each with its first name."""
     kinds = [(i, kind) for i in range(heads) for kind in ("weight", "bias")]
-    return {
-        f"hydra_mlp.{i}.{j}.linear.{k}": f"hydra_mlp.{i}.{places[1]}.linear.{k}" for j in places[2:] for i, k in kinds
-    }
+    name = "hydra_mlp.{}.{}.linear.{}".format
+    return {name(i, j, k): name(i, block_numbers[1], k) for j in block_numbers[2:] for i, k in kinds}
 
 
 def authors(source: Export) -> Foreign:
@@ -118,10 +118,10 @@ def authors(source: Export) -> Foreign:
     }
     if options.prefix:
         positions = Rope(options.rope_theta, options.rope_scaling)
-        own = (*source.shape, *positions, options.norm_eps)
+        values = (*source.shape, *positions, options.norm_eps)
         target = (*source.embeddings.layer, *source.target_positions(), served.get("rms_norm_eps", options.norm_eps))
         for name, mine, theirs in zip(
-            (*LayerShape._fields, "rope_theta", "rope_scaling", "norm_eps"), own, target, strict=True
+            (*LayerShape._fields, "rope_theta", "rope_scaling", "norm_eps"), values, target, strict=True
         ):
             if mine != theirs:
                 raise source.refusal(f"{name}={mine}", f"and the authors' code takes {theirs}, the target's own")
@@ -131,17 +131,17 @@ def authors(source: Export) -> Foreign:
 
 def _tensors(source: Export) -> dict[str, Tensor]:
     options, lm_head = source.config, LM_HEAD[source.config.prefix]
-    places = _places(options.layers, options.prefix)
+    block_numbers = _block_numbers(options.layers, options.prefix)
     tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("lm_heads.")}
-    found = {their_name(name, places, lm_head): tensor for name, tensor in tensors.items()}
+    renamed = {their_name(name, block_numbers, lm_head): tensor for name, tensor in tensors.items()}
     if options.tied:
-        found |= {name: found[first] for name, first in _copies(options.heads, places).items()}
+        renamed |= {name: renamed[first] for name, first in _duplicates(options.heads, block_numbers).items()}
     for i in range(options.heads):
         weight = source.read_out(f"lm_heads.{i}")
-        found[lm_head.format(i) + "weight"] = weight
+        renamed[lm_head.format(i) + "weight"] = weight
         bias = source.tensors.get(f"lm_heads.{i}.bias")
-        found[lm_head.format(i) + "bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias
-    return found | ({PREFIX + EMBEDDING: source.embedding()} if options.prefix else {})
+        renamed[lm_head.format(i) + "bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias
+    return renamed | ({PREFIX + EMBEDDING: source.embedding()} if options.prefix else {})
 
 
 def _shapes(source: Export, config: dict[str, Any]) -> Shapes:
@@ -150,16 +150,16 @@ def _shapes(source: Export, config: dict[str, Any]) -> Shapes:
         source.embeddings.vocab_size,
         config["hydra_head_arch"] == "prefix-mlp",
     )
-    found = Shapes()
+    expected = Shapes()
     for i in range(config["hydra_num_heads"]):
-        for j, at in enumerate(_places(config["hydra_num_layers"], prefix)):
-            place, joined = f"hydra_mlp.{i}.{at}.", width if j else (i + 2) * width
+        for j, number in enumerate(_block_numbers(config["hydra_num_layers"], prefix)):
+            block, joined = f"hydra_mlp.{i}.{number}.", width if j else (i + 2) * width
             for name in ("linear", "res_connection")[: 1 if j else 2]:
-                found |= {f"{place}{name}.weight": (width, joined), f"{place}{name}.bias": (width,)}
+                expected |= {f"{block}{name}.weight": (width, joined), f"{block}{name}.bias": (width,)}
         lm_head = LM_HEAD[prefix].format(i)
-        found |= {f"{lm_head}weight": (full, width), f"{lm_head}bias": (full,)}
+        expected |= {f"{lm_head}weight": (full, width), f"{lm_head}bias": (full,)}
     if prefix:
         norms = ("input_layernorm", "post_attention_layernorm")
-        found |= layer_shapes(config, f"{PREFIX}layers.0.", width, norms)
-        found |= {f"{PREFIX}norm.weight": (width,), PREFIX + EMBEDDING: (full, width)}
-    return found
+        expected |= layer_shapes(config, f"{PREFIX}layers.0.", width, norms)
+        expected |= {f"{PREFIX}norm.weight": (width,), PREFIX + EMBEDDING: (full, width)}
+    return expected

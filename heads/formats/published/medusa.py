@@ -30,14 +30,14 @@ def matches(names: Set[str]) -> bool:
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
-    """Return where each tensor goes; the counts come from the names, for config files are wrong about them."""
+    """Return the plan that maps the tensors; the counts come from the names, for config files are wrong about them."""
     block = AUTHORS if AUTHORS.format(0, 0, "weight") in source.tensors else VLLM
     check_width(source, block.format(0, 0, "weight"), embeddings)
     heads = source.count(_pattern(block, r"(\d+)", r"\d+"))
     layers = source.count(_pattern(block, r"\d+", r"(\d+)"))
-    for key, found in (("num_heads", heads), ("num_hidden_layers", layers), ("num_layers", layers)):
-        source.settle(key, found)
-        source.settle(f"medusa_{key}", found)
+    for key, count in (("num_heads", heads), ("num_hidden_layers", layers), ("num_layers", layers)):
+        source.compare(key, count)
+        source.compare(f"medusa_{key}", count)
     lm_head = LM_HEAD[block].format(layers=layers)
     original = bool(source.config.get("original_lm_head"))  # vLLM's: one lm_head, and that is the target's
     second = block is AUTHORS and not any(lm_head.format(i) in source.tensors for i in range(heads))
@@ -53,16 +53,18 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     }
 
     def rename(name: str) -> str:
-        if found := BLOCK.fullmatch(name):
-            return block.format(*found.groups())
-        return re.sub(r"lm_heads\.(\d+)\.weight", lambda found: lm_head.format(found[1]), name)
+        if match := BLOCK.fullmatch(name):
+            return block.format(*match.groups())
+        return re.sub(r"lm_heads\.(\d+)\.weight", lambda match: lm_head.format(match[1]), name)
 
-    made = {}
+    filled = {}
     if block is VLLM and not _any_bias(source):
         names = {(i, j): block.format(i, j, "weight") for i in range(heads) for j in range(layers)}
-        made = {f"blocks.{i}.{j}.linear.bias": torch.zeros_like(source.tensor(n)[:, 0]) for (i, j), n in names.items()}
+        filled = {
+            f"blocks.{i}.{j}.linear.bias": torch.zeros_like(source.tensor(n)[:, 0]) for (i, j), n in names.items()
+        }
     unread = {"token_map"} | ({lm_head.format(0)} if original else set())
-    return Plan("medusa", config, rename, made, unread & source.tensors.keys(), ids)
+    return Plan("medusa", config, rename, filled, unread & source.tensors.keys(), ids)
 
 
 def _pattern(block: str, head: str, layer: str) -> str:
@@ -70,9 +72,9 @@ def _pattern(block: str, head: str, layer: str) -> str:
 
 
 def _any_bias(source: Source) -> bool:
-    found = source.count(_pattern(VLLM, r"(\d+)", r"\d+").replace("weight", "bias")) > 0
-    source.settle("medusa_fc_bias", found)
-    return found
+    biased = source.count(_pattern(VLLM, r"(\d+)", r"\d+").replace("weight", "bias")) > 0
+    source.compare("medusa_fc_bias", biased)
+    return biased
 
 
 def engines(source: Export) -> Foreign:
@@ -91,7 +93,7 @@ def engines(source: Export) -> Foreign:
         "vocab_size": source.embeddings.vocab_size,
         "num_heads": options.heads,
         "num_hidden_layers": options.layers,
-        "medusa_fc_bias": True,  # vLLM leaves the biases out unless this is said
+        "medusa_fc_bias": True,  # vLLM leaves the biases out without it
         "original_lm_head": shared,
     }
     return _written(source, config, VLLM, 1 if shared else options.heads)
@@ -123,7 +125,7 @@ def authors(source: Export) -> Foreign:
 
 def _blocks(source: Export, block: str) -> dict[str, Tensor]:
     """Return the blocks' tensors by the format's names."""
-    return {block.format(*found.groups()): t for name, t in source.tensors.items() if (found := BLOCK.fullmatch(name))}
+    return {block.format(*match.groups()): t for name, t in source.tensors.items() if (match := BLOCK.fullmatch(name))}
 
 
 def _written(source: Export, config: dict[str, Any], block: str, lm_heads: int) -> Foreign:

@@ -20,24 +20,24 @@ def matches(names: Set[str]) -> bool:
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
-    """Return where each tensor goes: under its own name."""
-    steps = {name: found for name in source.tensors if (found := STEP.fullmatch(name))}
-    heads = 1 + max(int(found[2]) for found in steps.values())
+    """Return the plan that maps each tensor to its own name."""
+    steps = {name: match for name in source.tensors if (match := STEP.fullmatch(name))}
+    heads = 1 + max(int(match[2]) for match in steps.values())
     # Of the projections the first two stay: the first reads the target's feature, the others a state.
-    copies = {name for name, found in steps.items() if int(found[2]) > (found[1] == "proj")}
-    tied = heads > 1 and all(_is_copy(source, steps[name]) for name in copies)
-    said = source.config.get("n_predict")
-    if tied and not copies and isinstance(said, int):
-        heads = max(heads, said)  # written once, the tensors do not say how many steps they are for
-    source.settle("n_predict", heads)
-    source.settle("tie_weights", tied)
+    duplicates = {name for name, match in steps.items() if int(match[2]) > (match[1] == "proj")}
+    tied = heads > 1 and all(_is_copy(source, steps[name]) for name in duplicates)
+    recorded = source.config.get("n_predict")
+    if tied and not duplicates and isinstance(recorded, int):
+        heads = max(heads, recorded)  # written once, the tensors do not say how many steps they are for
+    source.compare("n_predict", heads)
+    source.compare("tie_weights", tied)
     inner, width = source.tensor("proj.0.weight").shape[:2]
     if width != embeddings.hidden_size:
         raise source.error(
             f"proj.0.weight reads {width} numbers, expected {embeddings.hidden_size}, the width of the target; choose "
             "the head's own target with model.path"
         )
-    source.settle("inner_dim", inner)
+    source.compare("inner_dim", inner)
     config = {
         "heads": heads,
         "inner": inner,
@@ -45,9 +45,9 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "scale_input": bool(source.config.get("scale_input")),
         "draft_vocab": None,
     }
-    return Plan("mlp", config, lambda name: name, {}, copies if tied else set(), None)
+    return Plan("mlp", config, lambda name: name, {}, duplicates if tied else set(), None)
 
 
-def _is_copy(source: Source, found: re.Match[str]) -> bool:
-    first = f"{found[1]}.{int(found[1] == 'proj')}.{found[3]}"
-    return first in source.tensors and torch.equal(source.tensors[found[0]], source.tensors[first])
+def _is_copy(source: Source, match: re.Match[str]) -> bool:
+    first = f"{match[1]}.{int(match[1] == 'proj')}.{match[3]}"
+    return first in source.tensors and torch.equal(source.tensors[match[0]], source.tensors[first])

@@ -1,4 +1,4 @@
-"""From a format's reading of a published folder to a head: every tensor has one place, and nothing is left over."""
+"""Assembling a head from a published folder: every tensor maps to one of the head's, and none is left over."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ from heads.formats.weights import outline
 
 log = logging.getLogger(__name__)
 
-EMBEDDING = "embed_tokens.weight"  # the target's own, wherever in a name it ends
+EMBEDDING = "embed_tokens.weight"  # the target's own, the end of its name
 OVER_VOCABULARY = re.compile(r"lm_heads?\.|bias\.weight$")  # of a head's tensors, those with a row for each token
 
 
@@ -43,31 +43,33 @@ class Source(NamedTuple):
         return ValueError(f"{self.folder}: {what}")
 
     def refusal(self, what: str) -> ValueError:
-        """Return the error for what the published head does and ours cannot."""
+        """Return the error for an option that heads here do not support."""
         return self.error(
             f"the head has {what}, which heads here do not; loaded without it, it would draft something else"
         )
 
-    def settle(self, key: str, found: Any) -> None:
-        """Warn where config.json says something else than the tensors, which are taken."""
-        said = self.config.get(key)
-        if said is not None and said != found:
-            told = said if isinstance(said, int) else shown(said)
-            log.warning("%s: config.json says %s=%s, the tensors say %s, which is taken", self.folder, key, told, found)
+    def compare(self, key: str, actual: Any) -> None:
+        """Warn where config.json contradicts the tensors, which are taken."""
+        declared = self.config.get(key)
+        if declared is not None and declared != actual:
+            text = declared if isinstance(declared, int) else shown(declared)
+            log.warning(
+                "%s: config.json says %s=%s, the tensors say %s, which is taken", self.folder, key, text, actual
+            )
 
     def count(self, pattern: str) -> int:
-        """Return how many different numbers stand in the pattern's first group, in the names that match it."""
-        return len({found[1] for name in self.tensors if (found := re.match(pattern, name))})
+        """Return the number of distinct values of the pattern's first group over the names."""
+        return len({match[1] for name in self.tensors if (match := re.match(pattern, name))})
 
 
 class Plan(NamedTuple):
-    """A format's reading.
+    """The mapping of a published folder to a head.
 
     Attributes:
         head: which of HEADS.
         config: its configuration but for the name.
         rename: a tensor's name in the head to its name in the file.
-        made: tensors of the head that the file does not hold as they are.
+        filled: tensors of the head that the file does not hold as they are.
         unread: names in the file that the head has no use for.
         ids: the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary.
     """
@@ -75,7 +77,7 @@ class Plan(NamedTuple):
     head: str
     config: dict[str, Any]
     rename: Callable[[str], str]
-    made: dict[str, Tensor]
+    filled: dict[str, Tensor]
     unread: set[str]
     ids: Tensor | None
 
@@ -92,29 +94,29 @@ def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
         config = typed(kind.Config, {"name": plan.head, **plan.config})
     except ValueError as error:
         raise source.error(f"head.{error}") from None
-    own = outline(kind, config, embeddings, f"{source.folder}: ")
-    made, order = dict(plan.made), None
+    expected_tensors = outline(kind, config, embeddings, f"{source.folder}: ")
+    filled, order = dict(plan.filled), None
     if plan.ids is not None:
-        made["vocab.ids"], order = plan.ids.sort()
-    read = {name: plan.rename(name) for name in own if name not in made}
+        filled["vocab.ids"], order = plan.ids.sort()
+    read = {name: plan.rename(name) for name in expected_tensors if name not in filled}
     given = source.tensors.keys() - plan.unread - checked
     missing, unknown = sorted(set(read.values()) - given), sorted(given - set(read.values()))
     if missing or unknown:
-        said = [f"{what} {_few(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-        raise source.error(f"the tensors are not those of the {plan.head} head in its config: {'; '.join(said)}")
+        differing = [f"{what} {_few(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise source.error(f"the tensors are not those of the {plan.head} head in its config: {'; '.join(differing)}")
     loaded: dict[str, Tensor] = {}
-    for name, mine in own.items():
-        tensor = made[name] if name in made else source.tensors[read[name]]
+    for name, mine in expected_tensors.items():
+        tensor = filled[name] if name in filled else source.tensors[read[name]]
         foreign = read.get(name, name)
         if tensor.shape != mine.shape or tensor.is_floating_point() != mine.is_floating_point():
-            found, expected = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
-            raise source.error(f"{foreign} is {found}, expected {expected}; choose the head's own target (model.path)")
+            actual, expected = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
+            raise source.error(f"{foreign} is {actual}, expected {expected}; choose the head's own target (model.path)")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise source.error(f"{foreign} holds values that are not finite; download it again")
-        if order is not None and name not in made and OVER_VOCABULARY.match(name):
+        if order is not None and name not in filled and OVER_VOCABULARY.match(name):
             tensor = tensor[order]
         loaded[name] = tensor.clone(memory_format=torch.contiguous_format)
-    head: nn.Module = kind(config, embeddings)  # once it is known that the file holds as much
+    head: nn.Module = kind(config, embeddings)  # memory is taken only after the file was checked
     for name, parameter in head.state_dict(keep_vars=True).items():
         parameter.data = loaded[name]
     return head
@@ -143,8 +145,8 @@ def drafted_by_offsets(source: Source, embeddings: Embeddings) -> Tensor | None:
     offset = source.tensors["d2t"].flatten().long()
     ids = drafted(source, torch.arange(len(offset)) + offset, "d2t", embeddings)
     if "t2d" in source.tensors:
-        known = source.tensors["t2d"].flatten().bool()
-        if len(known) != embeddings.vocab_size or int(known.sum()) != len(ids) or not bool(known[ids].all()):
+        mask = source.tensors["t2d"].flatten().bool()
+        if len(mask) != embeddings.vocab_size or int(mask.sum()) != len(ids) or not bool(mask[ids].all()):
             raise source.error("d2t and t2d do not name the same tokens; download it again")
     return ids
 
@@ -164,16 +166,16 @@ def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
 
 
 def _checked_embeddings(source: Source, embeddings: Embeddings) -> set[str]:
-    """Return which tensors are embeddings, checked that they can be the target's, which is used in their place."""
-    found = {name for name in source.tensors if name.endswith(EMBEDDING)}
+    """Return which tensors are embeddings, checked for the target's shape; the target's own is used instead."""
+    names = {name for name in source.tensors if name.endswith(EMBEDDING)}
     expected = (embeddings.vocab_size, embeddings.hidden_size)
-    for name in found:
+    for name in names:
         if (shape := tuple(source.tensors[name].shape)) != expected:
             raise source.error(
                 f"{name} is {shape}, expected {expected}, the target's own; choose the head's target with model.path"
             )
-    source.settle("vocab_size", embeddings.vocab_size)
-    return found
+    source.compare("vocab_size", embeddings.vocab_size)
+    return names
 
 
 def _few(names: list[str]) -> str:

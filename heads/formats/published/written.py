@@ -1,4 +1,4 @@
-"""An exported folder: checked tensor by tensor against what the format demands, and put in place whole or not at all.
+"""Writing an exported folder: checked tensor by tensor against the format, and moved to its path whole or not at all.
 
 Engines do not check for us: vLLM leaves a tensor that is missing as memory happened to be, SGLang passes over names
 that it does not know, and both then draft without an error and without success.
@@ -78,8 +78,8 @@ def check(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtyp
     for name, tensor in tensors.items():
         expected = DTYPES.get(name, dtype)
         if tuple(tensor.shape) != shapes[name] or tensor.dtype != expected:
-            found = f"{tuple(tensor.shape)} {tensor.dtype}"
-            raise ValueError(f"{name} is {found}, expected {shapes[name]} {expected} by its {CONFIG}")
+            actual = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"{name} is {actual}, expected {shapes[name]} {expected} by its {CONFIG}")
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds values that are not finite in {dtype}; train again with a lower trainer.lr")
     if OFFSETS in tensors:
@@ -111,11 +111,11 @@ def _check_layers(states: list[int], outputs: list[int], count: int) -> None:
         )
 
 
-def _check_vocabulary(offset: Int[Tensor, "W"], known: Bool[Tensor, "V"] | None, full: int) -> None:
+def _check_vocabulary(offset: Int[Tensor, "W"], mask: Bool[Tensor, "V"] | None, full: int) -> None:
     ids = torch.arange(len(offset)) + offset
     if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= full:
         raise ValueError(f"{OFFSETS} does not lead to increasing ids below {full}; its entry i is the id less i")
-    if known is not None and not torch.equal(known.nonzero()[:, 0], ids):
+    if mask is not None and not torch.equal(mask.nonzero()[:, 0], ids):
         raise ValueError(f"{OFFSETS} and {KNOWN} do not name the same tokens")
 
 

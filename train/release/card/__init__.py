@@ -1,14 +1,14 @@
-"""The model card of a published head: what it is, what was measured, where it comes from, how to serve it, its limits.
+"""The model card of a published head: its results, its provenance, how to serve it, its limits.
 
-Every number and name on it was recorded by the run, its head or its report; what was not recorded is said to be so.
+Every number and name on it was recorded by the run, its head or its report; missing records are named as missing.
 
-facts.py     what it is made of
+facts.py     the records that it is made of
 metadata.py  the YAML that the Hub reads
-measured.py  the table of what was measured
+measured.py  the table of results
 plots.py     plots as pictures
 engines.py   how to serve it, engine by engine
-origin.py    where target, data and weights come from
-limits.py    what the numbers do not say
+origin.py    provenance of target, data and weights
+limits.py    limits of the numbers
 text.py      names and values as text, not as markup
 """
 
@@ -37,12 +37,12 @@ headstart."""
 
 def card(facts: Facts) -> dict[str, str | bytes]:
     """Return README.md with its YAML metadata, and the plots that it shows, by the names of their files."""
-    made = plots.drawn(facts)
+    pictures = plots.pictures_of(facts)
     head = facts.config["head"]
     about: dict[str, Any] = {"head": head, "tree": facts.config["tree"]}
     sections = {
         "What it is": "\n".join(bullets(about)),
-        "Measured": measured.section(facts.report, {name: plot.caption for name, plot in made.items()}),
+        "Measured": measured.section(facts.report, {name: plot.caption for name, plot in pictures.items()}),
         "Serve it": engines.section(facts),
         "Where it comes from": origin.section(facts),
         "Provenance": "\n".join(bullets(facts.provenance)) or "Not recorded.",
@@ -52,5 +52,5 @@ def card(facts: Facts) -> dict[str, str | bytes]:
     body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items())
     return {
         "README.md": f"---\n{metadata.of(facts).to_yaml()}\n---\n\n{title}\n\n{body}\n",
-        **{name: plot.png for name, plot in made.items()},
+        **{name: plot.png for name, plot in pictures.items()},
     }

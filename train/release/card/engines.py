@@ -1,6 +1,6 @@
-"""How a head is served: the command line of every engine that reads its format, and which engines do not.
+"""Serving a head: the command line of every engine that reads its format, and the engines that do not.
 
-What engines read was tried with the versions named here; `shared` layers, names and keys are in heads/export/.
+The formats were tried with the engine versions named here; the formats themselves are in heads/formats/published/.
 """
 
 import json
@@ -18,9 +18,9 @@ from train.release.card.facts import Facts
 from train.release.card.text import block, code, quoted
 
 VLLM, VLLM_OLD, SGLANG, TRTLLM = "vLLM 0.33.0", "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.4.0rc"
-Part = tuple[str, str]  # an engine, and how it serves the head
+Serving = tuple[str, str]  # an engine, and how it serves the head
 
-# What vLLM takes a head for where no method is given, by what the lower-cased path of the head holds: the first counts.
+# vLLM's guess of the method where none is given, by a substring of the lower-cased path: the first match counts.
 GUESSES = {"eagle-": "eagle", "eagle3": "eagle3"}
 METHODS = {"hass": "eagle"}  # heads that are served as another
 
@@ -54,7 +54,7 @@ def misleading(repo: str, head: str) -> str | None:
     return f"note: {repo} says {others[0]} but the head is {head}; serving engines guess the method from the name"
 
 
-def _engines(facts: Facts) -> Iterator[Part]:
+def _engines(facts: Facts) -> Iterator[Serving]:
     if facts.form is None:
         forms = ", ".join(form for form, kinds in FORMATS.items() if facts.kind in kinds)
         remedy = f"publish it with format= one of {forms}" if forms else "no format of theirs holds this kind of head"
@@ -63,7 +63,7 @@ def _engines(facts: Facts) -> Iterator[Part]:
     yield from SERVED[FORMATS[facts.form][facts.kind]](facts)
 
 
-def _eagle3(facts: Facts) -> Iterator[Part]:
+def _eagle3(facts: Facts) -> Iterator[Serving]:
     yield VLLM, _vllm(facts, "eagle3", facts.draft_tokens) + _alone(facts)
     if facts.served["norm_before_residual"]:
         yield "Not served by", f"{SGLANG} and {TRTLLM}, which know no norm_before_residual=true."
@@ -72,13 +72,13 @@ def _eagle3(facts: Facts) -> Iterator[Part]:
     yield TRTLLM, _trtllm(facts)
 
 
-def _eagle(facts: Facts) -> Iterator[Part]:
+def _eagle(facts: Facts) -> Iterator[Serving]:
     yield VLLM, _vllm(facts, "eagle", facts.draft_tokens)
     yield SGLANG, _sglang(facts, "EAGLE")
     yield "Not served by", f"{TRTLLM}, which reads EAGLE-3 alone."
 
 
-def _medusa(facts: Facts) -> Iterator[Part]:
+def _medusa(facts: Facts) -> Iterator[Serving]:
     yield f"{VLLM_OLD} and earlier", _vllm(facts, "medusa", facts.served["num_heads"])
     yield (
         "Not served by",
@@ -87,7 +87,7 @@ def _medusa(facts: Facts) -> Iterator[Part]:
     )
 
 
-def _dflash(facts: Facts) -> Iterator[Part]:
+def _dflash(facts: Facts) -> Iterator[Serving]:
     method = "dspark" if "DSpark" in facts.served["architectures"][0] else "dflash"
     idle = 0 if facts.served["dflash_config"]["sample_from_anchor"] else 1  # the anchor's slot
     yield VLLM, _vllm(facts, method, facts.served["block_size"] - idle)
@@ -100,8 +100,8 @@ def _dflash(facts: Facts) -> Iterator[Part]:
     yield "Not tried", f"{TRTLLM}, which has a loader of its own for these heads."
 
 
-def _authors(reader: str) -> Callable[[Facts], Iterator[Part]]:
-    def parts(facts: Facts) -> Iterator[Part]:
+def _authors(reader: str) -> Callable[[Facts], Iterator[Serving]]:
+    def parts(facts: Facts) -> Iterator[Serving]:
         others = [form for form, kinds in FORMATS.items() if facts.kind in kinds and form != facts.form]
         engines = f"; for engines publish it with format= one of {', '.join(others)}" if others else ""
         yield "The authors' own code", f"{reader} reads this layout, for {code(facts.path)}{engines}."
@@ -109,7 +109,7 @@ def _authors(reader: str) -> Callable[[Facts], Iterator[Part]]:
     return parts
 
 
-SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Part]]] = {
+SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
     eagle3.engines: _eagle3,
     eagle.engines: _eagle,
     medusa.engines: _medusa,
@@ -122,8 +122,8 @@ SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Part]]] = {
 
 
 def _vllm(facts: Facts, method: str, tokens: int) -> str:
-    said = json.dumps({"method": method, "model": facts.repo, "num_speculative_tokens": tokens})
-    return block(f"vllm serve {shlex.quote(facts.path)} --speculative-config {shlex.quote(said)}")
+    config = json.dumps({"method": method, "model": facts.repo, "num_speculative_tokens": tokens})
+    return block(f"vllm serve {shlex.quote(facts.path)} --speculative-config {shlex.quote(config)}")
 
 
 def _alone(facts: Facts) -> str:
@@ -151,12 +151,12 @@ def _shape(steps: int, wide: int, tokens: int) -> list[str]:
 
 def _trtllm(facts: Facts) -> str:
     layers, count = facts.served["eagle_config"][STATES], facts.config["target"]["num_layers"]
-    said = ["speculative_config:", "  decoding_type: Eagle3", f"  max_draft_len: {facts.draft_tokens}"]
-    said.append(f"  speculative_model: {facts.repo}")
-    if layers != default_layers(EAGLE3, count):  # which it reads unless others are said
-        said.append(f"  eagle3_layers_to_capture: {layers}")
+    lines = ["speculative_config:", "  decoding_type: Eagle3", f"  max_draft_len: {facts.draft_tokens}"]
+    lines.append(f"  speculative_model: {facts.repo}")
+    if layers != default_layers(EAGLE3, count):  # which it reads by default
+        lines.append(f"  eagle3_layers_to_capture: {layers}")
     line = f"trtllm-serve {shlex.quote(facts.path)} --config draft.yaml"
-    return f"with this as draft.yaml:\n\n{block(chr(10).join(said), 'yaml')}\n\n{block(line)}"
+    return f"with this as draft.yaml:\n\n{block(chr(10).join(lines), 'yaml')}\n\n{block(line)}"
 
 
 def _plain(facts: Facts) -> str:
@@ -174,12 +174,12 @@ def _headstart(facts: Facts) -> str:
     adapter = facts.config["target"].get("adapter")
     model = f" model.path={shlex.quote(facts.path)}" + (f" model.adapter={shlex.quote(adapter)}" if adapter else "")
     model += " tree=chain" if facts.form else ""  # which foreign formats do not hold
-    carried = f", adapter={quoted(adapter)}" if adapter else ""
-    said = f"run={facts.repo}{model}"  # no workload of its own: the held-out prompts are not published
-    lines = f"python eval/run.py {said} workload=my_log.jsonl\npython inference/run.py {said} prompt='...'"
+    adapter_option = f", adapter={quoted(adapter)}" if adapter else ""
+    options = f"run={facts.repo}{model}"  # no workload of its own: the held-out prompts are not published
+    lines = f"python eval/run.py {options} workload=my_log.jsonl\npython inference/run.py {options} prompt='...'"
     code = (
         "from heads.formats.hub import load_found, resolve_head\nfrom inference.target.target import Target\n\n"
-        f"target = Target.load({quoted(facts.path)}{carried})\n"
-        f'head = load_found(resolve_head("{facts.repo}"), target.ends, target.spec)'
+        f"target = Target.load({quoted(facts.path)}{adapter_option})\n"
+        f'head = load_found(resolve_head("{facts.repo}"), target.embeddings, target.spec)'
     )
     return f"{block(lines)}\n\nor from Python, in a checkout of headstart:\n\n{block(code, 'python')}"

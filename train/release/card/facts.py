@@ -1,4 +1,4 @@
-"""What the card is made of."""
+"""The records that the card is made of."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,10 @@ from heads.formats.hub import on_hub
 
 @dataclass(frozen=True)
 class Facts:
-    """What was recorded of a head; an empty mapping where the run has nothing of the kind.
+    """The records of a head; an empty mapping where the run has none of that kind.
 
     Attributes:
-        repo: where it goes, OWNER/NAME.
+        repo: the repository to publish to, OWNER/NAME.
         license: of the head, as the Hub abbreviates licences.
         run: the run's folder.
         config: the head's own config.json.
@@ -39,7 +39,7 @@ class Facts:
 
     @property
     def kind(self) -> str:
-        """What kind of head it is."""
+        """The kind of the head."""
         return str(self.config["head"]["name"])
 
     @property
@@ -55,10 +55,10 @@ class Facts:
 
     @property
     def path(self) -> str:
-        """Where a command line finds the target."""
+        """The target's path in command lines."""
         return self.base if self.hub else f"path/to/{self.base}"
 
-    def own(self, drafter: str) -> bool:
-        """Whether a row's drafter is this head, which is called by its kind, and by its run too beside another."""
+    def has_drafter(self, drafter: str) -> bool:
+        """Whether a row's drafter is this head, named by its kind, and by its run too where there are several."""
         kind, _, run = drafter.partition(" ")
         return kind == self.kind and (not run or Path(run).name == self.run.resolve().name)

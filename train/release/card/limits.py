@@ -1,4 +1,4 @@
-"""What a head's numbers do not say."""
+"""The limits of a head's numbers."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ CHAIN = (
 )
 COLD = "Not measured above temperature 0, where fewer drafts are accepted as a rule."
 SINGLE = "Not measured in batches: with many sequences in a pass a draft is worth less."
-OWN = "The files are in headstart's own layout. Serving engines need an export (format=… of train/publish.py)."
+OWN_FORM = "The files are in headstart's own layout. Serving engines need an export (format=… of train/publish.py)."
 FOREIGN = "The files are as format={form} has them; headstart reads them too, where a tree is given (tree=chain)."
 EMBEDDINGS = (
     "The head reads the target's embedding and lm_head, {held}: the target's licence applies to them, and to any text "
@@ -39,7 +39,7 @@ def section(facts: Facts) -> str:
 
 
 def _lines(facts: Facts) -> Iterator[str]:
-    rows = [row for row in clocked(facts.report) if facts.own(row["drafter"])]
+    rows = [row for row in clocked(facts.report) if facts.has_drafter(row["drafter"])]
     yield TARGET.format(checked=CHECKED[facts.form is None])
     yield WORKLOADS
     if facts.config["head"].get("length"):
@@ -50,5 +50,5 @@ def _lines(facts: Facts) -> Iterator[str]:
         yield COLD
     if rows and not any(row["batch_size"] > 1 for row in rows):
         yield SINGLE
-    yield OWN if facts.form is None else FOREIGN.format(form=facts.form)
+    yield OWN_FORM if facts.form is None else FOREIGN.format(form=facts.form)
     yield EMBEDDINGS.format(held=HELD[facts.form is None])

@@ -1,4 +1,4 @@
-"""What was measured of a head, as a table and plots."""
+"""The results of a head, as a table and plots."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from eval.report.view import Cell, results_of
 from train.release.card.text import escaped
 
 LEGEND = (
-    "τ: tokens committed per target pass, the bonus token included. speedup: against plain decoding in the same "
-    "engine; at a rate of requests, of mean latencies. lossless: prompts with the same greedy output as plain "
-    "decoding. Intervals resample the prompts."
+    "τ: tokens committed per target pass, the bonus token included. speedup: against the baseline in the same "
+    "engine; at a rate of requests, of mean latencies. lossless: prompts with the same greedy output as the "
+    "baseline, autoregressive decoding. Intervals resample the prompts."
 )
 NONE = "Not measured: the run has no report."
 
@@ -24,14 +24,14 @@ def section(report: dict[str, Any], plots: Mapping[str, str]) -> str:
         report: report.json, empty where there is none.
         plots: captions by file.
     """
-    live = [each for each in results_of(report) if each.row.get("tier", LIVE) == LIVE]
+    live = [result for result in results_of(report) if result.row.get("tier", LIVE) == LIVE]
     shown = "\n\n".join(f"![{escaped(caption)}]({name})" for name, caption in plots.items())
     if not live:
         return f"{NONE}\n\n{shown}".strip()
     table = results(live, CARD)
     body = [[_text(cell) for cell in line] for line in table.lines]
     parts = grid([head.title for head in table.heads], body), LEGEND, how(report), shown
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(text for text in parts if text)
 
 
 def clocked(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -40,20 +40,20 @@ def clocked(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def how(report: dict[str, Any]) -> str:
-    """Return on what and how it was measured."""
+    """Return the device, settings and date of the measurement."""
     device, settings = report.get("device", {}), report.get("settings", {})
     where = [str(device[key]) for key in ("name", "dtype", "torch", "transformers") if device.get(key) is not None]
-    said = [f"Device, dtype, versions of torch and transformers: {escaped(', '.join(where))}."] if where else []
+    sentences = [f"Device, dtype, versions of torch and transformers: {escaped(', '.join(where))}."] if where else []
     if settings.get("prompts") is not None:
-        said.append(
+        sentences.append(
             escaped(f"{settings['prompts']} prompts a workload, {settings.get('max_new_tokens')} new tokens at most.")
         )
     if date := (settings.get("provenance") or {}).get("date"):
-        said.append(f"Measured on {escaped(str(date)[:10])}.")
-    return " ".join(said)
+        sentences.append(f"Measured on {escaped(str(date)[:10])}.")
+    return " ".join(sentences)
 
 
 def _text(cell: Cell) -> str:
-    """Return a cell's text, names in it as no markup; what would end the cell, the table escapes itself."""
+    """Return a cell's text, with names escaped; the table itself escapes the signs that end a cell."""
     words = isinstance(cell.values[0], str)
-    return "|".join(escaped(part) for part in cell.text.split("|")) if words else cell.text
+    return "|".join(escaped(text) for text in cell.text.split("|")) if words else cell.text

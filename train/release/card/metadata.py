@@ -1,4 +1,4 @@
-"""The card's YAML metadata, by which the Hub finds a head and shows what was measured of it."""
+"""The card's YAML metadata, by which the Hub finds a head and shows its results."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from heads.formats.published.export import FORMATS
 from train.release.card.facts import Facts
 
 TASK = "text-generation"
-METRICS = {"tau": "τ, tokens of a target pass", "speedup": "speedup over plain decoding"}
+METRICS = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
 ENGINES = ("vllm", "sglang", "trtllm", "speculators")
 
 
 def of(facts: Facts) -> ModelCardData:
     """Return the metadata, checked by huggingface_hub's own types."""
-    found = results(facts)
+    measured = results(facts)
     return ModelCardData(
         license=facts.license,
         base_model=facts.base if facts.hub else None,
@@ -25,34 +25,34 @@ def of(facts: Facts) -> ModelCardData:
         library_name="headstart",
         pipeline_tag=TASK,
         tags=["speculative-decoding", "draft-head", facts.kind, *_readers(facts)],
-        model_name=facts.repo.split("/")[1] if found else None,
-        eval_results=found or None,
+        model_name=facts.repo.split("/")[1] if measured else None,
+        eval_results=measured or None,
     )
 
 
 def datasets(facts: Facts) -> list[str]:
     """Return the Hub data sets that the head was trained on, as its provenance names them."""
     sources = facts.provenance.get("sources") or []
-    names = [str(each["name"]).partition(":")[0] for each in sources if "revision" in each]
+    names = [str(source["name"]).partition(":")[0] for source in sources if "revision" in source]
     return sorted({name for name in names if REPO.fullmatch(name)})
 
 
 def results(facts: Facts) -> list[EvalResult]:
     """Return the head's own results by decoding, a failed one without its speedup."""
-    found = []
-    for each in results_of(facts.report):
-        row = each.row
-        if row.get("tier", LIVE) != LIVE or not facts.own(row["drafter"]):
+    evaluations = []
+    for result in results_of(facts.report):
+        row = result.row
+        if row.get("tier", LIVE) != LIVE or not facts.has_drafter(row["drafter"]):
             continue
         workload, rate = Path(row["workload"]).stem, row.get("request_rate")
         where = f"T={row['temperature']:g}, batch {row['batch_size']}, tree {row['tree']}"
         where += f", {rate:g} requests a second" if rate is not None else ""
         where += f", {row['category']}" if row.get("category") else ""
         for metric, name in METRICS.items():
-            if row[metric] is None or (metric == "speedup" and each.failed):
+            if row[metric] is None or (metric == "speedup" and result.failed):
                 continue
             interval = row[f"{metric}_ci"]
-            found.append(
+            evaluations.append(
                 EvalResult(
                     task_type=TASK,
                     dataset_type=workload,
@@ -64,7 +64,7 @@ def results(facts: Facts) -> list[EvalResult]:
                     metric_args=None if interval is None else {"interval_95": [round(end, 4) for end in interval]},
                 )
             )
-    return found
+    return evaluations
 
 
 def _readers(facts: Facts) -> list[str]:

@@ -1,4 +1,4 @@
-"""The card's plots as PNG: those of the report's page, drawn by the library that the page carries.
+"""The card's plots as PNG: those of the report's page, rendered by the same library.
 
 They lie on an opaque white ground, so that they read the same on a light and on a dark page.
 """
@@ -28,39 +28,39 @@ CONFIG = {
 }
 
 
-class Drawn(NamedTuple):
-    """A plot's picture, and what it shows."""
+class Picture(NamedTuple):
+    """A plot's picture and its caption."""
 
     caption: str
     png: bytes
 
 
-def drawn(facts: Facts) -> dict[str, Drawn]:
+def pictures_of(facts: Facts) -> dict[str, Picture]:
     """Return the plots that the run has numbers for, by the names of their files."""
-    told = {**facts.report, "rows": clocked(facts.report)}
-    found: dict[str, list[Plot]] = {}
-    if told["rows"]:
+    report = {**facts.report, "rows": clocked(facts.report)}
+    plots_by_name: dict[str, list[Plot]] = {}
+    if report["rows"]:
         for key, title in (("tau", "τ"), ("speedup", "speedup")):
-            found[key] = [each for each in [plots.with_intervals(told, key, title)] if each is not None]
-        found["acceptance"] = [each for each in [plots.acceptance(told)] if each is not None]
-    found["training"] = plots.training({"training": _curves(facts)})
-    return {f"plots/{name}.png": _picture(parts) for name, parts in found.items() if parts}
+            plots_by_name[key] = [plot for plot in [plots.with_intervals(report, key, title)] if plot is not None]
+        plots_by_name["acceptance"] = [plot for plot in [plots.acceptance(report)] if plot is not None]
+    plots_by_name["training"] = plots.training({"training": _curves(facts)})
+    return {f"plots/{name}.png": _picture(shown) for name, shown in plots_by_name.items() if shown}
 
 
 def _curves(facts: Facts) -> dict[str, Any]:
-    """Return the training curves, of the run's own records, else of its report."""
-    found: dict[str, Any] = extras.training({facts.kind: facts.run / "head"})
-    found = found or {
-        name: each
-        for name, each in facts.report.get("training", {}).items()
-        if facts.own(name) and each.keys() >= {"steps", "tau"}  # an earlier version's may lack some
+    """Return the training curves from the run's records, else from its report."""
+    curves: dict[str, Any] = extras.training({facts.kind: facts.run / "head"})
+    curves = curves or {
+        name: curve
+        for name, curve in facts.report.get("training", {}).items()
+        if facts.has_drafter(name) and curve.keys() >= {"steps", "tau"}  # an earlier version's may lack some
     }
-    return {name: {**each, "tau": each["tau"] if len(each["tau"]) > 1 else []} for name, each in found.items()}
+    return {name: {**curve, "tau": curve["tau"] if len(curve["tau"]) > 1 else []} for name, curve in curves.items()}
 
 
-def _picture(parts: list[Plot]) -> Drawn:
+def _picture(plots_shown: list[Plot]) -> Picture:
     """Return plots beneath each other as one picture."""
-    specs: list[Spec] = [{**_fixed(part.spec), "title": part.caption} for part in parts]
+    specs: list[Spec] = [{**_fixed(plot.spec), "title": plot.caption} for plot in plots_shown]
     if len(specs) > 1:
         specs = [{**spec, "height": LOW} for spec in specs]
     whole = {
@@ -69,7 +69,7 @@ def _picture(parts: list[Plot]) -> Drawn:
         **(specs[0] if len(specs) == 1 else {"vconcat": specs, "resolve": {"scale": {"color": "independent"}}}),
     }
     png = vl_convert.vegalite_to_png(json.dumps(whole), scale=SCALE)
-    return Drawn(". ".join(part.caption for part in parts), bytes(png))
+    return Picture(". ".join(plot.caption for plot in plots_shown), bytes(png))
 
 
 def _fixed(spec: Spec) -> Spec:

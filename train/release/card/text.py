@@ -1,4 +1,4 @@
-"""Text for Markdown: names and values from outside are shown as they are, and are no markup."""
+"""Text for Markdown: untrusted names and values are shown literally, never as markup."""
 
 import json
 import re

@@ -1,21 +1,21 @@
-"""The doctor: whether a head on disk or on the Hub will draft for its target, in which engine, and what to mend.
+"""The doctor: checks whether a head on disk or on the Hub will draft for its target, and in which engine.
 
 It examines a head in our own form or in any foreign one that is read here, damaged or not: files and keys by what each
 engine makes of them, and by measurement whether the head drafts best as its files declare it and as its card says. It
 reads and never writes.
 
 config.py      its types
-examined.py    the head as it lies on disk or on the Hub
-against.py     the target, as much of it as loads
-finding.py     what a check says, for the terminal
+examined.py    the head's files, from disk or the Hub
+against.py     the target, as far as it loads
+finding.py     the findings of a check, for the terminal
 tensors.py     files, names, shapes, values, dtype
 options.py     the keys by which engines find a class, or stumble
-belongs.py     whether it is this target's: weights, tokenizer, template
+belongs.py     whether it belongs to this target: weights, tokenizer, template
 vocabulary.py  drafted tokens, lm_head, embedding
-layers.py      the layers that it says it reads
+layers.py      the layers that its config.json names
 positions.py   rotary positions and length
-trials.py      the head tried on other layers, tokens and positions
-measured.py    what the trials say
+trials.py      the head run on other layers, tokens and positions
+measured.py    findings from the trials
 card.py        the measured acceptance against the card's
 checkup.py     all checks by measurement, in one go
 """
@@ -35,13 +35,13 @@ from train.release.doctor.finding import WRONG, Finding, Findings, meant_for, un
 
 __all__ = ["CHECKS", "TEMPLATE", "DoctorConfig", "examine", "other_part", "part", "report"]
 
-# Which checks say nothing where a file cannot be read.
+# The checks that are skipped where a file cannot be read.
 NEEDED = {
     CONFIG: {"architectures", "tensors", "dtype", "keys", "said twice", "biases", "vocabulary", "lm_head", "layers",
              "rope", "length"},
     WEIGHTS: {"tensors", "values", "dtype", "biases", "vocabulary", "lm_head", "embedding"},
 }  # fmt: skip
-# The checks of what the files say, in the order in which they are told; those by measurement follow.
+# The checks of the files, in the order of the report; those by measurement follow.
 CHECKS: dict[str, Callable[[Examined, Against], Findings]] = {
     "files": tensors.readable,
     "target": belongs.target,
@@ -68,40 +68,40 @@ def examine(config: DoctorConfig) -> list[Finding]:
     """Examine a head.
 
     Returns:
-        What every check says, in order.
+        The findings of every check, in order.
 
     Raises:
         ValueError: there is no head, no target, or no workload of the name that is given.
     """
     head = examined.read(config.doctor)
     target = against.load(config.target, head, config.checkup.dtype, config.checkup.measure)
-    found = []
+    findings = []
     for name, check in CHECKS.items():
         unread = [file for file, names in NEEDED.items() if name in names and file in head.trouble]
-        said = [unknown(f"{unread[0]} cannot be read")] if unread else _checked(check, head, target)
-        found += [each._replace(check=name) for each in said]
+        results = [unknown(f"{unread[0]} cannot be read")] if unread else _checked(check, head, target)
+        findings += [finding._replace(check=name) for finding in results]
     loaded, why = _loaded(head, target)
     if target.embeddings is not None:
-        found.append(tensors.loads(why)._replace(check="loads"))
+        findings.append(tensors.loads(why)._replace(check="loads"))
     if target.whole is None or loaded is None:
-        found += [unknown(target.why or "the head does not load")._replace(check=name) for name in checkup.CHECKS]
+        findings += [unknown(target.why or "the head does not load")._replace(check=name) for name in checkup.CHECKS]
     else:
-        found += checkup.measure(head, target, loaded, config.checkup)
-    return [meant_for(each, config.format) for each in found]
+        findings += checkup.measure(head, target, loaded, config.checkup)
+    return [meant_for(finding, config.format) for finding in findings]
 
 
 def report(config: DoctorConfig) -> tuple[str, int]:
-    """Return what an examination finds, as text, and the exit status: 1 where something is wrong.
+    """Return the findings of an examination as text, and the exit status: 1 where something is wrong.
 
     Raises:
         ValueError: as `examine`.
     """
-    found = examine(config)
-    return written(found), int(any(each.verdict == WRONG for each in found))
+    findings = examine(config)
+    return written(findings), int(any(finding.verdict == WRONG for finding in findings))
 
 
 def _checked(check: Callable[[Examined, Against], Findings], head: Examined, target: Against) -> list[Finding]:
-    """Return what a check finds; on a config.json of quite other kinds it may stumble, which the others outlive."""
+    """Return the findings of a check; an error on a config.json of unexpected types becomes a finding."""
     try:
         return list(check(head, target))
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:

@@ -31,8 +31,8 @@ class Against:
         path: folder or Hub id.
         config: its text model's config.json.
         tokenizer: None where none loads.
-        model: the whole of it, its ends alone, or None where neither loads.
-        why: why not the whole of it.
+        model: the whole of it, its embedding and lm_head alone, or None where neither loads.
+        why: the reason that not all of it loads.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Against:
 
     @property
     def spec(self) -> TargetSpec | None:
-        """What a head must agree with."""
+        """The identity that a head must agree with."""
         return None if self.model is None else self.model.spec
 
     @property
@@ -74,15 +74,15 @@ class Against:
     @property
     def context(self) -> int | None:
         """The most tokens that a text may have, None where it does not say."""
-        found = self.config.get("max_position_embeddings")
-        return found if isinstance(found, int) else None
+        length = self.config.get("max_position_embeddings")
+        return length if isinstance(length, int) else None
 
     @property
     def rope(self) -> Rope | None:
         """Its rotary positions, None where it has none."""
-        said = self.config.get("rope_parameters") or {}
-        theta = self.config.get("rope_theta") or said.get("rope_theta")
-        return None if theta is None else Rope(float(theta), scaling_of(self.config.get("rope_scaling") or said))
+        parameters = self.config.get("rope_parameters") or {}
+        theta = self.config.get("rope_theta") or parameters.get("rope_theta")
+        return None if theta is None else Rope(float(theta), scaling_of(self.config.get("rope_scaling") or parameters))
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -92,30 +92,30 @@ class Against:
 
 
 def load(given: str | None, head: Examined, dtype: str, measure: bool) -> Against:
-    """Load the target, as much of it as there is.
+    """Load the target, as far as it loads.
 
     Args:
-        given: its folder or Hub id, None for what the head's files name.
+        given: its folder or Hub id, None for the one that the head's files name.
         head: the head.
         dtype: of its weights.
-        measure: whether its layers are wanted.
+        measure: whether its layers are needed.
 
     Raises:
-        ValueError: nobody says which target, or there is none.
+        ValueError: no target is named, or there is none.
     """
-    said = given or head.said_target
-    if said is None:
+    name = given or head.said_target
+    if name is None:
         raise ValueError(f"{head.name}: its files do not say its target; give target=FOLDER or target=OWNER/NAME")
-    path = target_path(str(Path(said).expanduser()) if given else said)
+    path = target_path(str(Path(name).expanduser()) if given else name)
     try:
         config: Any = read_target_config(path, trust_remote_code=False).get_text_config()
     except ValueError as error:
         raise ValueError(
             f"target={path}: no model there ({one_line(error).split('. ')[0]}); give target=FOLDER or target=OWNER/NAME"
         ) from None
-    told = config.to_dict()
-    told |= {key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
-    told["max_position_embeddings"] = getattr(config, "max_position_embeddings", None)
+    values = config.to_dict()
+    values |= {key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
+    values["max_position_embeddings"] = getattr(config, "max_position_embeddings", None)
     adapter = head.part("target").get("adapter")
     model, why = _weights(path, dtype, adapter if isinstance(adapter, str) else None, measure)
     tokenizer = None if model is None else model.tokenizer
@@ -124,7 +124,7 @@ def load(given: str | None, head: Examined, dtype: str, measure: bool) -> Agains
             tokenizer = load_tokenizer(path, False)
         except ValueError as error:
             log.warning("%s", error)
-    return Against(path, told, tokenizer, model, why)
+    return Against(path, values, tokenizer, model, why)
 
 
 def _weights(path: str, dtype: str, adapter: str | None, measure: bool) -> tuple[Target | EmbeddingsOnly | None, str]:

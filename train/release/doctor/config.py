@@ -9,7 +9,7 @@ from heads.formats.published.export import assert_known
 
 @dataclass(frozen=True)
 class CheckupConfig:
-    """How acceptance is measured.
+    """The measurement of acceptance.
 
     Attributes:
         workload: prompts as eval/run.py takes them; None: the run's own held-out ones, else the bundled ones.
@@ -35,7 +35,7 @@ class CheckupConfig:
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """What of conf/publish.yaml the doctor reads: whose head, for which target, for which engine alone (None: all)."""
+    """The keys of conf/publish.yaml that the doctor reads: head, target, and the engine to check for (None: all)."""
 
     doctor: str
     target: str | None
@@ -47,16 +47,16 @@ class DoctorConfig:
             assert_known(self.format)
 
 
-ALONE = ("doctor", "checkup")  # what publishing does not read
+ALONE = ("doctor", "checkup")  # keys that publishing does not read
 
 
 def part(cfg: DictConfig) -> DictConfig:
-    """Return what of conf/publish.yaml the doctor reads."""
-    found: DictConfig = OmegaConf.masked_copy(cfg, [each.name for each in fields(DoctorConfig)])
-    return found
+    """Return the keys of conf/publish.yaml that the doctor reads."""
+    selected: DictConfig = OmegaConf.masked_copy(cfg, [field.name for field in fields(DoctorConfig)])
+    return selected
 
 
 def other_part(cfg: DictConfig) -> DictConfig:
-    """Return what of conf/publish.yaml publishing reads."""
-    found: DictConfig = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in ALONE])
-    return found
+    """Return the keys of conf/publish.yaml that publishing reads."""
+    selected: DictConfig = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in ALONE])
+    return selected

@@ -1,4 +1,4 @@
-"""The head that is examined, as it lies on disk: what cannot be read is noted, not raised, and nothing is checked."""
+"""Reading the head to examine: errors are recorded, not raised, and nothing is checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from heads.formats.published.files import PREFIX, stored_tensors
 from heads.formats.store import CONFIG, WEIGHTS, last_good
 from heads.formats.weights import read_weights
 
-OWN = "headstart"  # the form of our own heads; that of others is a key of heads.formats.published.FORMATS
+OWN = "headstart"  # the form of our own heads; other forms are keys of heads.formats.published.FORMATS
 PROMPTS = "prompts.jsonl"
 BY_ARCHITECTURE = {"Eagle3": "eagle3", "EAGLE3": "eagle3", "Eagle": "eagle", "Medusa": "medusa", "DFlash": "dflash",
                    "DSpark": "dflash"}  # fmt: skip
@@ -46,17 +46,17 @@ SIDES = {
 
 @dataclass(frozen=True)
 class Examined:
-    """A head's folder with what lies beside it.
+    """A head's folder with the files beside it.
 
     Attributes:
         name: as the user gave it.
         folder: the head's.
         config: its config.json, empty where that cannot be read.
-        tensors: by their names as they stand in the files.
+        tensors: by their names in the files.
         report: report.json; reference: tokenizer_reference.json; origin: provenance.json; run: config.yaml; each empty
             where it is missing.
         prompts: the file of held-out prompts that its run keeps here, None if there is none.
-        trouble: why a file cannot be read, by its name.
+        trouble: the error of each file that cannot be read, by its name.
     """
 
     name: str
@@ -71,52 +71,52 @@ class Examined:
     trouble: dict[str, str]
 
     @cached_property
-    def bare(self) -> dict[str, Tensor]:
-        """The tensors by their names without the prefix that all may have."""
+    def stripped(self) -> dict[str, Tensor]:
+        """The tensors by their names without the prefix that all may share."""
         return {PREFIX.sub("", name): tensor for name, tensor in self.tensors.items()}
 
     @cached_property
     def form(self) -> str:
-        """OWN or a key of FORMATS: by the names of its tensors, as far as they tell, else by its architectures."""
+        """OWN or a key of FORMATS: by the names of its tensors where they decide, else by its architectures."""
         if "format" in self.config:
             return OWN
-        names = self.bare.keys()
-        found = [name for name, form in FORMATS.items() if form.matches(names)]
-        by_name = [form for part, form in BY_ARCHITECTURE.items() if part in " ".join(self.architectures)]
-        return (found or by_name or [""])[0]
+        names = self.stripped.keys()
+        matching = [name for name, form in FORMATS.items() if form.matches(names)]
+        by_name = [form for fragment, form in BY_ARCHITECTURE.items() if fragment in " ".join(self.architectures)]
+        return (matching or by_name or [""])[0]
 
     @cached_property
     def architectures(self) -> list[str]:
         """Its architectures; none, where no engine is meant to load it."""
-        said = self.config.get("architectures")
-        return [str(each) for each in said] if isinstance(said, list) else []
+        names = self.config.get("architectures")
+        return [str(name) for name in names] if isinstance(names, list) else []
 
     @cached_property
     def layer(self) -> dict[str, Any]:
-        """What its config.json says, the decoder layer's numbers of the speculators format among them."""
+        """The keys of its config.json, with the decoder layer's numbers of the speculators format."""
         return {**self.part("transformer_layer_config"), **self.config}
 
     def part(self, key: str) -> dict[str, Any]:
         """Return a part of its config.json, empty where that is missing."""
-        said = self.config.get(key)
-        return said if isinstance(said, dict) else {}
+        values = self.config.get(key)
+        return values if isinstance(values, dict) else {}
 
     @property
     def trained(self) -> dict[str, Any]:
-        """What its run's config.yaml says of the head, empty where there is none."""
-        said = self.run.get("head")
-        return said if isinstance(said, dict) else {}
+        """The head in its run's config.yaml, empty where there is none."""
+        values = self.run.get("head")
+        return values if isinstance(values, dict) else {}
 
     @property
     def said_target(self) -> str | None:
         """The target that its files name, None where none does."""
-        places = (
+        names = (
             self.part("target").get("name"),
             self.part("speculators_config").get("verifier", {}).get("name_or_path"),
             self.config.get("base_model_name_or_path"),
             self.reference.get("base_model"),
         )
-        return next((str(name) for name in places if name), None)
+        return next((str(name) for name in names if name), None)
 
 
 def read(run_or_repo: str) -> Examined:
@@ -130,7 +130,7 @@ def read(run_or_repo: str) -> Examined:
     if not local:
         with hub_errors(run_or_repo, "downloading"):
             HfApi().snapshot_download(run_or_repo, allow_patterns=list(SIDES))
-    places = [folder, folder.parent] if local and folder.name == "head" else [folder]
+    folders = [folder, folder.parent] if local and folder.name == "head" else [folder]
     trouble: dict[str, str] = {}
 
     def taken(name: str, parse: Callable[[Path], Any], path: Path) -> dict[str, Any]:
@@ -145,14 +145,14 @@ def read(run_or_repo: str) -> Examined:
         return content
 
     def beside(name: str, parse: Callable[[Path], Any]) -> dict[str, Any]:
-        found = next((place / name for place in places if (place / name).is_file()), None)
-        return {} if found is None else taken(name, parse, found)
+        path = next((parent / name for parent in folders if (parent / name).is_file()), None)
+        return {} if path is None else taken(name, parse, path)
 
     config = taken(CONFIG, _json, last_good(folder) / CONFIG)
-    own = "format" in config
-    weights, place = (read_weights, last_good(folder) / WEIGHTS) if own else (stored_tensors, folder)
-    tensors = taken(WEIGHTS, weights, place)
+    is_own = "format" in config
+    weights, parent = (read_weights, last_good(folder) / WEIGHTS) if is_own else (stored_tensors, folder)
+    tensors = taken(WEIGHTS, weights, parent)
     report, reference, origin, run = (beside(name, parse) for name, parse in SIDES.items())
-    in_run = [place for place in (folder, folder.parent) if local and (place / "head").is_dir()]
-    prompts = next((str(place / PROMPTS) for place in in_run if (place / PROMPTS).is_file()), None)
+    in_run = [parent for parent in (folder, folder.parent) if local and (parent / "head").is_dir()]
+    prompts = next((str(parent / PROMPTS) for parent in in_run if (parent / PROMPTS).is_file()), None)
     return Examined(run_or_repo, folder, config, tensors, report, reference, origin, run, prompts, trouble)

@@ -1,4 +1,4 @@
-"""What a check says: that something is right, wrong or not to be known here; of what is wrong its cost and remedy."""
+"""Findings of checks: right, wrong or unknown; a wrong one with its cost and remedy."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,11 +12,11 @@ class Finding(NamedTuple):
 
     Attributes:
         verdict: one of VERDICTS.
-        says: what was found.
-        costs: which engine does what because of it; of what is wrong alone.
-        remedy: the key and value, or the command, that mends it; of what is wrong alone.
-        engines: whom it harms, keys of ENGINES; empty: everyone.
-        check: which check it is of.
+        says: the observation.
+        costs: the effect on each engine; for wrong ones only.
+        remedy: the key and value, or the command, that fixes it; for wrong ones only.
+        engines: the engines it harms, keys of ENGINES; empty: all.
+        check: the name of its check.
     """
 
     verdict: str
@@ -41,28 +41,28 @@ def unknown(why: str) -> Finding:
 
 
 def wrong(says: str, costs: str, remedy: str, *engines: str) -> Finding:
-    """Return what is wrong, what it costs, what to do, and which engines are harmed: none named, all that read it."""
+    """Return that something is wrong, with its cost, its remedy and the engines harmed (none named: all)."""
     return Finding(WRONG, says, costs, remedy, engines)
 
 
-def meant_for(found: Finding, engine: str | None) -> Finding:
-    """Return a finding as it stands where one engine alone is to read the head: what harms others is no fault then."""
-    if engine is None or found.verdict != WRONG or not found.engines or engine in found.engines:
-        return found
-    harmed = ", ".join(ENGINES[each] for each in found.engines)
-    return ok(f"{found.says}, which harms {harmed} alone")._replace(check=found.check)
+def meant_for(finding: Finding, engine: str | None) -> Finding:
+    """Return a finding for one engine alone: a fault that harms only others becomes ok."""
+    if engine is None or finding.verdict != WRONG or not finding.engines or engine in finding.engines:
+        return finding
+    harmed = ", ".join(ENGINES[name] for name in finding.engines)
+    return ok(f"{finding.says}, which harms {harmed} alone")._replace(check=finding.check)
 
 
 def written(findings: Sequence[Finding]) -> str:
     """Return the findings as lines for the terminal, and their counts."""
-    wide, name = max(map(len, VERDICTS)), max((len(found.check) for found in findings), default=0)
+    wide, name = max(map(len, VERDICTS)), max((len(finding.check) for finding in findings), default=0)
     lines = []
-    for found in findings:
-        lines.append(f"{found.verdict:{wide}}  {found.check:{name}}  {found.says}")
-        if found.verdict == WRONG:
+    for finding in findings:
+        lines.append(f"{finding.verdict:{wide}}  {finding.check:{name}}  {finding.says}")
+        if finding.verdict == WRONG:
             lines += [
                 f"{'':{wide + name + 4}}{what}: {text}"
-                for what, text in (("costs", found.costs), ("remedy", found.remedy))
+                for what, text in (("costs", finding.costs), ("remedy", finding.remedy))
             ]
-    counts = {verdict: sum(found.verdict == verdict for found in findings) for verdict in VERDICTS}
+    counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in VERDICTS}
     return "\n".join([*lines, ", ".join(f"{count} {verdict}" for verdict, count in counts.items())])

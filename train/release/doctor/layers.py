@@ -1,4 +1,4 @@
-"""Checks of the layers that a head says it reads: each engine has its own place for them and its own way of counting.
+"""Checks of the layers that a head's config.json names: each engine reads its own key and counts in its own way.
 
 hs[j] is the target's hidden state j, counted from the embedding: the output of layer j - 1. vLLM and speculators read
 ids at the top level as hs[j]; SGLang reads them within `eagle_config` as hs[j + 1].
@@ -19,26 +19,26 @@ SILENT = "it reads other layers than those it was trained on: acceptance falls, 
 
 
 def declared(head: Examined, against: Against) -> Findings:
-    """Whether the ids are layers of the target, and the same ones at each place."""
+    """Whether the ids are layers of the target, and the same ones under each key."""
     if head.form == "eagle3":
-        found = list(_eagle3(head, against))
+        findings = list(_eagle3(head, against))
     elif head.form == "dflash":
-        found = list(_dflash(head, against))
+        findings = list(_dflash(head, against))
     elif head.form == OWN:
-        found = list(_own(head, against))
+        findings = list(_own(head, against))
     else:
         yield ok("reads the target's last state alone")
         return
-    yield from found or list(_recorded(head, against)) or [ok(_said(head))]
+    yield from findings or list(_recorded(head, against)) or [ok(_summary(head))]
 
 
 def _recorded(head: Examined, against: Against) -> Findings:
     """Compare the ids with the layers that the training's own config.yaml names."""
     if "feature_layers" not in head.trained or head.form == OWN:
         return
-    said = head.trained["feature_layers"]
+    layers = head.trained["feature_layers"]
     count = EAGLE3 if head.form == "eagle3" else _joined(head, against)
-    right = sorted(chosen_layers(said, count, against.layers))
+    right = sorted(chosen_layers(layers, count, against.layers))
     read = as_read(head) if head.form == "eagle3" else head.part("dflash_config")[BLOCK_OUTPUTS]
     if read is not None and read != right:
         remedy = (
@@ -54,25 +54,25 @@ def _recorded(head: Examined, against: Against) -> Findings:
 
 
 def as_read(head: Examined) -> list[int] | None:
-    """Return whose outputs the engines read, vLLM first, None where no ids say it."""
+    """Return the layers whose outputs the engines read, vLLM first, None where no ids name them."""
     top, nested = head.config.get(STATES), head.part("eagle_config").get(STATES)
     if head.form != "eagle3" or (top is None and nested is None):
         return None
     return as_outputs(top) if top is not None else list(nested or [])
 
 
-def _said(head: Examined) -> str:
+def _summary(head: Examined) -> str:
     if head.form == "eagle3":
         top, nested = head.config.get(STATES), head.part("eagle_config").get(STATES)
         return "the default three" if top is None and nested is None else f"{top} for vLLM, {nested} for SGLang"
-    said = head.part("dflash_config").get(BLOCK_OUTPUTS) or head.part("head").get("feature_layers")
-    return f"outputs of layers {said}" if said else "the last state, or the default layers"
+    layers = head.part("dflash_config").get(BLOCK_OUTPUTS) or head.part("head").get("feature_layers")
+    return f"outputs of layers {layers}" if layers else "the last state, or the default layers"
 
 
 def _own(head: Examined, against: Against) -> Findings:
-    said = head.part("head").get("feature_layers")
-    if said is not None:
-        yield from _in_range(said, "head.feature_layers", 0, against.layers - 1, ordered=False)
+    layers = head.part("head").get("feature_layers")
+    if layers is not None:
+        yield from _in_range(layers, "head.feature_layers", 0, against.layers - 1, ordered=False)
 
 
 def _eagle3(head: Examined, against: Against) -> Findings:
@@ -93,7 +93,7 @@ def _eagle3(head: Examined, against: Against) -> Findings:
                 f"set {STATES} to what it was trained on, counted from the embedding, and {WITHIN} one lower each",
             )
         return
-    yield from _places(top, nested, default)
+    yield from _compare_keys(top, nested, default)
     ids: list[int] = top if top is not None else nested or []
     yield from _counted(head, ids, nested, joined)
     shifted = COUNTED_BY_FIRST & set(against.config.get("architectures") or [])
@@ -106,8 +106,8 @@ def _eagle3(head: Examined, against: Against) -> Findings:
         )
 
 
-def _places(top: Any, nested: Any, default: list[int]) -> Findings:
-    """Compare the two places."""
+def _compare_keys(top: Any, nested: Any, default: list[int]) -> Findings:
+    """Compare the ids of the two keys."""
     if top is None:
         if as_states(nested) != default:
             yield wrong(
@@ -133,7 +133,7 @@ def _places(top: Any, nested: Any, default: list[int]) -> Findings:
 
 
 def _counted(head: Examined, ids: list[int], nested: Any, joined: int) -> Findings:
-    """Compare how many there are with what fc joins and with what config.json counts."""
+    """Compare the number of ids with the layers that fc joins and with config.json's count."""
     count = head.config.get("num_aux_hidden_states")
     if joined and len(ids) != joined:
         yield wrong(
@@ -207,6 +207,6 @@ def _in_range(ids: Any, key: str, first: int, last: int, *, ordered: bool = True
 
 
 def _joined(head: Examined, against: Against) -> int:
-    """Return how many layers fc joins, 0 where it is not there."""
-    fc = head.bare.get("fc.weight")
+    """Return the number of layers that fc joins, 0 where it is missing."""
+    fc = head.stripped.get("fc.weight")
     return 0 if fc is None or fc.ndim != 2 else fc.shape[1] // against.width

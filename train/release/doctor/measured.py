@@ -17,12 +17,12 @@ SILENT = "every engine reads as declared: acceptance stays at the lower of both,
 
 
 def layers(head: Examined, trials: Trials) -> Findings:
-    """Whether the layers beside the declared ones give more."""
-    own, tried = list(trials.head.feature_layers), list(trials.layers())
-    for by, found in tried:
-        if found.better:
-            shifted = [i + by for i in own]
-            yield wrong(f"the layers {by:+d} accept more: {found.shares()}", SILENT, _layer_keys(head, shifted))
+    """Whether neighbouring layers accept more than the declared ones."""
+    declared, tried = list(trials.head.feature_layers), list(trials.layers())
+    for by, compared in tried:
+        if compared.better:
+            shifted = [i + by for i in declared]
+            yield wrong(f"the layers {by:+d} accept more: {compared.shares()}", SILENT, _layer_keys(head, shifted))
             return
     normed = trials.before_norm()
     if normed is not None and normed.better:
@@ -34,8 +34,9 @@ def layers(head: Examined, trials: Trials) -> Findings:
     elif not tried and normed is None:
         yield unknown("no layers beside its own to compare with")
     else:
-        others = {f"layers {by:+d}": found for by, found in tried} | ({} if normed is None else {"no norm": normed})
-        if all(found.worse for _, found in tried):
+        others = {f"layers {by:+d}": compared for by, compared in tried}
+        others |= {} if normed is None else {"no norm": normed}
+        if all(compared.worse for _, compared in tried):
             yield ok(_best(trials, others))
         else:
             yield unknown(f"the layers beside give too much the same to tell: {_best(trials, others)}")
@@ -48,32 +49,32 @@ def _layer_keys(head: Examined, outputs: list[int]) -> str:
 
 
 def _best(trials: Trials, others: Mapping[str, Compared]) -> str:
-    share = float(trials.declared.float().mean())
-    beside = "; ".join(f"{name}: {found.other / max(found.drafts, 1):.0%}" for name, found in others.items())
-    return f"as declared {share:.0%} of {len(trials.declared)} drafts right" + (f"; {beside}" if beside else "")
+    fraction = float(trials.declared.float().mean())
+    beside = "; ".join(f"{name}: {compared.other / max(compared.drafts, 1):.0%}" for name, compared in others.items())
+    return f"as declared {fraction:.0%} of {len(trials.declared)} drafts right" + (f"; {beside}" if beside else "")
 
 
 def tokens(_head: Examined, trials: Trials) -> Findings:
-    """Whether the row's own token gives more than the one behind it."""
-    found = trials.token_before()
-    if found.better:
+    """Whether the row's own token accepts more than the next one."""
+    compared = trials.token_before()
+    if compared.better:
         yield wrong(
-            f"the token of the feature's own row accepts more: {found.shares()}",
+            f"the token of the feature's own row accepts more: {compared.shares()}",
             f"engines give it the token behind the feature's; {SILENT}",
             "shift the tokens by one in its trainer (row t holds feature t and token t+1) and train again",
         )
     else:
-        yield ok(_best(trials, {"token before": found}))
+        yield ok(_best(trials, {"token before": compared}))
 
 
 def moved(_head: Examined, trials: Trials) -> Findings:
-    """Whether drafted rows at other positions give more."""
+    """Whether drafted rows at other positions accept more."""
     tried = list(trials.positions())
-    better = [each for each in tried if each[1].better]
+    better = [pair for pair in tried if pair[1].better]
     if better:
-        name, found = max(better, key=lambda each: each[1].other)
+        name, compared = max(better, key=lambda pair: pair[1].other)
         yield wrong(
-            f"drafted rows {name} accept more: {found.shares()}",
+            f"drafted rows {name} accept more: {compared.shares()}",
             f"engines put a row that is drafted d deep at its own position and d - 1; {SILENT}",
             "correct the positions of drafted rows in its trainer (row t at depth d at t + d - 1) and train again",
         )
@@ -82,25 +83,27 @@ def moved(_head: Examined, trials: Trials) -> Findings:
 
 
 def rope(head: Examined, against: Against, trials: Trials) -> Findings:
-    """Whether the target's rotary positions, or the usual ones, give more than the declared ones."""
-    own = positions.effective(head)
-    if own is None or head.form == OWN:
-        yield ok("none" if own is None else "as it was trained")
+    """Whether the target's rotary positions, or the usual ones, accept more than the declared ones."""
+    declared = positions.effective(head)
+    if declared is None or head.form == OWN:
+        yield ok("none" if declared is None else "as it was trained")
         return
     others = {"rope_theta": Rope(THETA, None), **positions.ropes(head.layer), "the target": against.rope}
     tried: list[tuple[Rope, Compared]] = []
     for other in others.values():
-        if other is not None and positions.known(other) and other != own and other not in [each for each, _ in tried]:
+        seen = [declared, *(rope for rope, _ in tried)]
+        if other is not None and positions.supported(other) and other not in seen:
             tried.append((other, trials.turned(other)))
-    better = [(other, found) for other, found in tried if found.better]
+    better = [(other, compared) for other, compared in tried if compared.better]
     if better:
-        other, found = max(better, key=lambda each: each[1].other)
+        other, compared = max(better, key=lambda pair: pair[1].other)
         yield wrong(
-            f"{positions.shown(other)} accepts more than {positions.shown(own)}: {found.shares()}",
+            f"{positions.shown(other)} accepts more than {positions.shown(declared)}: {compared.shares()}",
             f"it was trained by other angles than {CONFIG} says; {SILENT}",
             f"set {positions.remedy(other)} in {CONFIG}",
         )
-    elif all(found.worse for _, found in tried):
-        yield ok(_best(trials, {positions.shown(other): found for other, found in tried}))
+    elif all(compared.worse for _, compared in tried):
+        yield ok(_best(trials, {positions.shown(other): compared for other, compared in tried}))
     else:
-        yield unknown(f"{positions.shown(own)} and the target's differ too little here to tell which it was trained by")
+        rope_shown = positions.shown(declared)
+        yield unknown(f"{rope_shown} and the target's differ too little here to tell which it was trained by")

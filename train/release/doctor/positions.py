@@ -1,4 +1,4 @@
-"""Checks of rotary positions and of the length of texts, as config.json says them: what the training had decides."""
+"""Checks of rotary positions and of the context length in config.json against those of the training."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from train.release.doctor.finding import Findings, ok, unknown, wrong
 
 ROTATED = ("eagle3", "eagle", "dflash")
 LENGTH = "max_position_embeddings"
-SILENT_LENGTH = 2048  # what transformers takes for a Llama where config.json is silent
+SILENT_LENGTH = 2048  # the default of transformers for a Llama
 TWICE = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
     "vocab_size", "rope_theta", "rope_scaling", LENGTH,
@@ -19,66 +19,66 @@ TWICE = (
 
 
 def ropes(config: dict[str, Any]) -> dict[str, Rope]:
-    """Return the rotary positions that a config.json says, by the key that says them: none, one, or two."""
-    parameters, found = config.get("rope_parameters"), {}
+    """Return the rotary positions of a config.json by key: none, one, or two."""
+    parameters, by_key = config.get("rope_parameters"), {}
     if isinstance(parameters, dict) and parameters.get("rope_theta") is not None:
-        found["rope_parameters"] = Rope(float(parameters["rope_theta"]), scaling_of(parameters))
+        by_key["rope_parameters"] = Rope(float(parameters["rope_theta"]), scaling_of(parameters))
     scaling = config.get("rope_scaling")
     if config.get("rope_theta") is not None or isinstance(scaling, dict):
         theta = config.get("rope_theta") or (parameters or {}).get("rope_theta") or THETA
-        found["rope_theta"] = Rope(float(theta), scaling_of(scaling if isinstance(scaling, dict) else {}))
-    return found
+        by_key["rope_theta"] = Rope(float(theta), scaling_of(scaling if isinstance(scaling, dict) else {}))
+    return by_key
 
 
 def effective(head: Examined) -> Rope | None:
     """Return the positions that the head runs with, None where it has none or of a kind not known here."""
     if head.form == OWN:
-        said = head.part("head")
-        return Rope(said["rope_theta"], said.get("rope_scaling")) if "rope_theta" in said else None
+        values = head.part("head")
+        return Rope(values["rope_theta"], values.get("rope_scaling")) if "rope_theta" in values else None
     if head.form not in ROTATED:
         return None
-    found = ropes(head.layer)
-    rope = found.get("rope_theta") or found.get("rope_parameters") or Rope(THETA, None)
-    return rope if known(rope) else None
+    by_key = ropes(head.layer)
+    rope = by_key.get("rope_theta") or by_key.get("rope_parameters") or Rope(THETA, None)
+    return rope if supported(rope) else None
 
 
-def known(rope: Rope) -> bool:
+def supported(rope: Rope) -> bool:
     """Say whether a head here can run with these positions."""
     return rope.scaling is None or rope.scaling["rope_type"] in SCALINGS
 
 
 def theta(head: Examined, against: Against) -> Findings:
-    """Whether theta and scaling are said once, and are those of the training where that is on record."""
-    own = effective(head)
+    """Whether theta and scaling are unambiguous, and those of the training where that is recorded."""
+    declared = effective(head)
     if head.form == OWN or head.form not in ROTATED:
-        yield ok("none" if own is None else f"{shown(own)}, as it was trained")
+        yield ok("none" if declared is None else f"{shown(declared)}, as it was trained")
         return
-    said = ropes(head.layer)
+    by_key = ropes(head.layer)
     recorded = ropes(head.trained).get("rope_theta")
-    if len(set(map(shown, said.values()))) > 1:
+    if len(set(map(shown, by_key.values()))) > 1:
         right = recorded or against.rope
         yield wrong(
-            " and ".join(f"{key} says {shown(rope)}" for key, rope in said.items()),
+            " and ".join(f"{key} says {shown(rope)}" for key, rope in by_key.items()),
             "engines on transformers 5 take the one, older SGLang and TensorRT-LLM the other: in one of them attention "
             "is turned by wrong angles, and acceptance falls with the distance",
             f"set both to what it was trained with{'' if right is None else f', {shown(right)} by all that is known'}",
         )
-    elif recorded is not None and shown(recorded) != shown(own or Rope(THETA, None)):
+    elif recorded is not None and shown(recorded) != shown(declared or Rope(THETA, None)):
         yield wrong(
-            f"{CONFIG} says {shown(own or Rope(THETA, None))}, the training's config.yaml {shown(recorded)}",
+            f"{CONFIG} says {shown(declared or Rope(THETA, None))}, the training's config.yaml {shown(recorded)}",
             "attention is turned by other angles than in training: acceptance falls with the distance, no error",
             f"set {remedy(recorded)} in {CONFIG}",
         )
-    elif own is None:
+    elif declared is None:
         yield unknown("rope_scaling is of a kind that heads here do not have")
-    elif recorded is not None or against.rope is None or shown(own) == shown(against.rope):
-        yield ok(f"{shown(own)}, {'as it was trained' if recorded is not None else 'as the target has it'}")
+    elif recorded is not None or against.rope is None or shown(declared) == shown(against.rope):
+        yield ok(f"{shown(declared)}, {'as it was trained' if recorded is not None else 'as the target has it'}")
     else:
-        yield unknown(f"{shown(own)} where the target has {shown(against.rope)}: right only if it was trained so")
+        yield unknown(f"{shown(declared)} where the target has {shown(against.rope)}: right only if it was trained so")
 
 
 def remedy(rope: Rope) -> str:
-    """Return the keys that say these positions."""
+    """Return the keys and values of these positions."""
     scaling = "null" if rope.scaling is None else str(rope.scaling).replace("'", '"')
     return f'"rope_theta": {rope.theta:g} and "rope_scaling": {scaling}'
 
@@ -89,29 +89,29 @@ def shown(rope: Rope) -> str:
 
 
 def length(head: Examined, against: Against) -> Findings:
-    """Whether the head may be asked about texts as long as the target reads."""
+    """Whether the head's context is as long as the target's."""
     if head.form not in ROTATED:
         yield ok("no limit of its own")
         return
-    said, wanted = head.layer.get(LENGTH), against.context
-    if wanted is None:
+    declared, context = head.layer.get(LENGTH), against.context
+    if context is None:
         yield unknown("the target does not say how long a text it reads")
         return
-    limit = said if isinstance(said, int) else SILENT_LENGTH
-    if limit < wanted:
-        what = f"{LENGTH} is {said}" if isinstance(said, int) else f"{LENGTH} is missing, which stands for {limit}"
+    limit = declared if isinstance(declared, int) else SILENT_LENGTH
+    if limit < context:
+        stated = f"is {declared}" if isinstance(declared, int) else f"is missing, which stands for {limit}"
         yield wrong(
-            f"{what}, the target reads {wanted} tokens",
+            f"{LENGTH} {stated}, the target reads {context} tokens",
             f"older vLLM caps the context that it serves at {limit} or gathers out of bounds beyond it (0.32 raises "
             "the length, but for scalings that depend on it), SGLang crashes or slows down there",
-            f'set "{LENGTH}": {wanted} in {CONFIG}',
+            f'set "{LENGTH}": {context} in {CONFIG}',
         )
     else:
-        yield ok(f"{limit} tokens, the target reads {wanted}")
+        yield ok(f"{limit} tokens, the target reads {context}")
 
 
 def twice(head: Examined, _against: Against) -> Findings:
-    """Whether what config.json says at two places is the same."""
+    """Whether keys that config.json has twice agree."""
     inner = head.part("transformer_layer_config")
     odd = [key for key in TWICE if key in inner and key in head.config and inner[key] != head.config[key]]
     for key in odd:

@@ -1,4 +1,4 @@
-"""Checks of the tensors by themselves: that they can be read, that they are those of the format, and their values."""
+"""Checks of the tensors: readable, those of the format, and with finite values."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
 
 EXPORT = "write it again: python train/publish.py run=… format=…"
 LOST = "train again from an earlier checkpoint, or export again from a good one"
-# Tensors that engines make themselves, or that a check of their own speaks of.
+# Tensors that engines create, or that another check covers.
 ELSEWHERE = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "fc.bias", "input_norm.weight", "mask_hidden")
 SKIPPED = ("rotary_emb.inv_freq", ".q_norm.weight", ".k_norm.weight")  # by every loader, or of a Qwen3 draft
 FEW = 3  # names that are shown
@@ -30,8 +30,8 @@ def readable(head: Examined, _against: Against) -> Findings:
     """Whether the files can be read at all."""
     for name in (CONFIG, WEIGHTS):
         if name in head.trouble:
-            said, _, remedy = head.trouble[name].rpartition("; ")
-            yield wrong(said or remedy, "nothing loads it", remedy if said else "download or export it again")
+            trouble, _, remedy = head.trouble[name].rpartition("; ")
+            yield wrong(trouble or remedy, "nothing loads it", remedy if trouble else "download or export it again")
     if WEIGHTS not in head.trouble and not head.form:
         some = ", ".join(sorted(head.tensors)[:3])
         yield wrong(f"tensors such as {some} are of no format known here", "no engine finds its head", EXPORT)
@@ -56,33 +56,35 @@ def names(head: Examined, against: Against) -> Findings:
         return
     if shapes is None:  # the check of loading says it
         return
-    found = list(_differences(head, shapes))
-    yield from found or ([] if prefixed and head.form in CHAINED else [ok(f"{len(head.tensors)} as {CONFIG} has them")])
+    findings = list(_differences(head, shapes))
+    yield from findings or (
+        [] if prefixed and head.form in CHAINED else [ok(f"{len(head.tensors)} as {CONFIG} has them")]
+    )
 
 
 def expected(head: Examined, against: Against) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes that config.json demands, None where the form's are not known by config.json alone.
+    """Return the shapes that config.json demands, None where config.json alone does not decide them.
 
     Raises:
-        ValueError: config.json lacks what they are made of.
+        ValueError: config.json lacks a number that they depend on.
     """
     if head.form == OWN:
         if against.embeddings is None:
             return None
         config = own_config(head.folder, read_config(head.folder))
-        made = outline(HEADS[config.name], config, against.embeddings, f"{head.folder}/{CONFIG}: ")
-        return {name: tuple(tensor.shape) for name, tensor in made.items()}
+        tensors = outline(HEADS[config.name], config, against.embeddings, f"{head.folder}/{CONFIG}: ")
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if head.form not in CHAINED:
         return None
     config = completed(head)
     if head.form == "eagle3":
-        first = "midlayer." if any(name.startswith("midlayer.") for name in head.bare) else "layers.0."
+        first = "midlayer." if any(name.startswith("midlayer.") for name in head.stripped) else "layers.0."
         return eagle3.shapes(config, first)
     return eagle.shapes(config) if head.form == "eagle" else dflash.shapes(config)
 
 
 def completed(head: Examined) -> dict[str, Any]:
-    """Return config.json with what engines take where it is silent.
+    """Return config.json with the engines' defaults for missing keys.
 
     Raises:
         ValueError: a number is missing for which they take one of another model.
@@ -91,7 +93,7 @@ def completed(head: Examined) -> dict[str, Any]:
     lacking = [key for key in NEEDED if not isinstance(config.get(key), int)]
     if lacking:
         raise ValueError(f"{CONFIG} does not say {lacking[0]}, for which engines take that of Llama-2-7B")
-    fc, width = head.bare.get("fc.weight"), config["hidden_size"]
+    fc, width = head.stripped.get("fc.weight"), config["hidden_size"]
     silent = {
         "num_hidden_layers": 1,
         "num_key_value_heads": config["num_attention_heads"],
@@ -103,11 +105,11 @@ def completed(head: Examined) -> dict[str, Any]:
 
 
 def _differences(head: Examined, shapes: dict[str, tuple[int, ...]]) -> Findings:
-    own = head.form == OWN
-    tensors = {name: tensor for name, tensor in head.bare.items() if name in shapes or not name.endswith(SKIPPED)}
-    exempt = () if own else ELSEWHERE
+    is_own = head.form == OWN
+    tensors = {name: tensor for name, tensor in head.stripped.items() if name in shapes or not name.endswith(SKIPPED)}
+    exempt = () if is_own else ELSEWHERE
     missing = [name for name in sorted(shapes.keys() - tensors.keys()) if name not in exempt]
-    extra = [name for name in sorted(tensors.keys() - shapes.keys()) if own or not name.endswith(exempt)]
+    extra = [name for name in sorted(tensors.keys() - shapes.keys()) if is_own or not name.endswith(exempt)]
     other = [name for name in sorted(tensors.keys() & shapes.keys()) if tuple(tensors[name].shape) != shapes[name]]
     if missing:
         yield wrong(
@@ -166,37 +168,38 @@ def dtype(head: Examined, against: Against) -> Findings:
     if head.form == "medusa" or not head.architectures:
         yield ok(f"{', '.join(kinds)}; whoever reads this form casts it to the target's dtype")
         return
-    said = head.config.get("torch_dtype") or head.config.get("dtype")
+    declared = head.config.get("torch_dtype") or head.config.get("dtype")
     served = str(against.config.get("dtype") or "").removeprefix("torch.")
     actual = kinds[0] if len(kinds) == 1 else "bfloat16"
-    wanted = served if served in DTYPES - {"float32"} else actual
-    if said is None:
+    right = served if served in DTYPES - {"float32"} else actual
+    if declared is None:
         yield wrong(
             f"{CONFIG} has no torch_dtype",
             "SGLang takes float32 for it and runs the head in float16, whose range features overflow",
-            f'set "torch_dtype": "{wanted}" in {CONFIG}',
+            f'set "torch_dtype": "{right}" in {CONFIG}',
             "sglang",
         )
-    elif kinds and kinds != [said]:
+    elif kinds and kinds != [declared]:
         yield wrong(
-            f"torch_dtype is {said} and the tensors are {', '.join(kinds)}",
+            f"torch_dtype is {declared} and the tensors are {', '.join(kinds)}",
             "engines cast every tensor as they load, so that what runs is not what was measured",
-            f'set "torch_dtype": "{actual}" in {CONFIG}, or export with dtype={said}',
+            f'set "torch_dtype": "{actual}" in {CONFIG}, or export with dtype={declared}',
         )
-    elif served in DTYPES - {"float32"} and said != served:
+    elif served in DTYPES - {"float32"} and declared != served:
         yield wrong(
-            f"torch_dtype is {said} and the target's {served}",
+            f"torch_dtype is {declared} and the target's {served}",
             "SGLang runs the head in another dtype than the features it reads; vLLM casts it",
             f"export with dtype={served}",
             "sglang", "trtllm",
         )  # fmt: skip
     else:
-        yield ok(f"{said}, as the tensors are; the target's files are in {served or 'a dtype that they do not say'}")
+        theirs = served or "a dtype that they do not say"
+        yield ok(f"{declared}, as the tensors are; the target's files are in {theirs}")
 
 
 def loads(why: str) -> Finding:
-    """Return what our own loader makes of it."""
+    """Return whether our own loader accepts it."""
     if not why:
         return ok("headstart loads it for this target")
-    said, _, remedy = why.rpartition("; ")
-    return wrong(said or why, "headstart refuses it, so that nothing can be measured", remedy if said else EXPORT)
+    trouble, _, remedy = why.rpartition("; ")
+    return wrong(trouble or why, "headstart refuses it, so that nothing can be measured", remedy if trouble else EXPORT)

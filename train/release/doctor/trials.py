@@ -1,8 +1,8 @@
-"""A head tried otherwise than it is declared: on other layers, tokens and positions, along the target's own answers.
+"""Trials of a head on other layers, tokens and positions than declared, along the target's own answers.
 
 A head drafts best as it was trained. Where it drafts clearly better from the layers beside those that its files name,
 from the token before, or at other positions, the files are wrong, or its trainer was. No verifier runs: the target's
-answers are written once, its features kept, and the head drafts from all rows at once.
+answers are decoded once, its features kept, and the head drafts from all rows at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +25,13 @@ from inference.target.target import Target
 DEPTHS = 3  # of the drafts that are compared
 FEWEST = 50  # drafts, below which nothing is concluded
 CLEAR = 4.0  # standard deviations of the difference (McNemar, 1947), rows of one text being alike
-SHARE = 1.02  # of what is accepted as declared, at least
+MARGIN = 1.02  # smallest ratio to the hits as declared that counts as better
 Hits = Bool[Tensor, "N"]
 Move = Callable[[Int[Tensor, "B T"]], Int[Tensor, "B T"]]
 
 
 class Moved:
-    """Rotary positions with those of drafted rows moved: rows of a text begin at 0, drafted ones behind it."""
+    """Rotary embedding that moves the positions of drafted rows: rows of a text begin at 0, drafted ones behind it."""
 
     def __init__(self, rotary: Rotary, move: Move) -> None:
         self.rotary, self.move = rotary, move
@@ -56,7 +56,7 @@ def _moved(move: Move, rotary: Rotary, _width: int) -> Moved:
 
 
 class Compared(NamedTuple):
-    """How many drafts are right as declared, how many in another way, of how many; and whether that is clearly more."""
+    """Counts of right drafts as declared and in another way, of how many; whether the difference is clear."""
 
     declared: int
     other: int
@@ -75,57 +75,58 @@ class Trials:
 
     def __init__(self, target: Target, head: Any, texts: Sequence[Text]) -> None:
         self.head, self.last = head, target.spec.num_layers - 1
-        own = head.feature_layers
-        self.kept = sorted({i + by for i in own for by in (-1, 0, 1) if 0 <= i + by <= self.last} | {self.last})
+        declared = head.feature_layers
+        near = {i + by for i in declared for by in (-1, 0, 1) if 0 <= i + by <= self.last}
+        self.layers_read = sorted(near | {self.last})
         self.texts: list[tuple[Features, int]] = []
         for text in texts:
             token = torch.tensor(text.token, device=target.device)[None]
-            self.texts.append((target.features(token, torch.zeros_like(token), tuple(self.kept)), text.start))
+            self.texts.append((target.features(token, torch.zeros_like(token), tuple(self.layers_read)), text.start))
         self.depth = head.max_depth if head.max_depth <= FIXED else DEPTHS
-        self.declared = self.hits(lambda features: self.of_layers(features, own))
+        self.declared = self.hits(lambda features: self.of_layers(features, declared))
 
     def of_layers(self, features: Features, layers: Sequence[int]) -> Features:
         """Return the features of some of the layers that are kept."""
-        return features._replace(hidden=features.hidden[:, :, [self.kept.index(i) for i in layers]])
+        return features._replace(hidden=features.hidden[:, :, [self.layers_read.index(i) for i in layers]])
 
     @torch.inference_mode()
     def hits(self, change: Callable[[Features], Features]) -> Hits:
-        """Return which drafts are the text's tokens, of all texts, rows and depths, from changed features."""
-        found = []
+        """Return which drafts equal the text's tokens, over all texts, rows and depths, from changed features."""
+        right = []
         for features, start in self.texts:
             drafts = unrolled(self.head, change(features), self.depth)[:DEPTHS]
             token = features.token[0, start - 1 :]
             for depth, draft in enumerate(drafts, 1):
                 logits = scatter_logits(self.head.vocab, self.head.score(draft.state[0, start - 1 :], depth))
                 rank = ranks(logits, token, depth)
-                found.append((rank == 0)[rank >= 0].cpu())
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
+                right.append((rank == 0)[rank >= 0].cpu())
+        return torch.cat(right) if right else torch.zeros(0, dtype=torch.bool)
 
     def compared(self, other: Hits) -> Compared:
         """Compare another way of drafting with the declared one, draft by draft."""
-        gained, lost = (int(each.sum()) for each in (other & ~self.declared, self.declared & ~other))
+        gained, lost = (int(mask.sum()) for mask in (other & ~self.declared, self.declared & ~other))
         sure = abs(gained - lost) > CLEAR * (gained + lost) ** 0.5
         mine, theirs = int(self.declared.sum()), int(other.sum())
-        better = sure and theirs > SHARE * mine and len(other) >= FEWEST
+        better = sure and theirs > MARGIN * mine and len(other) >= FEWEST
         return Compared(mine, theirs, len(other), better, sure and mine > theirs)
 
     def layers(self) -> Iterator[tuple[int, Compared]]:
-        """Yield by how much the layers are shifted, and what that gives; nothing for heads that read the last alone."""
-        own = self.head.feature_layers
-        for by in (-1, 1) if own else ():
-            shifted = [i + by for i in own]
-            if all(i in self.kept for i in shifted):
+        """Yield each shift of the layers with its comparison; nothing for heads that read the last alone."""
+        declared = self.head.feature_layers
+        for by in (-1, 1) if declared else ():
+            shifted = [i + by for i in declared]
+            if all(i in self.layers_read for i in shifted):
                 yield by, self.compared(self.hits(partial(self.of_layers, layers=shifted)))
 
     def before_norm(self) -> Compared | None:
-        """Return what the last state gives before the final norm, None for heads that read other layers."""
+        """Return the comparison for the last state before the final norm, None for heads that read other layers."""
         if self.head.feature_layers:
             return None
-        place = self.kept.index(self.last)
-        return self.compared(self.hits(lambda f: f._replace(last=f.hidden[:, :, place], hidden=f.hidden[:, :, :0])))
+        index = self.layers_read.index(self.last)
+        return self.compared(self.hits(lambda f: f._replace(last=f.hidden[:, :, index], hidden=f.hidden[:, :, :0])))
 
     def token_before(self) -> Compared:
-        """Return what drafting from the row's own token gives in place of the one behind it."""
+        """Return the comparison for drafting from the row's own token instead of the next one."""
 
         def unshifted(features: Features) -> Features:
             token = features.token
@@ -135,14 +136,14 @@ class Trials:
         return self.compared(self.hits(unshifted))
 
     def positions(self) -> Iterator[tuple[str, Compared]]:
-        """Yield where drafted rows are put, and what that gives; nothing for heads without attention."""
+        """Yield each move of drafted rows with its comparison; nothing for heads without attention."""
         for name, move in MOVES.items() if self._attentions() else ():
             with self._turned(partial(_moved, move)):
-                found = self.compared(self._as_declared())
-            yield name, found
+                compared = self.compared(self._as_declared())
+            yield name, compared
 
     def turned(self, rope: Rope) -> Compared:
-        """Return what other rotary positions give."""
+        """Return the comparison for other rotary positions."""
         with self._turned(lambda _, width: Rotary(width, rope)):
             return self.compared(self._as_declared())
 
@@ -156,7 +157,7 @@ class Trials:
     @contextmanager
     def _turned(self, make: Callable[..., Any]) -> Iterator[None]:
         """Put other rotary positions into the head until the block ends."""
-        before = [(each, each.rotary) for each in self._attentions()]
+        before = [(attention, attention.rotary) for attention in self._attentions()]
         try:
             for attention, rotary in before:
                 attention.rotary = make(rotary, attention.shape.head_dim)

@@ -34,7 +34,7 @@ def vocabulary(head: Examined, against: Against) -> Findings:
     if head.form not in PRUNED:
         yield ok(f"all {full} tokens")
         return
-    said, offset, known = head.layer.get("draft_vocab_size"), head.bare.get(OFFSETS), head.bare.get(KNOWN)
+    declared, offset, mask = head.layer.get("draft_vocab_size"), head.stripped.get(OFFSETS), head.stripped.get(KNOWN)
     if head.form == "eagle3" and "draft_vocab_size" not in head.config:
         yield wrong(
             f"{CONFIG} has no draft_vocab_size",
@@ -43,25 +43,25 @@ def vocabulary(head: Examined, against: Against) -> Findings:
             "sglang", "trtllm",
         )  # fmt: skip
     silent = full if offset is None else len(offset)
-    size = said if isinstance(said, int) else silent if "draft_vocab_size" not in head.layer else full
+    size = declared if isinstance(declared, int) else silent if "draft_vocab_size" not in head.layer else full
     if offset is None:
         if size < full:
             yield wrong(
                 f"draft_vocab_size is {size} of {full} and there is no {OFFSETS}",
                 f"vLLM takes the first {size} tokens for the drafted ones: {WRONG_TOKENS}",
-                f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its place",
+                f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its index",
             )
         else:
             yield ok(f"all {full} tokens")
         return
-    maps = _maps(offset.long(), known, size, full)
-    yield from maps if "draft_vocab_size" in head.layer else (each for each in maps if each.verdict == WRONG)
+    maps = _maps(offset.long(), mask, size, full)
+    yield from maps if "draft_vocab_size" in head.layer else (finding for finding in maps if finding.verdict == WRONG)
 
 
-def _maps(offset: Tensor, known: Tensor | None, size: int, full: int) -> Findings:
+def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings:
     """Check the offsets, and the mask beside them."""
-    place = torch.arange(len(offset))
-    ids = place + offset
+    slot = torch.arange(len(offset))
+    ids = slot + offset
     if size >= full and len(offset) >= full:
         yield wrong(
             f"{OFFSETS} is there though all {full} tokens are drafted",
@@ -75,10 +75,10 @@ def _maps(offset: Tensor, known: Tensor | None, size: int, full: int) -> Finding
             "engines stop at its shape",
             f'set "draft_vocab_size": {len(offset)} in {CONFIG}, if lm_head has as many rows',
         )
-    elif _absolute(offset, known, full):
+    elif _absolute(offset, mask, full):
         yield wrong(
             f"{OFFSETS} holds the tokens' ids themselves, not their offsets",
-            f"every engine adds the place to it, so that {WRONG_TOKENS}",
+            f"every engine adds the index to it, so that {WRONG_TOKENS}",
             f"subtract torch.arange({len(offset)}) from {OFFSETS} in {WEIGHTS}",
         )
     elif not bool((ids.diff() > 0).all()) or int(ids.min()) < 0 or int(ids.max()) >= full:
@@ -87,7 +87,7 @@ def _maps(offset: Tensor, known: Tensor | None, size: int, full: int) -> Finding
             f"engines draft tokens twice or none of the target's, and stop or gather out of bounds; {WRONG_TOKENS}",
             f"write {OFFSETS} again: entry i is the id of drafted token i less i, in the order of lm_head's rows",
         )
-    elif known is not None and not _same(ids, known, full):
+    elif mask is not None and not _same(ids, mask, full):
         yield wrong(
             f"{KNOWN} does not name the tokens that {OFFSETS} leads to",
             "speculators and trainers that go on with it drop other tokens than the head drafts",
@@ -98,25 +98,25 @@ def _maps(offset: Tensor, known: Tensor | None, size: int, full: int) -> Finding
         yield ok(f"{len(ids)} of {full} tokens, by offsets that increase")
 
 
-def _absolute(offset: Tensor, known: Tensor | None, full: int) -> bool:
+def _absolute(offset: Tensor, mask: Tensor | None, full: int) -> bool:
     """Say whether these are ids: increasing, of the vocabulary, and by the mask or by their range no offsets."""
     if not len(offset) or not bool((offset.diff() > 0).all()) or int(offset.min()) < 0 or int(offset.max()) >= full:
         return False
-    if known is not None and len(known) == full:
-        return _same(offset, known, full)
+    if mask is not None and len(mask) == full:
+        return _same(offset, mask, full)
     return int(offset[-1]) + len(offset) - 1 >= full or len(offset) >= TELLING
 
 
-def _same(ids: Tensor, known: Tensor, full: int) -> bool:
-    return len(known) == full and torch.equal(known.bool().nonzero()[:, 0], ids)
+def _same(ids: Tensor, mask: Tensor, full: int) -> bool:
+    return len(mask) == full and torch.equal(mask.bool().nonzero()[:, 0], ids)
 
 
 def lm_head(head: Examined, against: Against) -> Findings:
     """Whether the lm_head that an engine uses is the one that was trained."""
-    weight, full = head.bare.get(LM_HEAD), against.vocabulary
-    found = False
+    weight, full = head.stripped.get(LM_HEAD), against.vocabulary
+    faulty = False
     if head.form in PRUNED and head.config.get("tie_word_embeddings"):
-        found = True
+        faulty = True
         yield wrong(
             "tie_word_embeddings is true",
             "SGLang puts the embedding in the lm_head's place: nothing is accepted, or it stops at the shape",
@@ -124,7 +124,7 @@ def lm_head(head: Examined, against: Against) -> Findings:
             "sglang",
         )
     if head.form == "eagle" and weight is not None and head.architectures:
-        found = True
+        faulty = True
         yield wrong(
             f"{LM_HEAD} is there, and EAGLE-1 has none",
             "vLLM refuses the head (ValueError), SGLang takes the target's in its place",
@@ -132,32 +132,32 @@ def lm_head(head: Examined, against: Against) -> Findings:
             "vllm", "sglang",
         )  # fmt: skip
     if head.form == "eagle3":
-        fault = list(_of_eagle3(weight, head.layer.get("draft_vocab_size"), full, OFFSETS in head.bare))
-        found = found or bool(fault)
+        fault = list(_of_eagle3(weight, head.layer.get("draft_vocab_size"), full, OFFSETS in head.stripped))
+        faulty = faulty or bool(fault)
         yield from fault
-    if not found:
+    if not faulty:
         yield ok("the target's" if weight is None else "its own")
 
 
-def _of_eagle3(weight: Tensor | None, said: Any, full: int, pruned: bool) -> Findings:
+def _of_eagle3(weight: Tensor | None, declared: Any, full: int, pruned: bool) -> Findings:
     if weight is not None:
-        size = said if isinstance(said, int) else full
+        size = declared if isinstance(declared, int) else full
         if weight.shape[0] != size:
             yield wrong(
-                f"{LM_HEAD} has {weight.shape[0]} rows and draft_vocab_size is {said}",
+                f"{LM_HEAD} has {weight.shape[0]} rows and draft_vocab_size is {declared}",
                 "engines stop at its shape",
                 f'set "draft_vocab_size": {weight.shape[0]} in {CONFIG}'
                 + ("" if pruned or weight.shape[0] == full else f", and add {OFFSETS}"),
             )
-    elif isinstance(said, int) and said < full:
+    elif isinstance(declared, int) and declared < full:
         yield wrong(
-            f"{LM_HEAD} is missing and {said} of {full} tokens are drafted",
+            f"{LM_HEAD} is missing and {declared} of {full} tokens are drafted",
             "vLLM and SGLang leave it as memory happened to be: nothing is accepted, without an error",
             "export it again: python train/publish.py run=… format=… writes the rows of the target's",
         )
-    elif isinstance(said, int):
+    elif isinstance(declared, int):
         yield wrong(
-            f"{LM_HEAD} is missing and draft_vocab_size is {said}, the number of all tokens",
+            f"{LM_HEAD} is missing and draft_vocab_size is {declared}, the number of all tokens",
             "SGLang makes it random: accept rate 0.00, without an error",
             f'set "draft_vocab_size": null in {CONFIG}, or add the target\'s lm_head as {LM_HEAD}',
             "sglang",
