@@ -23,7 +23,7 @@ from heads import rows
 from heads.base import Draft, Embeddings, Features, Level, check_depths, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules.attention import KeyValue, Pattern, attend_rows
-from heads.modules.fusion import DFLASH, Fusion, chosen_layers
+from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import Committed, joined, near
 from heads.modules.layers import Block as Layer
 from heads.modules.layers import RMSNorm, masked_attention
@@ -86,7 +86,7 @@ class Block(nn.Module):
         self.size = config.depths + self.idle
         self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
-        self.feature_layers = chosen_layers(config.feature_layers, DFLASH, embeddings.num_layers)
+        self.feature_layers = chosen_layers(config.feature_layers, DFLASH_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
         self.hidden_norm = RMSNorm(width, eps)
         self.mask = _mask(config.mask_token, embeddings)

@@ -21,7 +21,7 @@ from heads.base import Draft, Embeddings, Features, Level, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
-from heads.modules.fusion import EAGLE3, Fusion, chosen_layers
+from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import Committed
 from heads.modules.layers import Attend, Attention, Block, RMSNorm, SwiGLU
 from heads.modules.rope import Rope
@@ -91,7 +91,7 @@ class Eagle3(nn.Module):
         self.config, self.attentions = config, config.layers
         self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
-        self.feature_layers = chosen_layers(config.feature_layers, EAGLE3, embeddings.num_layers)
+        self.feature_layers = chosen_layers(config.feature_layers, EAGLE3_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=config.feature_norm)
         inject = width if config.kv_injection else None
         wide = Attention(

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from heads.modules.layers import RMSNorm
 
-EAGLE3, DFLASH = 3, 5  # how many layers each fuses
+EAGLE3_LAYERS, DFLASH_LAYERS = 3, 5  # how many layers each fuses
 
 
 def default_layers(count: int, num_layers: int) -> list[int]:
@@ -15,7 +15,7 @@ def default_layers(count: int, num_layers: int) -> list[int]:
     Three are EAGLE-3's: the outputs of layers 1, half of all minus 1, and all minus 4. More are spaced evenly between
     layer 1 and the one of all minus 3 (DFlash, arXiv 2602.06036).
     """
-    if count == EAGLE3:
+    if count == EAGLE3_LAYERS:
         return [1, num_layers // 2 - 1, num_layers - 4]
     return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
 

@@ -103,7 +103,7 @@ def test_a_multiruns_table_has_a_row_a_temperature(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps(report))
     found = sweep.rows_of("mine", "eagle", tmp_path)
     assert [(each["name"], each["temperature"]) for each in found] == [("mine", 0.0), ("mine", 1.0)]
-    cells = [list(column.cells) for column in sweep.table(found).columns]
+    cells = [list(map(str, column.cells)) for column in sweep.table(found).columns]
     assert cells[1] == ["1,234"] * 2
     assert cells[6] == ["2.50 [2.10, 2.90]", "2.50"]
     assert cells[9] == ["4/4", "failed"]

@@ -22,7 +22,7 @@ from tests.eval.stubs import ROW
 from tests.heads import exporting
 from tests.train.publishing import ORIGIN, REPO, config, medusa
 from train.publish import publish
-from train.release.card import TITLES, Facts, engines, metadata
+from train.release.card import TITLES, Facts, engines, metadata, title_of
 from train.release.card.text import bullets, code, escaped
 
 HUB_TARGET = TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d")
@@ -187,6 +187,7 @@ def test_markup_is_escaped() -> None:
 
 def test_every_kind_of_head_has_a_title_and_every_format_its_engines() -> None:
     assert set(TITLES) == set(HEADS)
+    assert title_of("newcomer") == "A newcomer head", "a head costs no line here"
     writers = {writer for kinds in FORMATS.values() for writer in kinds.values()}
     assert set(engines.SERVED) == writers
 

@@ -18,7 +18,7 @@ from heads.formats.published.decoder import decoder
 from heads.formats.published.exporting import Export, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
 from heads.formats.published.written import KNOWN, OFFSETS, Foreign, Shapes
-from heads.modules.fusion import DFLASH
+from heads.modules.fusion import DFLASH_LAYERS
 
 NAMES = {
     "fusion.fc.weight": "fc.weight",
@@ -75,7 +75,7 @@ def _layers(source: Source, options: dict[str, Any], embeddings: Embeddings) -> 
     ids = options.get(BLOCK_OUTPUTS)
     if ids is None and options.get(BLOCK_STATES) is not None:
         ids = as_outputs(options[BLOCK_STATES])
-    if ids is None and source.tensors["fc.weight"].shape[1] != DFLASH * embeddings.hidden_size:
+    if ids is None and source.tensors["fc.weight"].shape[1] != DFLASH_LAYERS * embeddings.hidden_size:
         raise source.error(f"config.json does not say {BLOCK_OUTPUTS}, and fc.weight does not join the default five")
     return ids
 

@@ -21,7 +21,7 @@ from heads.formats.published.decoder import decoder
 from heads.formats.published.exporting import Export, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
 from heads.formats.published.written import KNOWN, OFFSETS, Foreign, Shapes
-from heads.modules.fusion import EAGLE3, default_layers
+from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +95,13 @@ def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[
         inputs = nested.get("layer_ids")
     listed = inputs if inputs is not None else outputs
     if listed is None:
-        if joined != EAGLE3:
+        if joined != EAGLE3_LAYERS:
             raise source.error(f"fc.weight joins {joined} layers and config.json does not name them in {STATES}")
         return None
     meant = as_outputs(inputs) if inputs is not None else list(listed)
     if inputs is not None and outputs is not None and outputs not in (meant, inputs):
         raise source.error(f"{STATES} is {inputs} and within eagle_config {outputs}: not the same layers; correct it")
-    default = default_layers(EAGLE3, embeddings.num_layers)
+    default = default_layers(EAGLE3_LAYERS, embeddings.num_layers)
     usual = listed == default or as_outputs(listed) == default
     if inputs is not None and inputs == outputs and not usual:
         raise source.error(f"{STATES} is {inputs} at both places, which count differently; leave one")
@@ -199,7 +199,7 @@ def authors(source: Export) -> Foreign:
         layers=1, kv_injection=False, qk_norm=False, norm_before_residual=False, feature_norm=False, norm_output=False
     )
     outputs, order = source.outputs()
-    if outputs != (fixed := default_layers(EAGLE3, source.embeddings.num_layers)):
+    if outputs != (fixed := default_layers(EAGLE3_LAYERS, source.embeddings.num_layers)):
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -217,7 +217,7 @@ def authors(source: Export) -> Foreign:
 def shapes(config: dict[str, Any], first: str) -> Shapes:
     """Return the shapes; where config.json does not count the features there are three."""
     width, full, drafted = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
-    count = config.get("num_aux_hidden_states", EAGLE3)
+    count = config.get("num_aux_hidden_states", EAGLE3_LAYERS)
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     expected: Shapes = {
         "fc.weight": (width, count * width),

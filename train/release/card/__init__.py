@@ -35,6 +35,11 @@ It drafts tokens for {base}, which verifies them: speculative decoding, whose ou
 headstart."""
 
 
+def title_of(head: str) -> str:
+    """Return the title of a head's kind, of an unlisted one made from its name."""
+    return TITLES.get(head, f"A {head} head")
+
+
 def card(facts: Facts) -> dict[str, str | bytes]:
     """Return README.md with its YAML metadata, and the plots that it shows, by the names of their files."""
     pictures = plots.pictures_of(facts)
@@ -48,7 +53,7 @@ def card(facts: Facts) -> dict[str, str | bytes]:
         "Provenance": "\n".join(bullets(facts.provenance)) or "Not recorded.",
         "Limits": limits.section(facts),
     }
-    title = f"# {TITLES[head['name']]} for {escaped(facts.base)}\n\n{INTRO.format(base=code(facts.base))}"
+    title = f"# {title_of(head['name'])} for {escaped(facts.base)}\n\n{INTRO.format(base=code(facts.base))}"
     body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items())
     return {
         "README.md": f"---\n{metadata.of(facts).to_yaml()}\n---\n\n{title}\n\n{body}\n",

@@ -13,7 +13,7 @@ from heads import HEADS
 from heads.formats.layer_ids import STATES
 from heads.formats.published import dflash, eagle, eagle3, hydra, medusa
 from heads.formats.published.export import FORMATS
-from heads.modules.fusion import EAGLE3, default_layers
+from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 from train.release.card.facts import Facts
 from train.release.card.text import block, code, quoted
 
@@ -153,7 +153,7 @@ def _trtllm(facts: Facts) -> str:
     layers, count = facts.served["eagle_config"][STATES], facts.config["target"]["num_layers"]
     lines = ["speculative_config:", "  decoding_type: Eagle3", f"  max_draft_len: {facts.draft_tokens}"]
     lines.append(f"  speculative_model: {facts.repo}")
-    if layers != default_layers(EAGLE3, count):  # which it reads by default
+    if layers != default_layers(EAGLE3_LAYERS, count):  # which it reads by default
         lines.append(f"  eagle3_layers_to_capture: {layers}")
     line = f"trtllm-serve {shlex.quote(facts.path)} --config draft.yaml"
     return f"with this as draft.yaml:\n\n{block(chr(10).join(lines), 'yaml')}\n\n{block(line)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, STATES, as_outputs, as_states
 from heads.formats.published.eagle3 import COUNTED_BY_FIRST
-from heads.modules.fusion import EAGLE3, chosen_layers, default_layers
+from heads.modules.fusion import EAGLE3_LAYERS, chosen_layers, default_layers
 from train.release.doctor.against import Against
 from train.release.doctor.examined import OWN, Examined
 from train.release.doctor.finding import Findings, ok, wrong
@@ -37,7 +37,7 @@ def _recorded(head: Examined, against: Against) -> Findings:
     if "feature_layers" not in head.trained or head.form == OWN:
         return
     layers = head.trained["feature_layers"]
-    count = EAGLE3 if head.form == "eagle3" else _joined(head, against)
+    count = EAGLE3_LAYERS if head.form == "eagle3" else _joined(head, against)
     right = sorted(chosen_layers(layers, count, against.layers))
     read = as_read(head) if head.form == "eagle3" else head.part("dflash_config")[BLOCK_OUTPUTS]
     if read is not None and read != right:
@@ -78,7 +78,7 @@ def _own(head: Examined, against: Against) -> Findings:
 def _eagle3(head: Examined, against: Against) -> Findings:
     top, nested = head.config.get(STATES), head.part("eagle_config").get(STATES)
     layers = against.layers
-    default = as_states(default_layers(EAGLE3, layers))
+    default = as_states(default_layers(EAGLE3_LAYERS, layers))
     joined = _joined(head, against)
     both = [(top, STATES, 1), (nested, WITHIN, 0)]
     broken = [f for ids, key, first in both if ids is not None for f in _in_range(ids, key, first, layers - 2 + first)]
@@ -86,7 +86,7 @@ def _eagle3(head: Examined, against: Against) -> Findings:
     if broken:
         return
     if top is None and nested is None:
-        if joined != EAGLE3 or sorted(set(default)) != default or default[0] > layers - 1 or default[-1] < 1:
+        if joined != EAGLE3_LAYERS or sorted(set(default)) != default or default[0] > layers - 1 or default[-1] < 1:
             yield wrong(
                 f"{STATES} is missing, and fc.weight joins {joined} layers of a target of {layers}",
                 f"every engine takes {default} for it, and {SILENT}, or stops at the shape of fc",
@@ -148,7 +148,7 @@ def _counted(head: Examined, ids: list[int], nested: Any, joined: int) -> Findin
             f"set num_aux_hidden_states to {len(ids)}",
             "vllm", "sglang",
         )  # fmt: skip
-    elif count is None and len(ids) != EAGLE3 and (nested is None or len(nested) != len(ids)):
+    elif count is None and len(ids) != EAGLE3_LAYERS and (nested is None or len(nested) != len(ids)):
         yield wrong(
             f"num_aux_hidden_states is missing and there are {len(ids)} ids",
             "vLLM does not count those at the top level, makes fc for three and stops at its shape",

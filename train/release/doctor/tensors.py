@@ -10,7 +10,7 @@ from heads.formats.published import dflash, eagle, eagle3
 from heads.formats.store import CONFIG, WEIGHTS, read_config
 from heads.formats.store import head_config as own_config
 from heads.formats.weights import outline
-from heads.modules.fusion import EAGLE3
+from heads.modules.fusion import EAGLE3_LAYERS
 from train.release.doctor.against import Against
 from train.release.doctor.examined import OWN, Examined
 from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
@@ -98,7 +98,7 @@ def completed(head: Examined) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "num_key_value_heads": config["num_attention_heads"],
         "head_dim": width // max(config["num_attention_heads"], 1),
-        "num_aux_hidden_states": EAGLE3 if fc is None or fc.ndim != 2 else fc.shape[1] // max(width, 1),
+        "num_aux_hidden_states": EAGLE3_LAYERS if fc is None or fc.ndim != 2 else fc.shape[1] // max(width, 1),
         "draft_vocab_size": config["vocab_size"],
     }
     return {**config, **{key: config.get(key) or value for key, value in silent.items()}}
