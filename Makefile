@@ -74,7 +74,7 @@ types: setup ## mypy, strict
 same-loss: setup ## a refactor must leave the loss bit-identical
 	$(RUN) -m pytest tests/train/test_same_loss.py -m slow
 
-bench: setup ## plain decoding against HF generate, what the engine costs, batches; long_context.py by itself
+bench: setup ## the baseline against HF generate, what the engine costs, batches; long_context.py by itself
 	$(RUN) benchmarks/plain.py
 	$(RUN) benchmarks/engine.py
 	$(RUN) benchmarks/batches.py

@@ -2,7 +2,7 @@
 
     python benchmarks/batches.py [--dtype float32] [--batches 1 2 4 8 16 32] [--tokens 48] [--rounds 2]
 
-Plain decoding, a chain and a tree decode the same requests, some shorter than others, in turns. The tuner's prediction
+The baseline, a chain and a tree decode the same requests, some shorter than others, in turns. The tuner's prediction
 comes from its measured costs and from the steps that each request takes alone. Drafts are read from the target's own
 answers and cost nothing: how many requests share a pass decides what pays here, not how good a head is.
 """
@@ -91,7 +91,7 @@ def main() -> None:
     texts = [Text([*prompt, *made], PROMPT, asked.tokens) for prompt, made in answers.items()]
     drafts = readers(answers)
     steps = {name: replayed(target, source, prompts, asked.tokens) for name, source in drafts.items()}
-    print(f"{device_facts(target.device, target.dtype)}\nspeedups over plain decoding, predicted and measured")
+    print(f"{device_facts(target.device, target.dtype)}\nspeedups over the baseline, predicted and measured")
     print(f"{'batch':>5}" + "".join(f"{name:>9} tok/s  latency s" for name in ("plain", *drafts)), end="")
     print("".join(f"{name:>9} pred. meas.   off by" for name in drafts))
     costs: dict[int, Costs] = {}

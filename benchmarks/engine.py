@@ -5,7 +5,7 @@
 1. Overhead: the share of a step that is spent neither in the target's pass nor in the head's, chain and tree.
 2. Efficiency: the speedup that was measured over the one that τ and the passes' own times allow,
    τ · t_plain / (t_verify + t_draft), the times measured in a loop of nothing but those passes.
-3. Plain decoding against HF `generate`, with its dynamic and its static cache.
+3. The baseline against HF `generate`, with its dynamic and its static cache.
 
 All of it runs twice: as the model is, and compiled (`engine.compile=true`; HF's static cache with its own compilation).
 
@@ -189,8 +189,8 @@ def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt
 
 
 def against_hf(target: Target, prompts: list[Prompt], settings: Settings) -> None:
-    """Print plain decoding's speed over that of HF generate, with both kinds of cache, the static one compiled too."""
-    print("\nplain decoding here over HF generate, prefill included in both")
+    """Print the baseline's speed over that of HF generate, with both kinds of cache, the static one compiled too."""
+    print("\nthe baseline here over HF generate, prefill included in both")
     everywhere = CompileConfig(mode="default")
     everywhere._compile_all_devices = True  # else it compiles on accelerators alone
     caches: dict[str, dict[str, Any]] = {

@@ -1,9 +1,9 @@
-"""Plain decoding in our engine against HF generate: same target, dtype, prompts and machine, interleaved in one run.
+"""The baseline in our engine against HF generate: same target, dtype, prompts and machine, interleaved in one run.
 
     python benchmarks/plain.py [MODEL_PATH]
 
 Prints tokens per second of both, of whole calls and of decoding alone, and their ratio; 1.0 or more means that speedups
-against our own plain decoding are not flattered by a slow baseline. Two more rows say where the difference comes from:
+against our own the baseline are not flattered by a slow baseline. Two more rows say where the difference comes from:
 `generate` under its own `no_grad`, as most scripts call it, and a bare loop over the model's forward, which is what
 `generate` would be without its own work on every token.
 """

@@ -66,8 +66,8 @@ BUGS = [
     ),
     Bug(
         "inference/verification/sample.py",
-        "inside = likely.cumsum(-1) - likely < top_p",
-        "inside = likely.cumsum(-1) <= top_p",
+        "inside = best.cumsum(-1) - best < top_p",
+        "inside = best.cumsum(-1) <= top_p",
         ["tests/inference/test_sample.py"],
     ),
     Bug(
@@ -132,8 +132,8 @@ BUGS = [
     ),
     Bug(
         "train/losses.py",
-        "return share * kl(x, config) + (1 - share) * tv(x, config)",
-        "return share * tv(x, config) + (1 - share) * kl(x, config)",
+        "return weight * kl(x, config) + (1 - weight) * tv(x, config)",
+        "return weight * tv(x, config) + (1 - weight) * kl(x, config)",
         ["tests/train/test_losses.py"],
     ),
     Bug(
@@ -144,8 +144,8 @@ BUGS = [
     ),
     Bug(
         "eval/live/request_rate.py",
-        "done[number].made.latency_s = clock() - begin - done[number].arrived",
-        "done[number].made.latency_s = clock() - begin - done[number].arrived - done[number].queue_s",
+        "done[number].generation.latency_s = clock() - begin - done[number].arrived",
+        "done[number].generation.latency_s = clock() - begin - done[number].arrived - done[number].queue_s",
         ["tests/eval/test_load.py"],
     ),
     Bug(
@@ -180,8 +180,8 @@ BUGS = [
     ),
     Bug(
         "inference/drafters/recycling.py",
-        "self.candidates.update(zip(commit.verified.tree.token.tolist(), likely, strict=True))",
-        "self.candidates.update(zip(commit.token.tolist(), likely, strict=False))",
+        "self.candidates.update(zip(commit.verified.tree.token.tolist(), top, strict=True))",
+        "self.candidates.update(zip(commit.token.tolist(), top, strict=False))",
         ["tests/inference/test_recycling.py"],
     ),
 ]

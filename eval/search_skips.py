@@ -60,7 +60,7 @@ def find(job: JobConfig) -> Path:
     texts = [record(target, prompt, run.tokens) for prompt, run in zip(prompts, plain, strict=True)]
     skips, rating = search(target.parts, texts, job.search)
     if not skips.attention and not skips.mlp:
-        raise ValueError(f"{target.name}: no set of skipped sub-layers rates above plain decoding; use another drafter")
+        raise ValueError(f"{target.name}: no set of skipped sub-layers rates above the baseline; use another drafter")
     path = Path(job.out).expanduser() if job.out else Path("outputs") / f"{model.name}-skips.json"
 
     def write(results: dict[str, float]) -> None:

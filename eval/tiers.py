@@ -176,7 +176,7 @@ def other_trees(
     """Return predictions of other trees by head, along the first greedy texts, with speedups for `priced` heads."""
     tuner = tuner.within(target.context)
     texts = next((material.texts for material in materials if material.by_target and material.temperature == 0), [])
-    texts = [text for text in texts if text.made > 1]
+    texts = [text for text in texts if text.generated > 1]
     apart = -(-len(texts) // tuner.prompts) or 1
     by_head = {}
     for name, drafter in heads_of(drafters).items() if texts else ():
@@ -208,7 +208,7 @@ def _chosen(target: Target, head: Any, tree: TreeConfig, material: Material) -> 
     records = [record(target, head, text, grown, depth) for text in material.texts]
     steps = [steps_of(head_record, tree) for head_record in records]
     counts = [
-        counted([step.accepted for step in taken], sum(step.nodes for step in taken), head_record.text.made - 1)
+        counted([step.accepted for step in taken], sum(step.nodes for step in taken), head_record.text.generated - 1)
         for taken, head_record in zip(steps, records, strict=True)
     ]
     return table(records, depth), counts

@@ -107,7 +107,7 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
     trees = simulated.trees
     bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
     most = target.context - max(plan.sizes) - 1
-    here = min(most, round(mean([text.start + text.made / 2 for text in texts])))  # the workload's context
+    here = min(most, round(mean([text.start + text.generated / 2 for text in texts])))  # the workload's context
     contexts = costing.verification(target, plan.sizes, [here, *grid.contexts], 2 * grid.samples, plan.decoding.seed)
     costs: dict[int, Costs] = {}
     results: list[AtBatch] = []

@@ -89,7 +89,7 @@ def told(parts: Parts) -> dict[str, float]:
 
 
 def generate(bench: Bench) -> dict[str, Any]:
-    """Measure tokens a second of plain decoding here and in HF generate, the prefill of a short prompt included."""
+    """Measure tokens a second of the baseline here and in HF generate, the prefill of a short prompt included."""
     target, asked = bench.target, bench.asked
     length, tokens = (16, 8) if asked.toy else (64, 128)
     prompt = torch.randint(target.embeddings.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()

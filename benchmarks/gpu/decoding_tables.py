@@ -76,7 +76,7 @@ def _plain(numbers: Numbers, wanted: Sequence[str]) -> Table:
         step, (weights, both) = cell["plain"]["step"], bounds(numbers, cell)
         cells = [_ms(step), _ms(cell["plain"]["verify"]), _ms(weights), f"{step / weights:.2f}", f"{step / both:.2f}"]
         rows.append([_told(cell), *cells])
-    caption = "Plain decoding beside the time that it takes to read the weights, and weights and cache; milliseconds"
+    caption = "The baseline beside the time that it takes to read the weights, and weights and cache; milliseconds"
     header = ["sequences x context", "step", "its pass", "weights", f"step / weights, goal {PLAIN_GOAL}",
               "step / (weights + cache)"]  # fmt: skip
     return Table(caption, header, rows)
@@ -115,7 +115,7 @@ def _grid(numbers: Numbers, wanted: Sequence[str]) -> Table:
         rows.append([_told(cell), head, _ms(cell["plain"]["step"]), *[_ms(parts[key]) for key in PARTS], *gains])
     header = ["sequences x context", "head", "plain step", *PARTS, *(f"τ = {tau}" for tau in TAUS)]
     caption = (
-        f"What a step costs, in milliseconds, and the speedup over plain decoding that τ gives; tree "
+        f"What a step costs, in milliseconds, and the speedup over the baseline that τ gives; tree "
         f"{numbers['limits']['tree']}"
     )
     return Table(caption, header, rows)
@@ -127,7 +127,7 @@ def _rates(numbers: Numbers) -> Table:
     rows = [[name, f"{rate:.1f}", f"{rates[OURS] / rate:.2f}"] for name, rate in rates.items()]
     size = f" of {found['tokens']} after a prompt of {found['prompt']}" if rows else ""
     return Table(
-        "Plain decoding here and in HF generate, one sequence, prefill included",
+        "The baseline here and in HF generate, one sequence, prefill included",
         ["how", f"tokens/s{size}", "compiled here / this"],
         rows or [["all", *[_missing(found)] * 2]],
     )
@@ -147,7 +147,7 @@ def figures(numbers: Numbers, wanted: Sequence[str]) -> list[Figure]:
             for i, part in enumerate(PARTS)
         ]
     return [
-        Figure("speedup_by_tau", "Speedup over plain decoding by acceptance length", _gains(gains)),
+        Figure("speedup_by_tau", "Speedup over the baseline by acceptance length", _gains(gains)),
         Figure("step_by_context", "A plain step, and the parts of one with a tree", _spent(spent)),
     ]
 

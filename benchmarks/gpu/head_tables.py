@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.common import Figure, Table
-from eval.report.tables import spread
+from eval.report.tables import shown_interval
 
 TAU_GOAL, SPEEDUP_GOAL = 3.5, 2.5  # on code at temperature 0, of one head
 SETTLED = 3  # steps before which nothing of training's speed counts
@@ -84,7 +84,9 @@ def goals(rows: Sequence[Row]) -> dict[str, Any]:
 
 def within(value: float | None, interval: Sequence[float] | None) -> str:
     """Return a figure with its interval."""
-    return "withheld" if value is None else spread(value, None if interval is None else (interval[0], interval[1]))
+    return (
+        "withheld" if value is None else shown_interval(value, None if interval is None else (interval[0], interval[1]))
+    )
 
 
 def goal_table(rows: Sequence[Row]) -> list[Table]:
@@ -190,8 +192,8 @@ def figures_of(numbers: Mapping[str, Any]) -> list[Figure]:
             "column": {"field": "T", "title": None},
             "x": {"field": "head", "title": None},
             "xOffset": {"field": "workload"},
-            "y": {"field": "speedup", "type": "quantitative", "title": "speedup over plain decoding"},
+            "y": {"field": "speedup", "type": "quantitative", "title": "speedup over the baseline"},
             "color": {"field": "workload", "title": None},
         },
     }  # fmt: skip
-    return [Figure("heads-speedup", "Speedup of every head over plain decoding, by workload and temperature", spec)]
+    return [Figure("heads-speedup", "Speedup of every head over the baseline, by workload and temperature", spec)]

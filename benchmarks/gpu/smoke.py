@@ -5,7 +5,7 @@
 1. tests: the whole suite of a machine with an accelerator, which commands take where nobody says otherwise; and
    tests/device, where every head, tree and source decodes and every head trains on the device, in fp32 and in bf16.
 2. gate: an EAGLE head of the embedded target, trained here for a minute, and a source that drafts from the text alone
-   answer so many of the bundled chats that plain decoding writes as many tokens; greedy, in fp32 and again in bf16.
+   answer so many of the bundled chats that the baseline writes as many tokens; greedy, in fp32 and again in bf16.
 """
 
 import os
@@ -88,7 +88,7 @@ def sources(asked: Asked, target: Target, folder: Path) -> dict[str, Drafter]:
 
 
 def gates(asked: Asked, tokens: int, dtypes: list[str]) -> tuple[dict[str, Any], Table]:
-    """Compare the tokens of a head and a source with plain decoding's, in fp32 and in bf16."""
+    """Compare the tokens of a head and a source with the baseline's, in fp32 and in bf16."""
     folder = trained(asked)
     settings = Settings(TOY_ANSWER if asked.toy else ANSWER, GREEDY, gaps=True)
     several, mean = (4, TOY_MEAN) if asked.toy else (32, MEAN)
@@ -109,7 +109,7 @@ def gates(asked: Asked, tokens: int, dtypes: list[str]) -> tuple[dict[str, Any],
             said = [str(counts[kind]) for kind in ("checked", "identical", "near_tie", "failed")]
             rows.append([name, dtype, f"{written:,}", f"{tau:.2f}", *said])
     header = ["source", "dtype", "greedy tokens", "τ", "prompts", "identical", "near ties", "failed"]
-    many = f"in batches of {several}: prompts with plain decoding's tokens"
+    many = f"in batches of {several}: prompts with the baseline's tokens"
     return numbers, Table(f"Losslessness in {' and '.join(dtypes)}, {many}", header, rows)
 
 

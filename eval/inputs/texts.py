@@ -31,7 +31,7 @@ class Text:
     limit: int
 
     @property
-    def made(self) -> int:
+    def generated(self) -> int:
         """The number of the answer's tokens."""
         return len(self.token) - self.start
 
@@ -69,7 +69,7 @@ class RecordedText(NamedTuple):
 def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:
     """Let the target answer by itself; answers of one token, which no step adds to, are left out."""
     texts = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
-    return [text for text in texts if text.made > 1]
+    return [text for text in texts if text.generated > 1]
 
 
 def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Settings) -> Text:

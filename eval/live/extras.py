@@ -97,7 +97,7 @@ def nodes(drafter: Drafter, accepted: Counter[Ranks]) -> tuple[list[Ranks], str]
     if drafter.shape is not None:
         return among_siblings(drafter.shape), "The shape is fixed; empty nodes were never accepted."
     often = sorted(accepted, key=lambda path: (-accepted[path], len(path), path))
-    note = "The shape changes; drawn are the nodes that were accepted at least once"
+    note = "The shape changes; shown are the nodes that were accepted at least once"
     return often[:NODES], f"{note}, the {NODES} most frequent of {len(often)}." if len(often) > NODES else f"{note}."
 
 

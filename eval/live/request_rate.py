@@ -30,7 +30,7 @@ from inference.target.target import Target
 class Served(NamedTuple):
     """A request that was answered; seconds, of which `arrived` counts from the round's first arrival, 0."""
 
-    made: Generation  # its latency counts from the arrival
+    generation: Generation  # its latency counts from the arrival
     arrived: float
     queue_s: float  # from the arrival to the prefill
     ttft_s: float  # from the arrival to the first token
@@ -38,7 +38,7 @@ class Served(NamedTuple):
     @property
     def ended(self) -> float:
         """When the answer was complete."""
-        return self.arrived + self.made.latency_s
+        return self.arrived + self.generation.latency_s
 
 
 Rounds = dict[str, list[list[Served]]]  # by name, by prompt, the rounds
@@ -79,17 +79,17 @@ def serve(
         now = clock() - begin
         if waiting and batch.free and when[waiting[0]] <= now:
             number = waiting.popleft()
-            made = batch.admit(number, prompts[number], settings)
+            generation = batch.admit(number, prompts[number], settings)
             arrived = when[number]
-            running[number] = Served(made, arrived, now - arrived, clock() - begin - arrived)
+            running[number] = Served(generation, arrived, now - arrived, clock() - begin - arrived)
         elif batch.running:
             batch.step()
         else:
             sleep(when[waiting[0]] - now)
         batch.release()
-        for number in [number for number, request in running.items() if request.made.finish]:
+        for number in [number for number, request in running.items() if request.generation.finish]:
             done[number] = running.pop(number)
-            done[number].made.latency_s = clock() - begin - done[number].arrived
+            done[number].generation.latency_s = clock() - begin - done[number].arrived
     return [done[number] for number in range(len(prompts))]
 
 
@@ -132,7 +132,7 @@ def measure(
 
 def generations(rounds: Rounds) -> Runs:
     """Return the answers alone."""
-    return {name: [[served.made for served in repeats] for repeats in prompts] for name, prompts in rounds.items()}
+    return {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
 def waited(rows: Sequence[Row], rounds: Rounds, session: Session) -> list[Row]:
@@ -148,10 +148,10 @@ def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:
     """Return a row with the waiting times of its requests, and a speedup of latencies if it had one."""
     mine, plain = ([rounds[name][index] for index in subset.indices] for name in (row.drafter, PLAIN))
     served = list(chain.from_iterable(mine))
-    answers = [request.made for request in served]
+    answers = [request.generation for request in served]
     quantiles = {
         "tau": metrics.quantiles([metrics.ratio(metrics.decoded(run), len(run.steps)) for run in answers]),
-        "latency_s": metrics.quantiles([request.made.latency_s for request in served]),
+        "latency_s": metrics.quantiles([request.generation.latency_s for request in served]),
         "ttft_s": metrics.quantiles([request.ttft_s for request in served]),
         "queue_s": metrics.quantiles([request.queue_s for request in served]),
     }
@@ -159,7 +159,7 @@ def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:
     return replace(
         row,
         tokens_per_second=throughput(mine),
-        latency_s=statistics.median(request.made.latency_s for request in served),
+        latency_s=statistics.median(request.generation.latency_s for request in served),
         speedup=latency_ratio(mine, plain) if trusted else None,
         speedup_ci=latency_interval(mine, plain, seed, subset.groups) if trusted else None,
         speedup_hf=None,
@@ -174,7 +174,7 @@ def throughput(rounds: Sequence[Sequence[Served]]) -> float | None:
     """Return the tokens after the prefill's over the seconds from each round's first arrival to its last end."""
     by_round = list(zip(*rounds, strict=True))
     seconds = sum(max(one.ended for one in turn) - min(one.arrived for one in turn) for turn in by_round)
-    return metrics.ratio(sum(metrics.decoded(one.made) for turn in by_round for one in turn), seconds)
+    return metrics.ratio(sum(metrics.decoded(one.generation) for turn in by_round for one in turn), seconds)
 
 
 def latency_ratio(rounds: Sequence[Sequence[Served]], plain: Sequence[Sequence[Served]]) -> float | None:
@@ -192,4 +192,4 @@ def latency_interval(
 
 
 def _latency(rounds: Sequence[Served]) -> float:
-    return sum(request.made.latency_s for request in rounds)
+    return sum(request.generation.latency_s for request in rounds)

@@ -17,7 +17,7 @@ from torch import Tensor
 from data.text.prompts import Prompt
 from eval.live.interleaved import PLAIN, Runs, measure
 from eval.measures import chi_square
-from eval.measures.chi_square import Cells, LawTest
+from eval.measures.chi_square import Cells, ChiSquareTest
 from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate, verdict_of, worst
 from inference.decode import Generation, Settings
 from inference.drafters.plain import Plain
@@ -142,7 +142,7 @@ def chi_square_test(
     settings: Settings,
     tv: float,
     alpha: float,
-) -> tuple[LawTest | None, str]:
+) -> tuple[ChiSquareTest | None, str]:
     """Sample next tokens after a few prefixes, and test them against the target's probs there.
 
     Returns:
@@ -163,7 +163,7 @@ def chi_square_test(
         control += chi_square.statistic(prefix.cells, resampled(prefix.probs, rng, count))
     p, control_p = chi_square.p_value(total, freedom), chi_square.p_value(control, freedom)
     size, power = count * len(prefixes), chi_square.POWER
-    return LawTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
+    return ChiSquareTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
 
 
 def _session(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], how: Settings) -> Session:

@@ -21,7 +21,7 @@ LEAST = 5.0  # samples expected in a cell, below which the chi-square distributi
 
 
 @dataclass(frozen=True)
-class LawTest:
+class ChiSquareTest:
     """Result of the test for the rule in use, and for a rule that is known to be broken (the negative control).
 
     Attributes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from eval.measures.chi_square import LawTest
+from eval.measures.chi_square import ChiSquareTest
 from inference.decode import Generation
 
 # A pass over a tree adds up the same numbers in another order than a pass over one token, so its logits differ by
@@ -94,7 +94,7 @@ class SampledGate:
 
     Attributes:
         coupled: prompts with the same tokens as the baseline under coupled noise, at all batch sizes.
-        law: the chi-square test, at batch size 1; None where nothing could be sampled, for the reason `why`.
+        distribution: the chi-square test, at batch size 1; None where nothing could be sampled, for the reason `why`.
         batch_sizes: at which the tokens under coupled noise were compared.
         failed_at: the first of them at which tokens differ, where `coupled.first` was seen; None: at none.
     """
@@ -102,7 +102,7 @@ class SampledGate:
     drafter: str
     temperature: float
     coupled: Gate
-    law: LawTest | None
+    distribution: ChiSquareTest | None
     why: str
     batch_sizes: tuple[int, ...] = (1,)
     failed_at: int | None = None
@@ -110,12 +110,16 @@ class SampledGate:
     @property
     def passed(self) -> bool:
         """Whether the tokens are equal, and the distribution was not rejected."""
-        return self.coupled.passed and (self.law is None or self.law.passed)
+        return self.coupled.passed and (self.distribution is None or self.distribution.passed)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record of the report's JSON."""
         counts = self.coupled.counts() | {"first": self.coupled.first, "ties": self.coupled.ties}
-        test = None if self.law is None else asdict(self.law) | {"control_caught": self.law.caught}
+        test = (
+            None
+            if self.distribution is None
+            else asdict(self.distribution) | {"control_caught": self.distribution.caught}
+        )
         named = {"drafter": self.drafter, "temperature": self.temperature, "passed": self.passed}
         sizes = {"batch_sizes": self.batch_sizes, "failed_at": self.failed_at}
         return {**named, "coupled": counts | sizes, "law": test, "why_no_law": self.why}
@@ -124,7 +128,7 @@ class SampledGate:
         """Describe it for a message."""
         several = f" at batch sizes {', '.join(map(str, self.batch_sizes))}" if self.batch_sizes != (1,) else ""
         same = f"{self.coupled.identical} of {self.coupled.checked} prompts equal under coupled noise{several}"
-        line = f"{self.drafter} at T={self.temperature:g}: {same}; {self.law or self.why}"
+        line = f"{self.drafter} at T={self.temperature:g}: {same}; {self.distribution or self.why}"
         at = f"batch size {self.failed_at}, " if several else ""
         return line + (f"; {at}{self.coupled.first}" if self.coupled.first else "")
 

@@ -23,29 +23,29 @@ RULE = "recorded text"
 
 def replayed(drafters: Sequence[Drafter], texts: Sequence[Text], session: Session) -> list[Row]:
     """Return each source's rows; one that remembers meets the texts in their order, beginning with nothing."""
-    made: list[Row] = []
+    results: list[Row] = []
     for drafter in drafters:
         drafter.reset()
         requests = [play(drafter, text) for text in texts]
-        made += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), session, requests)
-    return made
+        results += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), session, requests)
+    return results
 
 
 def play(drafter: Drafter, text: Text) -> Request:
     """Let a source draft along a text as decoding would: each pass after what the one before it committed."""
-    made, drafted, spent = 1, 0, 0.0
+    written, drafted, spent = 1, 0, 0.0
     accepted: list[int] = []
     rng = Generator(0, torch.device("cpu"))  # none of them draws
     begin = time.perf_counter()
     state = drafter.start(text.token[: text.start])
     spent += time.perf_counter() - begin
-    while made < text.made:
-        end = text.start + made
-        context = Context(text.token[:end], GREEDY, rng, text.limit - made - 1)
+    while written < text.generated:
+        end = text.start + written
+        context = Context(text.token[:end], GREEDY, rng, text.limit - written - 1)
         begin = time.perf_counter()
         tree = state.propose(context).tree
         spent += time.perf_counter() - begin
         accepted.append(agreed(tree, text.token[end:]))
         drafted += len(tree.token) - 1
-        made += accepted[-1] + 1
-    return Request(counted(accepted, drafted, text.made - 1), seconds=UNTIMED | {"draft": spent})
+        written += accepted[-1] + 1
+    return Request(counted(accepted, drafted, text.generated - 1), seconds=UNTIMED | {"draft": spent})

@@ -91,7 +91,7 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
             tokens = text.token[root + 1 : root + 1 + depth]
             tree_and_score = candidates(head, drafting.state, drafting.level, tree, context)
             grown[growth(tree)].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
-    return Record(text, rank[: text.made - 1].tolist(), grown)
+    return Record(text, rank[: text.generated - 1].tolist(), grown)
 
 
 def unrolled(head: Any, features: Features, depth: int) -> list[Draft]:
@@ -150,7 +150,7 @@ def replay(of: Record, tree: TreeConfig) -> list[Step]:
     """
     text, steps, written = of.text, [], 1
     shape = [] if tree.kind in CONFIDENT else tree.shape()
-    while written < text.made:
+    while written < text.generated:
         room = text.limit - written - 1
         if tree.kind in CONFIDENT:
             grown = of.grown[growth(tree)][written - 1]
@@ -160,7 +160,7 @@ def replay(of: Record, tree: TreeConfig) -> list[Step]:
         else:
             fitting = {path for path in shape if len(path) <= room}
             accepted, nodes = along(of.rank[written - 1], fitting), len(fitting)
-        accepted = min(accepted, text.made - written)
+        accepted = min(accepted, text.generated - written)
         steps.append(Step(text.start + written - 1, nodes, accepted))
         written += accepted + 1
     return steps
@@ -202,10 +202,10 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     begin = text.start - 1
     probs = distribution(target.embeddings.logits(features.last[0, begin:]), sampling)
-    ratio = probs.new_zeros(text.made - 1, depth)
+    ratio = probs.new_zeros(text.generated - 1, depth)
     common = torch.full_like(ratio, float("nan"))
     for d, draft in enumerate(unrolled(head, features, depth), 1):
-        count = text.made - d
+        count = text.generated - d
         if count < 1:
             break
         q = distribution(scatter_logits(head.vocab, head.score(draft.state[0, begin : begin + count], d)), sampling)
@@ -225,19 +225,19 @@ def expected(of: Overlap, depth: int) -> Passes:
     """
     text = of.text
     depth = min(depth, of.share.shape[1])
-    begins = [0.0] * (text.made + 1)  # the probability that a step begins after so many tokens
+    begins = [0.0] * (text.generated + 1)  # the probability that a step begins after so many tokens
     begins[1] = 1.0
     reached = [0.0] * depth
     drafted = 0.0
-    for written in range(1, text.made):
+    for written in range(1, text.generated):
         begin = begins[written]
         deepest = max(0, min(depth, text.limit - written - 1))
         drafted += begin * deepest
         survive = 1.0
         for d in range(deepest + 1):
             accept = float(of.share[written - 1, d]) if d < deepest else 0.0
-            begins[min(written + d + 1, text.made)] += begin * survive * (1 - accept)
+            begins[min(written + d + 1, text.generated)] += begin * survive * (1 - accept)
             survive *= accept
             if d < deepest:
                 reached[d] += begin * survive
-    return Passes(float(text.made - 1), sum(begins[1 : text.made], 0.0), drafted, math.fsum(reached), reached)
+    return Passes(float(text.generated - 1), sum(begins[1 : text.generated], 0.0), drafted, math.fsum(reached), reached)

@@ -8,7 +8,7 @@ from eval.measures.losslessness import in_words, labelled
 from eval.measures.metrics import DEFINITIONS, QUANTILES
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
 from eval.report.breakdown import COSTS, PLAIN, REMEDIES, STAGES, advice
-from eval.report.tables import shown, spread
+from eval.report.tables import shown, shown_interval
 from eval.report.view import (
     INTERVAL,
     PAGE,
@@ -239,7 +239,7 @@ def tiers(measured: Sequence[Result]) -> list[Table]:
 
 
 def _tau(row: Record | None) -> str:
-    return "-" if row is None else spread(row["tau"], row["tau_ci"])
+    return "-" if row is None else shown_interval(row["tau"], row["tau_ci"])
 
 
 def _meet(rows: Sequence[Record]) -> str:

@@ -6,7 +6,7 @@ Raises ValueError, KeyError, TypeError or AttributeError for what eval/ does not
 from dataclasses import replace
 from typing import Any
 
-from eval.measures.chi_square import LawTest
+from eval.measures.chi_square import ChiSquareTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate
 from heads.common.typed import fits, typed
 from heads.common.untrusted import shown
@@ -32,7 +32,7 @@ def sampled_check(record: Any) -> SampledGate:
         drafter=str(record["drafter"]),
         temperature=float(record["temperature"]),
         coupled=greedy_check({**equal, "passed": equal["checked"] > 0 and not equal["failed"]}),
-        law=None if statistics is None else typed(LawTest, statistics),
+        distribution=None if statistics is None else typed(ChiSquareTest, statistics),
         why=str(record["why_no_law"]),
         batch_sizes=sizes,
         failed_at=failed_at,

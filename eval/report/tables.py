@@ -14,7 +14,7 @@ def shown(value: Any, digits: int | None = 2) -> str:
     return "-" if value is None else str(value)
 
 
-def spread(value: float | None, interval: Sequence[float | None] | None) -> str:
+def shown_interval(value: float | None, interval: Sequence[float | None] | None) -> str:
     """Return a number with its interval, if that has a width."""
     if value is None or interval is None or None in interval or interval[0] == interval[1]:
         return shown(value)

@@ -9,7 +9,7 @@ from typing import Any
 from eval.measures.losslessness import WITHHELD, Failed, labelled
 from eval.measures.metrics import LEVEL
 from eval.measures.results import LIVE
-from eval.report.tables import shown, spread
+from eval.report.tables import shown, shown_interval
 
 Record = Mapping[str, Any]  # a row, or all of report.json
 
@@ -155,7 +155,7 @@ def with_interval(title: str, key: str) -> Column:
 
     def cell(result: Result) -> Cell:
         interval = result.row.get(f"{key}_ci") or (None, None)
-        return Cell(spread(result.row.get(key), interval), (result.row.get(key), *interval))
+        return Cell(shown_interval(result.row.get(key), interval), (result.row.get(key), *interval))
 
     return Column(Head(title, (key, f"{key} low", f"{key} high")), cell)
 

@@ -174,7 +174,7 @@ def measure(
         next(played)
     script.draft.clear()
     script.commit.clear()
-    left = ROUNDS * sum(text.made for text in texts)
+    left = ROUNDS * sum(text.generated for text in texts)
     for turn in itertools.count(1):
         for steps in itertools.islice(baseline, STRETCH):
             plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in steps))

@@ -85,7 +85,7 @@ def tried(families: Families, chosen: Sequence[Record], held: Sequence[Record]) 
     """Replay both halves of the texts with every tree."""
 
     def all_of(records: Sequence[Record], tree: TreeConfig) -> list[Replayed]:
-        return [Replayed(replay(record, tree), record.text.made - 1) for record in records]
+        return [Replayed(replay(record, tree), record.text.generated - 1) for record in records]
 
     return [
         Tried(family, tree, all_of(chosen, tree), all_of(held, tree))

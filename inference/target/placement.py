@@ -263,14 +263,14 @@ def _offloaded(
 
     def down(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
         nonlocal room
-        for name, part in module.named_children():
+        for name, child in module.named_children():
             full = prefix + name
-            if isinstance(part, nn.ModuleList) and len(part) == count:
-                for i, layer in enumerate(part):
-                    room -= sum(each.numel() for each in layer.parameters()) * dtype.itemsize
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                for i, layer in enumerate(child):
+                    room -= sum(parameter.numel() for parameter in layer.parameters()) * dtype.itemsize
                     yield f"{full}.{i}", device if room >= 0 else where.offload
-            elif any(isinstance(inner, nn.ModuleList) and len(inner) == count for inner in part.modules()):
-                yield from down(part, f"{full}.")
+            elif any(isinstance(inner, nn.ModuleList) and len(inner) == count for inner in child.modules()):
+                yield from down(child, f"{full}.")
             else:
                 yield full, device
 

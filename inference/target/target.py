@@ -12,7 +12,7 @@ from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtyp
 from inference.target.model import TargetModel
 from inference.target.packed import packing
 from inference.target.placed import Placed
-from inference.target.placed import placed as place_whole
+from inference.target.placed import placed as placed_whole
 from inference.target.placement import HERE, REPLICATE, Placement
 from inference.target.placement import check as check_placement
 from inference.target.stack import Parts
@@ -70,7 +70,7 @@ class Target(TargetModel):
             model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize, where)
             if where.placement == REPLICATE:
                 return cls(model, tokenizer, path)
-            return cls(model, tokenizer, path, None, place_whole(model, where, path, chosen_device, trust_remote_code))
+            return cls(model, tokenizer, path, None, placed_whole(model, where, path, chosen_device, trust_remote_code))
         check_placement(where, None, adapter, chosen_device)
         adapters.check(adapter, quantize)
         model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize)

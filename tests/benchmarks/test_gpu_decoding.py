@@ -54,7 +54,7 @@ def test_a_goal_is_not_judged_before_its_cell_is_there() -> None:
 
 
 def test_a_step_is_told_over_the_weights_and_over_weights_and_cache() -> None:
-    first = rows(numbers(), "Plain decoding beside")[0]
+    first = rows(numbers(), "The baseline beside")[0]
     assert first[-2:] == ["1.20", f"{1.2 / 1.1:.2f}"]
 
 
@@ -68,7 +68,7 @@ def test_every_cell_has_a_row_also_the_one_that_failed_and_the_one_to_come() -> 
     grid = rows(numbers(), "What a step costs")
     assert [row[0] for row in grid] == ["1 x 64", "2 x 64"]
     assert set(grid[1][2:]) == {"out of memory"}
-    assert [row[1] for row in rows(numbers(), "Plain decoding beside")][1:] == ["not measured", "out of memory"]
+    assert [row[1] for row in rows(numbers(), "The baseline beside")][1:] == ["not measured", "out of memory"]
 
 
 def test_the_figures_are_drawn_and_hold_every_cell() -> None:

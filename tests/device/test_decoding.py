@@ -1,4 +1,4 @@
-"""Decoding on the device: plain decoding's text by every head, tree and source, one by one and in batches."""
+"""Decoding on the device: the baseline's text by every head, tree and source, one by one and in batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def drafter(name: str, tree: str, target: Target) -> HeadDrafter:
 
 
 def judged(target: Target, source: Drafter, dtype: torch.dtype) -> tuple[Gate, list[Generation]]:
-    """Decode with a source and compare with plain decoding, near ties apart."""
+    """Decode with a source and compare with the baseline, near ties apart."""
     plain = [speculate(target, Plain(target.device), prompt, SETTINGS) for prompt in PROMPTS]
     made = [speculate(target, source, prompt, SETTINGS) for prompt in PROMPTS]
     return gate(plain, made, ["0", "1", "2"], dtype), made

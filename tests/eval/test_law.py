@@ -6,7 +6,7 @@ import torch
 from eval.measures import chi_square
 from eval.measures.chi_square import (
     Cells,
-    LawTest,
+    ChiSquareTest,
     cells,
     critical,
     p_value,
@@ -84,8 +84,8 @@ def test_it_rejects_as_often_as_it_says(off: float) -> None:
 
 
 def test_a_control_that_is_not_caught_is_no_proof() -> None:
-    good = LawTest(1000, 2, 7, 6.0, 0.5, 0.02, 0.9, 1e-3, 0.0)
+    good = ChiSquareTest(1000, 2, 7, 6.0, 0.5, 0.02, 0.9, 1e-3, 0.0)
     assert good.passed
-    assert not LawTest(1000, 2, 7, 6.0, 0.5, 0.02, 0.9, 1e-3, 0.4).passed
-    assert not LawTest(1000, 2, 7, 60.0, 1e-9, 0.02, 0.9, 1e-3, 0.0).passed
+    assert not ChiSquareTest(1000, 2, 7, 6.0, 0.5, 0.02, 0.9, 1e-3, 0.4).passed
+    assert not ChiSquareTest(1000, 2, 7, 60.0, 1e-9, 0.02, 0.9, 1e-3, 0.0).passed
     assert str(good) == "chi-square p 0.5 of 1000 draws (power 0.9 at TV 0.02), broken control caught (p 0)"

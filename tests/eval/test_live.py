@@ -150,7 +150,7 @@ def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatc
 
 
 def session_rows(gate: Gate, temperature: float = 0.0, hf: bool = True) -> dict[str, dict[str, Any]]:
-    """Return rows by drafter: it is twice as fast as plain decoding and four times as fast as HF."""
+    """Return rows by drafter: it is twice as fast as the baseline and four times as fast as HF."""
     runs = {
         "plain": [[generation(7, [(0, 0)] * 6, time) for time in (9.0, 2.0, 1.0)] for _ in PROMPTS],
         "eagle": [[generation(7, [(2, 1)] * 3, time) for time in (0.5, 1.0, 8.0)] for _ in PROMPTS],

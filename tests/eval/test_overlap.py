@@ -54,7 +54,7 @@ def test_what_passes_are_expected_is_the_sum_over_all_verdicts() -> None:
 
     def walk(made: int) -> tuple[float, float, float]:
         """Return the expected passes, accepted and drafted tokens from here on, verdict by verdict."""
-        if made >= text.made:
+        if made >= text.generated:
             return 0.0, 0.0, 0.0
         depth = max(0, min(2, text.limit - made - 1))
         passes, accepted, drafted = 1.0, 0.0, float(depth)
@@ -64,7 +64,7 @@ def test_what_passes_are_expected_is_the_sum_over_all_verdicts() -> None:
                 p = float(share[made - 1, d])
                 chance *= p if right else 1 - p
                 count += right and all(verdict[:d])
-            more = walk(min(made + count + 1, text.made))
+            more = walk(min(made + count + 1, text.generated))
             passes += chance * more[0]
             accepted += chance * (count + more[1])
             drafted += chance * more[2]
@@ -86,7 +86,7 @@ def test_shares_are_of_the_laws_of_every_row_by_itself() -> None:
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     seen = 0
     with torch.inference_mode():
-        for made in range(1, text.made):
+        for made in range(1, text.generated):
             root = text.start + made - 1  # the token a step begins after
             rows = Features(*(part[:, :root] for part in features))
             state, level = head.extend(None, rows, token[1 : root + 1])

@@ -13,7 +13,7 @@ from data.text.prompts import Prompt
 from eval.live import extras
 from eval.live.answers import answers
 from eval.live.interleaved import Runs, rows
-from eval.measures.chi_square import LawTest
+from eval.measures.chi_square import ChiSquareTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate
 from eval.measures.results import Session
 from eval.report.breakdown import STAGES
@@ -189,7 +189,7 @@ def test_a_red_gate_greys_and_withholds(tmp_path: Path) -> None:
 
 
 def test_a_law_that_was_rejected_greys_its_temperature_alone(tmp_path: Path) -> None:
-    wrong = LawTest(1000, 2, 7, 60.0, 1e-9, 0.02, 0.9, 1e-3, 0.0)
+    wrong = ChiSquareTest(1000, 2, 7, 60.0, 1e-9, 0.02, 0.9, 1e-3, 0.0)
     made = report(sizes=(1,))
     hot = {"speedup": None, "speedup_ci": None, "speedup_hf": None, "whole_speedup": None, "whole_speedup_ci": None}
     red = [replace(row, **hot) if (row.drafter, row.temperature) == ("eagle", 1.0) else row for row in made.rows]

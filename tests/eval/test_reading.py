@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from eval.measures.chi_square import LawTest
+from eval.measures.chi_square import ChiSquareTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate
 from eval.measures.metrics import quantiles
 from eval.report.reading import read_report, report_of
 from eval.report.write import Report
 from tests.eval.stubs import ROW, markdown
 
-LAW = LawTest(1000, 2, 7, 6.0, 0.5, 0.2, 0.9, 1e-3, 0.0)
+LAW = ChiSquareTest(1000, 2, 7, 6.0, 0.5, 0.2, 0.9, 1e-3, 0.0)
 TIE = Divergence("p1", 3, 4, None, 1e-6)
 RED = Gate(8, 7, 0, 1, Divergence("p2", 5, 11, 12, 3.5))
 GATES = {"eagle": Gate(8, 7, 1, 0, ties=(TIE,)), "medusa": RED, "typical": Gate(8, 8, 0, 0, lossy=True)}
@@ -72,7 +72,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 
 
 def besides_plain(**odd: float | None) -> dict[str, Any]:
-    """Return a report whose first row has plain decoding beside it, which has odd numbers."""
+    """Return a report whose first row has the baseline beside it, which has odd numbers."""
     told = report().as_dict()
     return {**told, "rows": [{**told["rows"][0], "drafter": "plain", **odd}, *told["rows"]]}
 

@@ -69,7 +69,7 @@ def test_the_toy_output_is_varied(runs: Path) -> None:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every speculative run end in a token that plain decoding did not choose."""
+    """Let every speculative run end in a token that the baseline did not choose."""
     speculate = interleaved.speculate
 
     def wrong(*args: Any, **kwargs: Any) -> Generation:

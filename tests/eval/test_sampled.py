@@ -9,7 +9,7 @@ import torch
 from data.text.prompts import Prompt
 from eval.live import interleaved, sampled
 from eval.live.sampled import coupled_check, race_gap, sampled_gates
-from eval.measures.chi_square import LawTest
+from eval.measures.chi_square import ChiSquareTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate, verdict_of, worst
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
@@ -145,7 +145,7 @@ def test_a_source_that_drafts_nothing_is_not_drawn() -> None:
 
 
 def test_the_verdict_needs_both_parts() -> None:
-    law = LawTest(1000, 2, 7, 6.0, 0.5, TV, 0.9, 1e-3, 0.0)
+    law = ChiSquareTest(1000, 2, 7, 6.0, 0.5, TV, 0.9, 1e-3, 0.0)
     green, red = Gate(3, 3, 0, 0), Gate(3, 2, 0, 1)
     assert SampledGate("eagle", 1.0, green, law, "").passed
     assert not SampledGate("eagle", 1.0, red, law, "").passed

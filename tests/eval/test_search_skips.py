@@ -45,7 +45,7 @@ def test_the_file_is_what_the_drafter_reads(tmp_path: Path, model: dict[str, obj
 
 
 def test_a_target_that_gains_nothing_is_told_so(tmp_path: Path, model: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="rates above plain decoding"):
+    with pytest.raises(ValueError, match="rates above the baseline"):
         find(job(model, tmp_path / "skips.json", evaluations=2))
     assert not (tmp_path / "skips.json").exists()
 

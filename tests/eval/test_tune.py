@@ -69,7 +69,7 @@ def config_of(run: Path) -> dict[str, Any]:
 
 
 def faster(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
-    """Let every speculative decoding that is timed, and its prediction, take so many of plain decoding's seconds."""
+    """Let every speculative decoding that is timed, and its prediction, take so many of the baseline's seconds."""
     foreseen = tune.predict
 
     def predicted(texts: Any, tree: TreeConfig, costs: Any, batch: int) -> Prediction:

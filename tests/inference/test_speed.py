@@ -55,7 +55,7 @@ def test_a_batch_is_as_wide_as_its_widest_and_empties_at_the_end() -> None:
     commit = 1.5 + 1.5 + 1.5 + 2  # of all but each text's last step
     total = {"draft": 7 * 5, "verify": 1.5 * (15 + 15 + 15) + 9, "settle": settle, "commit": commit}
     assert {part: 7 * seconds for part, seconds in found.seconds.items()} == pytest.approx(total)
-    # plain decoding of 7, 1 and 5 tokens: passes over two texts until the third has its 5, then one over the first
+    # the baseline of 7, 1 and 5 tokens: passes over two texts until the third has its 5, then one over the first
     assert found.speedup == pytest.approx((6 * 15 + 10) / sum(total.values()))
 
 

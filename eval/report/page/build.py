@@ -22,7 +22,7 @@ from eval.measures.results import LIVE
 from eval.report.columns import drafter_of, flattened
 from eval.report.notes import notes_of
 from eval.report.sections import firsts, sections
-from eval.report.tables import shown, spread
+from eval.report.tables import shown, shown_interval
 from eval.report.text import title
 from eval.report.view import PAGE, Record, Result, results_of
 
@@ -96,9 +96,9 @@ def _headline(result: Result, failed: bool) -> Headline:
     row = result.row
     return Headline(
         name=result.name,
-        speedup=WITHHELD if failed else spread(row["speedup"], row["speedup_ci"]),
+        speedup=WITHHELD if failed else shown_interval(row["speedup"], row["speedup_ci"]),
         unit="" if failed or row["speedup"] is None else unit(row),
-        tau=spread(row["tau"], row["tau_ci"]),
+        tau=shown_interval(row["tau"], row["tau_ci"]),
         detail=f"{row['tree']}, {speed(row)}on {row['workload']}",
         failed=failed,
     )

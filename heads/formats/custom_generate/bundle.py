@@ -218,8 +218,8 @@ def _import(module: Module, statement: ast.stmt, names: dict[str, str]) -> Itera
     if far:
         start = "import" if isinstance(statement, ast.Import) else f"from {statement.module} import"
         yield f"{start} {', '.join(far)}"
-    for other, parts in groupby(near, lambda pair: pair[0]):
-        yield f"from .{names[other]} import {', '.join(part for _, part in parts)}"
+    for other, group in groupby(near, lambda pair: pair[0]):
+        yield f"from .{names[other]} import {', '.join(name for _, name in group)}"
 
 
 def _statement(module: Module, statement: ast.stmt) -> list[str]:

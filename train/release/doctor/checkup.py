@@ -52,7 +52,7 @@ def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig
         return [unknown(f"nothing to measure on ({error})")._replace(check=name) for name in CHECKS]
     pairs = zip(decoded.prompts, decoded.generations, strict=True)
     answered = [of_answer(target, prompt, generation.tokens, decoded.settings) for prompt, generation in pairs]
-    trials = Trials(target, drafting, [text for text in answered if text.made > 1])
+    trials = Trials(target, drafting, [text for text in answered if text.generated > 1])
     by_check = {
         CHECKS[0]: measured.layers(head, trials),
         CHECKS[1]: measured.tokens(head, trials),
