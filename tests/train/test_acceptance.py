@@ -106,7 +106,7 @@ def test_a_multiruns_table_has_a_row_a_temperature(tmp_path: Path) -> None:
     cells = [list(map(str, column.cells)) for column in sweep.table(found).columns]
     assert cells[1] == ["1,234"] * 2
     assert cells[6] == ["2.50 [2.10, 2.90]", "2.50"]
-    assert cells[9] == ["4/4", "failed"]
+    assert cells[9] == ["4/4", "4/4, 1 FAILED"]
     (tmp_path / "report.json").write_text(json.dumps(report | {"schema": 2}))
     with pytest.raises(ValueError, match=r"report\.json has schema 2, this version reads 1"):
         sweep.rows_of("mine", "eagle", tmp_path)
