@@ -1,6 +1,8 @@
 """A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -21,6 +23,8 @@ INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")  # of a tokenizer.json
 MOST_OF_ONE = 1_000  # characters or tokens that they make of a single one
 MOST_OF_A_BYTE = 16  # parameters, beyond any quantisation; tied ones aside
+# In a process of its own, which a damaged map of characters (SentencePiece's) may abort.
+ENCODING = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1]).encode('a \ufb01 \uff71 \u65e5')"
 FEW = 16  # values of each parameter that the fingerprint reads
 
 
@@ -82,10 +86,10 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
 
 
 def check_tokenizer(checkpoint: str) -> None:
-    """Check that a checkpoint's tokenizer.json makes no bomb of a short text.
+    """Check that a checkpoint's tokenizer.json makes no bomb of a short text, and does not end this process.
 
     Raises:
-        ValueError: its steps make every character many, or every text long.
+        ValueError: its steps make every character many or every text long, or its map of characters is damaged.
     """
     file = cached_file(checkpoint, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     content = parse_json(Path(file).read_bytes()) if file is not None else {}
@@ -95,6 +99,10 @@ def check_tokenizer(checkpoint: str) -> None:
         ids = [step["ids"] for step in steps if isinstance(step.get("ids"), list)]
         if prod(max(1, len(text)) for text in contents) > MOST_OF_ONE or sum(map(len, ids)) > MOST_OF_ONE:
             raise ValueError(f"the {key} of its tokenizer.json makes more than {MOST_OF_ONE} of a single character")
+    if any(step.get("type") == "Precompiled" for steps in parts.values() for step in steps):
+        encoding = subprocess.run([sys.executable, "-c", ENCODING, str(file)], capture_output=True, check=False)
+        if encoding.returncode:
+            raise ValueError("the Precompiled step of its tokenizer.json is damaged; download it again")
 
 
 def _mappings(value: Any) -> Iterator[dict[str, Any]]:

@@ -111,6 +111,14 @@ def test_a_tokenizer_is_no_bomb(folder: Path, key: str, step: dict[str, object])
     assert f"the {key} of its tokenizer.json makes more than 1000 of a single character" in refusal(folder)
 
 
+@pytest.mark.parametrize("charsmap", ["EAAAAP//////////////////////", "AAAAAA==", "AQ=="])
+def test_a_damaged_map_of_characters_ends_its_reader_and_not_this_process(folder: Path, charsmap: str) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert "the Precompiled step of its tokenizer.json is damaged" in refusal(folder)
+
+
 def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.self_attn.q_proj.weight"].fill_(float("nan"))
