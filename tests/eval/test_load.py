@@ -91,7 +91,7 @@ def test_a_request_enters_when_it_has_come_and_a_place_is_free(
 ) -> None:
     clock = Clock()
     served = serve(Paced(size, clock), [[1], [2], [3]], when, SETTINGS, clock, clock.sleep)
-    assert [(each.queue_s, each.ttft_s, each.made.latency_s) for each in served] == waits
+    assert [(each.queue_s, each.ttft_s, each.generation.latency_s) for each in served] == waits
     assert [each.arrived for each in served] == when
     assert [each.ended for each in served] == [at + wait[2] for at, wait in zip(when, waits, strict=True)]
     assert clock.slept == slept
@@ -144,9 +144,9 @@ def test_the_tokens_are_those_of_a_full_batch(size: int) -> None:
     plain = speculate(target, Plain(target.device), [prompt.token for prompt in prompts], SETTINGS, batch_size=size)
     assert any(toys.lively(run.tokens) for run in plain)
     for name in ("plain", "eagle"):
-        assert [served.made.tokens for (served,) in rounds[name]] == [run.tokens for run in plain]
-    assert all(served.made.steps[0].drafted for (served,) in rounds["eagle"])
-    assert all(0 <= each.queue_s < each.ttft_s <= each.made.latency_s for (each,) in rounds["eagle"])
+        assert [served.generation.tokens for (served,) in rounds[name]] == [run.tokens for run in plain]
+    assert all(served.generation.steps[0].drafted for (served,) in rounds["eagle"])
+    assert all(0 <= each.queue_s < each.ttft_s <= each.generation.latency_s for (each,) in rounds["eagle"])
 
 
 def served(latency: float, arrived: float = 0.0, tokens: int = 5) -> Served:
@@ -164,7 +164,7 @@ def test_the_ratio_is_one_of_mean_latencies() -> None:
     assert latency_ratio(FAST, PLAIN) == 20 / 8
     assert latency_ratio(PLAIN, PLAIN) == 1
     assert latency_interval(FAST, PLAIN, 0) == (2.0, pytest.approx(10 / 3))  # only the second prompt, only the first
-    halved = [[served(each.made.latency_s / 2) for each in repeats] for repeats in PLAIN]
+    halved = [[served(each.generation.latency_s / 2) for each in repeats] for repeats in PLAIN]
     assert latency_interval(halved, PLAIN, 0) == (2.0, 2.0)
     assert latency_interval(FAST[:1], PLAIN[:1], 0) is None
     assert latency_interval(FAST, PLAIN, 0, [5, 5]) is None  # two turns of one conversation

@@ -38,9 +38,9 @@ def test_right_rules_pass_and_the_control_is_caught() -> None:
     for found in verdicts("chain", "dynamic"):
         assert found.passed
         assert (found.coupled.checked, found.coupled.identical) == (3, 3)
-        assert found.law is not None
-        assert found.law.caught
-        assert (found.law.tv, found.law.alpha) == (TV, 1e-3 / 2)
+        assert found.distribution is not None
+        assert found.distribution.caught
+        assert (found.distribution.tv, found.distribution.alpha) == (TV, 1e-3 / 2)
         assert "broken control caught" in str(found)
         assert found.as_dict()["law"]["control_caught"] is True
 
@@ -54,10 +54,10 @@ def test_a_rule_that_likes_its_drafts_too_much_is_caught(tree: str, monkeypatch:
 
     monkeypatch.setattr(sampled, "decide", lenient)
     (found,) = verdicts(tree)
-    assert found.law is not None
-    assert found.law.caught
+    assert found.distribution is not None
+    assert found.distribution.caught
     assert not found.passed
-    assert found.law.p_value < found.law.alpha
+    assert found.distribution.p_value < found.distribution.alpha
     assert found.coupled.passed
 
 
@@ -96,8 +96,8 @@ def test_what_is_broken_only_in_batches_is_red_and_the_first_batch_size_named(mo
     target = toys.target()
     (found,) = sampled_gates(target, heads("dynamic"), PROMPTS, HOT, TV, 1, [1, 2, 3, 4])
     assert not found.passed
-    assert found.law is not None
-    assert found.law.passed
+    assert found.distribution is not None
+    assert found.distribution.passed
     assert found.failed_at == 3
     assert found.coupled.counts() == {"checked": 3, "identical": 1, "near_tie": 0, "failed": 2}
     assert found.coupled.verdicts == ("identical", "failed", "failed")
@@ -139,7 +139,7 @@ def test_the_race_has_the_winner_that_decoding_chose(monkeypatch: pytest.MonkeyP
 def test_a_source_that_drafts_nothing_is_not_drawn() -> None:
     target = toys.target()
     (found,) = sampled_gates(target, {"nothing": Plain(target.device)}, PROMPTS, HOT, TV, 1)
-    assert found.law is None
+    assert found.distribution is None
     assert found.passed
     assert str(found).startswith("nothing at T=1: 3 of 3 prompts equal under coupled noise; no draws: ")
 

@@ -65,7 +65,7 @@ def test_a_text_that_ends_early_is_replayed_to_its_end(monkeypatch: pytest.Monke
     target, text = toys.target(), texts()[0]
     monkeypatch.setattr(target, "eos", frozenset({text.token[text.start + 20]}))
     (short,) = write(target, [toys.prompt(0)], SETTINGS)
-    assert 2 < short.made < 36
+    assert 2 < short.generated < 36
     for name in ("eagle", "block"):
         head = toys.head(name, target)
         of = record(target, head, short, LARGEST, DEPTH)

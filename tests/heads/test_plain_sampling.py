@@ -39,7 +39,7 @@ class Table(Target):
         nothing = torch.zeros(1, len(token), 1)
         return Seen(Features(token[None], nothing[:, :, None], nothing, token[None]), self.law[token[-scored:]])
 
-    def reset(self, count: int) -> None:
+    def crop(self, count: int) -> None:
         self.rows -= count
 
 
