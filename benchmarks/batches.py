@@ -20,7 +20,7 @@ sys.path[0] = str(ROOT)
 from benchmarks.engine import PROMPT, TRUE, random_prompts, random_target, readers
 from data.text.prompts import Prompt
 from eval.inputs.texts import Text
-from eval.measures.cost_model import Costs, Replayed, Step, draft_key, mean, predict, stops_paying
+from eval.measures.cost_model import Costs, Replayed, ReplayedStep, draft_key, mean, predict, stops_paying
 from eval.measures.machine import device_facts
 from eval.tuning import costs as costing
 from inference.decode import Settings, autoregress, speculate
@@ -48,7 +48,7 @@ def replayed(target: Target, source: Drafter, prompts: list[Prompt], tokens: int
     found = []
     for token, settings in zip(*requests(prompts, tokens, len(prompts)), strict=True):
         made = speculate(target, source, token, settings)
-        steps = [Step(0, step.drafted, step.accepted) for step in made.steps]
+        steps = [ReplayedStep(0, step.drafted, step.accepted) for step in made.steps]
         found.append(Replayed(steps, len(made.tokens) - 1))
     return found
 

@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from data.batches import Packed, pack
-from data.features.coding import Wanted, compute, decode_rows, join
+from data.features.coding import FeatureRequest, compute, decode_rows, join
 from data.features.extract import extract
 from data.features.extraction import Layers, spec_of
 from data.features.quantize import DTYPES
@@ -119,7 +119,7 @@ def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
     """Return the seconds a token of reading a micro-batch, and of computing it."""
     target, rows = case.target, list(range(MICRO))
     token, document = case.packed.token[rows].long(), case.packed.document[rows].long()
-    wanted = Wanted(case.layers, target.dtype)
+    wanted = FeatureRequest(case.layers, target.dtype)
     spent = fastest(
         lambda: decode_rows(join(store.read(row) for row in rows), token, document, wanted, store.spec),
         lambda: target.features(token, document, case.layers),

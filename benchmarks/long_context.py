@@ -27,7 +27,7 @@ from benchmarks.engine import EAGLE, SHAPE, random_target
 from eval.measures.machine import device_facts
 from eval.tuning.costs import planted
 from heads import HEADS
-from heads.eagle import Committed
+from heads.modules.kv_cache import KVCache
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
@@ -118,7 +118,7 @@ def masked(target: Target, length: int, draft: DraftTree) -> float:
     """Return the seconds that positions and mask of a pass take."""
     begin = time.perf_counter()
     position, seen = trees.layout(draft, length)
-    target._attention_mask(seen[None], position[None], None)
+    target.attention_mask(seen[None], position[None], None)
     return time.perf_counter() - begin
 
 
@@ -131,14 +131,16 @@ def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], 
     )
     chance = torch.Generator().manual_seed(0)
     keys, values, rows = (torch.randn(each, generator=chance) for each in (shape, shape, (1, 2, width)))
-    before = Committed(((keys, values),))
+    cache = KVCache(1, None, target.device)
+    position = cache.begin(length, 1)
+    cache.append(0, keys, values, position)
     commit = Commit(torch.tensor([1, 2]), TargetOutput(rows.new_zeros(1, 2, 0, width), rows, None), None)
     context = Context([0] * (length + 2), GREEDY, Generator(0, target.device), ROOM)
 
     state = drafter.start([])
 
     def once() -> float:
-        state.state = before
+        cache.length[:], cache.longest, state.state = length, length, cache
         begin = time.perf_counter()
         state.update(commit)
         state.propose(context)

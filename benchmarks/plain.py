@@ -21,7 +21,7 @@ sys.path[0] = str(ROOT)
 
 from eval.inputs.workloads import load_workload, swapped
 from eval.live.hf import hf_generate
-from eval.live.interleaved import HF, PLAIN, interleave
+from eval.live.interleaved import HF, PLAIN, interleave, medians
 from eval.measures import metrics
 from eval.measures.machine import device_facts, synchronize
 from inference.decode import Generation, Settings, autoregress
@@ -59,13 +59,14 @@ def main() -> None:
         "bare forward": partial(bare, target),
     }
     runs = interleave(runners, prompts, REPEATS, warmup, seed=0)
-    middle = {name: [metrics.median_run(repeats) for repeats in each] for name, each in runs.items()}
+    middle = medians(runs)
+    plain = metrics.decoding(middle[PLAIN])
     print(f"{path}, {target.dtype}, {device_facts(target.device, target.dtype)}")
     print(f"{'':20} {'tokens/s':>10} {'whole call':>10} {'plain over it':>14}")
     for name, each in middle.items():
         whole = sum(len(run.tokens) for run in each) / sum(run.prefill_s + run.decode_s for run in each)
-        ratio = metrics.speedup(middle[PLAIN], each)
-        print(f"{name:20} {metrics.tokens_per_second(each):10.1f} {whole:10.1f} {ratio:14.3f}")
+        ratio = metrics.over(plain, metrics.decoding(each))
+        print(f"{name:20} {metrics.speed(metrics.decoding(each)):10.1f} {whole:10.1f} {ratio:14.3f}")
 
 
 if __name__ == "__main__":

@@ -36,9 +36,39 @@ BUGS = [
     ),
     Bug(
         "heads/modules/kv_cache.py",
-        "Committed(self.length, tuple((key[:, :, -length:], value[:, :, -length:])",
-        "Committed(self.length, tuple((key[:, :, 1 - length :], value[:, :, 1 - length :])",
+        "query[..., None] - position < self.window",
+        "query[..., None] - position <= self.window",
         ["tests/heads/test_committed.py", "tests/heads/test_heads.py"],
+    ),
+    Bug(
+        "heads/modules/kv_cache.py",
+        "if position.shape[1] > self.ring:",
+        "if position.shape[1] > self.window:",
+        ["tests/heads/test_committed.py", "tests/heads/test_batched.py"],
+    ),
+    Bug(
+        "heads/modules/kv_cache.py",
+        "self.length[slot] = self.length[source]",
+        "pass",
+        ["tests/heads/test_batched.py", "tests/inference/test_batch.py"],
+    ),
+    Bug(
+        "heads/modules/autoregressive.py",
+        "position = (last + depth)[:, None]",
+        "position = (last + depth - 1)[:, None]",
+        ["tests/heads/test_heads.py"],
+    ),
+    Bug(
+        "heads/modules/autoregressive.py",
+        "for layer in range(len(level.root) // 2):",
+        "for layer in range(0):",
+        ["tests/heads/test_batched.py"],
+    ),
+    Bug(
+        "inference/drafters/head.py",
+        "if 0 in counts:",
+        "if False:",
+        ["tests/inference/test_batch.py"],
     ),
     Bug(
         "heads/modules/top_k.py",

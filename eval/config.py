@@ -130,25 +130,22 @@ class SourcesConfig:
 
 
 @dataclass(frozen=True)
-class PromptsConfig:
-    """Prompts to measure on.
+class Selection:
+    """Which prompts of a workload to take.
 
     Attributes:
-        workload: a name, a file or a Hub data set, or a list of them; None for the run's own held-out prompts, else
-            the model's `prompts`.
-        prompts: the number of prompts of each.
-        warmup: the number of prompts that run before them.
-        balanced: take as many of each category as there are, rather than the first ones.
+        prompts: the number of prompts, at most; with all turns a dialogue gives several.
+        warmup: the number of further prompts that run before anything counts.
+        truncate: shorten prompts that leave no room in the context to their end, rather than refuse them.
         turns: of dialogues, the first questions alone or all.
-        truncate: shorten prompts that fill the context.
+        balanced: take as many of each category as there are, rather than the first ones.
     """
 
-    workload: Any
     prompts: Count
     warmup: Number
-    balanced: bool
-    turns: str
     truncate: bool
+    turns: str
+    balanced: bool
 
 
 @dataclass(frozen=True)
@@ -238,10 +235,12 @@ class EndpointConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig(SourcesConfig, PromptsConfig, DecodingConfig, EndpointConfig):
+class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
     """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs.
 
     Attributes:
+        workload: a name, a file or a Hub data set, or a list of them, each with as many prompts; None for the run's own
+            held-out prompts, else the model's `prompts`.
         out: folder of the report; None for the first run's.
         model: overrides of the first run's `model`; None overrides nothing.
         dtype: the dtype in which speed is measured.
@@ -258,6 +257,7 @@ class EvalConfig(SourcesConfig, PromptsConfig, DecodingConfig, EndpointConfig):
         tuner: the values tried for that.
     """
 
+    workload: Any
     out: str | None
     model: dict[str, Any]
     dtype: str

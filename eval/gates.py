@@ -8,10 +8,9 @@ from data.text.prompts import Prompt
 from eval.config import DecodingConfig, SourcesConfig
 from eval.inputs.drafters import Drafters, load_drafters
 from eval.inputs.states import in_states
-from eval.live.interleaved import HF, PLAIN, Runs, measure
+from eval.live.interleaved import HF, PLAIN, Runs, decoded_once, medians
 from eval.live.sampled import sampled_gates
 from eval.measures.losslessness import EPSILON, Gate, SampledGate, divergence, gate, labelled
-from eval.measures.metrics import median_run
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
 from inference.verification.verify import is_lossy
@@ -37,11 +36,10 @@ def check(
     gates = {}
     for size in sorted({1, *sizes}):
         given = drafters if size in sizes else {}
-        runs = measure(target, given, prompts, settings, repeats=1, warmup=(), hf=False, batch_size=size)
-        once = {name: [repeats[0] for repeats in runs_of] for name, runs_of in runs.items()}
+        runs = decoded_once(target, given, prompts, settings, size)
         if size == 1:
-            alone = once.pop(PLAIN)
-        for name, runs_of in once.items():
+            alone = runs.pop(PLAIN)
+        for name, runs_of in runs.items():
             verdict = gate(alone, runs_of, ids, target.dtype)
             gates[labelled(name, size)] = replace(verdict, lossy=name != PLAIN and is_lossy(config.rule))
     hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
@@ -59,7 +57,7 @@ def agreement(
 
     Only where they part is the prompt decoded once more, autoregressively and up to there, for the gap.
     """
-    middle = {name: [median_run(repeats) for repeats in runs_of] for name, runs_of in runs.items() if name != HF}
+    middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
     plain, epsilon = middle.pop(PLAIN), EPSILON.get(target.dtype, 0.0)
     results: dict[str, dict[str, Any]] = {}
     gaps: dict[tuple[int, int], float] = {}

@@ -22,8 +22,8 @@ from eval.endpoint import measure
 from eval.gates import check, sources
 from eval.inputs.drafters import check_drafters
 from eval.inputs.runs import model_of, own_prompts
-from eval.inputs.workloads import Selection, Workload, load_workload, read_workload
-from eval.measures.losslessness import Failed, Gate, SampledGate
+from eval.inputs.workloads import Workload, load_workload, read_workload
+from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
 from eval.report.side_by_side import folder_of, side_by_side
@@ -118,9 +118,9 @@ def measured(config: EvalConfig, model: ModelConfig) -> Report:
             target = load_target(model, dtype, config.engine)
     drafters = sources(config, target)
     timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
-    failed = Failed.of(gates, sampled)
-    untrusted = {name for name in drafters if failed.source(name, config.batch_sizes())}
-    rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, untrusted)
+    failed = FailedChecks.of(gates, sampled)
+    not_lossless = {name for name in drafters if failed.source(name, config.batch_sizes())}
+    rows, extras = along_texts(config, target, workloads, drafters, logs or timed.materials, not_lossless)
     return Report(
         target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype),
@@ -235,13 +235,12 @@ def speed_dtype(config: EvalConfig, model: ModelConfig, device: torch.device) ->
 
 def read(config: EvalConfig, model: ModelConfig, target: Target) -> list[Workload]:
     """Return the workloads; of dialogues, the target greedily writes the answers that nobody recorded."""
-    selection = Selection(config.prompts, config.warmup, config.truncate, config.turns, config.balanced)
     settings = config.settings(0.0)
 
     def answer(token: list[int]) -> str:
         return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
 
-    return [read_workload(name, target, selection, answer) for name in workloads_of(config, model)]
+    return [read_workload(name, target, config, answer) for name in workloads_of(config, model)]
 
 
 def described(target: Target) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from eval.live.extras import training, trees
 from eval.live.interleaved import PLAIN, measure, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
-from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row, Session
+from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Measurement, Row
 from eval.tiers import Material, answered, forced, other_trees, replayed, written
 from inference.drafters.registry import reads_text_alone
 from inference.protocol import Drafter
@@ -61,7 +61,7 @@ def timed_rows(
             if (size, rate) == (config.batch_sizes()[0], config.request_rates()[0]):
                 measured.materials.append(answered(workload, target, settings, runs[PLAIN]))
             checks = [check for check in sampled if check.temperature == temperature]
-            session = Session(
+            measurement = Measurement(
                 workload.name,
                 temperature,
                 size,
@@ -71,15 +71,15 @@ def timed_rows(
                 categories=workload.categories(),
                 conversations=workload.conversations,
                 coupled={check.drafter: check.coupled for check in checks},
-                untrusted=frozenset(check.drafter for check in checks if not check.passed),
+                not_lossless=frozenset(check.drafter for check in checks if not check.passed),
                 agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
                 request_rate=rate,
             )
             if not measured.rows:
                 shown = answers(runs, drafters, workload.prompts, target, temperature)
                 measured.extras.update(trees=trees(runs, drafters), answers=shown)
-            timed = rows(runs, drafters, gates, session)
-            measured.rows.extend(timed if rounds is None else request_rate.waited(timed, rounds, session))
+            timed = rows(runs, drafters, gates, measurement)
+            measured.rows.extend(timed if rounds is None else request_rate.waited(timed, rounds, measurement))
         start += len(workload.prompts)
     return measured
 
@@ -90,7 +90,7 @@ def along_texts(
     workloads: Sequence[Workload],
     drafters: Mapping[str, Drafter],
     materials: list[Material],
-    untrusted: Collection[str],
+    not_lossless: Collection[str],
 ) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of the tiers without a clock, and their extras by the report's keys.
 
@@ -100,7 +100,7 @@ def along_texts(
         workloads: the prompts that it answers where no texts are given.
         drafters: the sources.
         materials: recorded texts, or those that the baseline has just written; empty where nothing was decoded.
-        untrusted: sources that failed a losslessness check, for which no speedup is predicted.
+        not_lossless: sources that failed a losslessness check, for which no speedup is predicted.
     """
     tiers = config.tiers()
     if not {REPLAY, TEACHER_FORCED} & set(tiers):
@@ -110,7 +110,7 @@ def along_texts(
     if TEACHER_FORCED not in tiers:
         return replay_rows, {}
     forced_rows, along = forced(config, config.budget, target, drafters, materials)
-    priced = set(drafters) - set(untrusted) if LIVE in tiers else set()
+    priced = set(drafters) - set(not_lossless) if LIVE in tiers else set()
     others = other_trees(config.tuner, config, target, drafters, materials, priced)
     return replay_rows + forced_rows, {"teacher_forced": along, "other_trees": others}
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from eval.config import DecodingConfig, PromptsConfig, SourcesConfig, TunerConfig
+from eval.config import DecodingConfig, Selection, SourcesConfig, TunerConfig
 from eval.explain import explained, price
 from eval.inputs.states import in_states
 from eval.inputs.texts import Text, of_answer
-from eval.inputs.workloads import Selection, Workload, check_known, read_log
+from eval.inputs.workloads import Workload, check_known, read_log
 from eval.measures.builder import Request, Source, text_results
 from eval.measures.metrics import Passes, counted, median_run
-from eval.measures.results import REPLAY, TEACHER_FORCED, Row, Session
+from eval.measures.results import REPLAY, TEACHER_FORCED, Measurement, Row
 from eval.offline import replay
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
 from eval.offline.teacher_forced import replay as steps_of
@@ -45,10 +45,10 @@ class Material:
     texts: list[Text]
     by_target: bool
 
-    def session(self, tier: str, seed: int) -> Session:
-        """Return the session that its rows share."""
+    def measurement(self, tier: str, seed: int) -> Measurement:
+        """Return the settings that its rows share."""
         workload = self.workload
-        return Session(
+        return Measurement(
             workload.name,
             self.temperature,
             1,
@@ -81,17 +81,16 @@ def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload
 
 
 def recorded(
-    selection: PromptsConfig, config: DecodingConfig, reads: Reads | Target, names: Sequence[str]
+    selection: Selection, config: DecodingConfig, reads: Reads | Target, names: Sequence[str]
 ) -> list[Material]:
     """Return the logs' own answers, for every temperature the same.
 
     Raises:
         ValueError: a log without answers, or one that a target's context cannot hold.
     """
-    chosen = Selection(selection.prompts, 0, selection.truncate, selection.turns, selection.balanced)
     materials = []
     for name in names:
-        workload, texts = read_log(name, reads, chosen, config.max_new_tokens)
+        workload, texts = read_log(name, reads, selection, config.max_new_tokens)
         if isinstance(reads, Target):
             texts = [
                 within_context(text, prompt.id, name, reads, selection.truncate)
@@ -127,7 +126,7 @@ def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence
     for material in materials:
         if not material.by_target and material.temperature != materials[0].temperature:
             continue  # a recorded text does not depend on the temperature
-        rows += replay.replayed(sources, material.texts, material.session(REPLAY, seed))
+        rows += replay.replayed(sources, material.texts, material.measurement(REPLAY, seed))
     return rows
 
 
@@ -158,8 +157,8 @@ def forced(
             else:
                 statistics, counts = _chosen(target, drafter.head, tree, material)
             rule = "token" if is_sampled else "greedy" if material.temperature == 0 else "point_mass"
-            session = material.session(TEACHER_FORCED, config.seed)
-            rows += text_results(Source(name, rule, tree.label), session, [Request(passes) for passes in counts])
+            measurement = material.measurement(TEACHER_FORCED, config.seed)
+            rows += text_results(Source(name, rule, tree.label), measurement, [Request(passes) for passes in counts])
             conditions = {"workload": material.workload.name, "temperature": material.temperature}
             by_head.setdefault(name, conditions | statistics)
     return rows, by_head

@@ -15,11 +15,11 @@ from data.text.prompts import Prompt
 from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.runs import overlay
 from eval.inputs.texts import Text, write
-from eval.live.interleaved import PLAIN, measure
-from eval.measures import metrics
+from eval.live.interleaved import PLAIN, decoded_once, measure, rows
 from eval.measures.cost_model import Costs, at_context, cycled, mean, predict, rising
-from eval.measures.losslessness import gate
+from eval.measures.losslessness import gate, labelled
 from eval.measures.machine import device_facts, provenance
+from eval.measures.results import Measurement, Row
 from eval.tuning import costs as costing
 from eval.tuning.grid import Tried, distinct, hopeful, sizes_for
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
@@ -29,7 +29,7 @@ from heads.formats.hub import resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import load_head, read_config, save_tree
 from inference.batch import Batch
-from inference.decode import Generation, Settings
+from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
@@ -184,28 +184,29 @@ class Bench:
         drafters: dict[str, Drafter] = {
             str(i): HeadDrafter(self.head.head, one.tree, str(i)) for i, one in enumerate(candidates)
         }
-        prompts, target, seed = cycled(self.held, batch), self.target, self.plan.decoding.seed
-        exact = replace(self.plan.settings, gaps=True)
-        once = measure(target, drafters, prompts, exact, 1, (), hf=False, batch_size=batch)
-        first = {name: [repeats[0] for repeats in by_prompt] for name, by_prompt in once.items()}
-        ids, repeats = [prompt.id for prompt in prompts], self.plan.repeats  # all have run once already: no warm-up
-        runs = measure(target, drafters, prompts, self.plan.settings, repeats, (), hf=False, batch_size=batch)
-        middle = {name: [metrics.median_run(repeats) for repeats in by_prompt] for name, by_prompt in runs.items()}
-        timed = []
-        for name, one in zip(drafters, candidates, strict=True):
-            verdict = gate(first[PLAIN], first[name], ids, target.dtype)
-            measured = Measured(
-                tau=metrics.acceptance(middle[name]).tau,
-                tokens_per_second=metrics.tokens_per_second(middle[name]),
-                plain_tokens_per_second=metrics.tokens_per_second(middle[PLAIN]),
-                speedup=metrics.speedup(middle[name], middle[PLAIN]) if verdict.passed else None,
-                speedup_ci=metrics.speedup_interval(middle[name], middle[PLAIN], seed) if verdict.passed else None,
-                lossless=verdict.counts(),
-                seconds=step_seconds(middle[name]),
-                plain=sum(step_seconds(middle[PLAIN]).values()),
+        plan, target, prompts = self.plan, self.target, cycled(self.held, batch)
+        once = decoded_once(target, drafters, prompts, replace(plan.settings, gaps=True), batch)
+        ids = [prompt.id for prompt in prompts]
+        gates = {labelled(name, batch): gate(once[PLAIN], once[name], ids, target.dtype) for name in drafters}
+        # All have run once already: no warm-up.
+        runs = measure(target, drafters, prompts, plan.settings, plan.repeats, (), hf=False, batch_size=batch)
+        plain, *measured = rows(runs, drafters, gates, Measurement("", 0.0, batch, 0, plan.decoding.seed))
+        return [
+            replace(
+                one,
+                measured=Measured(
+                    tau=row.tau,
+                    tokens_per_second=row.tokens_per_second,
+                    plain_tokens_per_second=plain.tokens_per_second,
+                    speedup=row.speedup,
+                    speedup_ci=row.speedup_ci,
+                    lossless=row.lossless,
+                    seconds=step_seconds(row),
+                    plain=sum(step_seconds(plain).values()),
+                ),
             )
-            timed.append(replace(one, measured=measured))
-        return timed
+            for one, row in zip(candidates, measured, strict=True)
+        ]
 
 
 def merged(first: Costs, again: Costs) -> Costs:
@@ -225,10 +226,9 @@ def merged(first: Costs, again: Costs) -> Costs:
     )
 
 
-def step_seconds(runs: Sequence[Generation]) -> dict[str, float]:
+def step_seconds(row: Row) -> dict[str, float]:
     """Return the seconds of the average step by part."""
-    steps = max(sum(len(run.steps) for run in runs), 1)
-    return {name: total / steps for name, total in metrics.seconds(runs).items()}
+    return {name: total / max(row.steps, 1) for name, total in row.seconds.items()}
 
 
 def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> str:

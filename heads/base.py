@@ -12,6 +12,7 @@ Legend
 Shape letters: B rows of a batch, T positions, L feature layers, D the target's width, V its vocabulary, N tree nodes.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -83,15 +84,22 @@ class DraftVocabulary(nn.Module):
 
 
 class Level(NamedTuple):
-    """A head's output for one level of a draft tree: logits of each node's children and the input of their expansion.
+    """A head's output for one level of B draft trees: logits of each node's children, and what their expansion reads.
 
-    `hidden` is the state of each node (D is the head's own width) and `drafted` the keys and values of the tree's
-    drafted rows so far, which live here and not in the head's state: committing rows never has to undo them.
+    The logits are over the head's own vocabulary of W tokens; `hidden` is the state of each node (D is the head's own
+    width), of a block head the states of all slots. `root` holds keys and values "B G 1 E" of each layer for the root,
+    where its row is no committed one; deeper levels have none.
     """
 
-    logits: Float[Tensor, "N V"]
-    hidden: Float[Tensor, "N D"]
-    drafted: tuple[Tensor, ...]
+    logits: Float[Tensor, "B N W"]
+    hidden: Float[Tensor, "B N D"]
+    root: tuple[Tensor, ...] = ()
+
+    def each(self, function: Callable[..., Tensor], *others: "Level") -> "Level":
+        """Return a level of `function` of this one's tensors and the others'."""
+        levels = self, *others
+        logits, hidden = (function(*(level[i] for level in levels)) for i in range(2))
+        return Level(logits, hidden, tuple(map(function, *(level.root for level in levels))))
 
 
 class Draft(NamedTuple):
@@ -141,8 +149,7 @@ class Embeddings(Protocol):
 class DraftHead(Protocol):
     """The methods every head has. A head is an nn.Module besides; `config` is its typed configuration.
 
-    `vocab` is the pruned vocabulary that `score` gives logits of, None for the target's own. A level's logits are of
-    the target's vocabulary always: minus infinity for what the head cannot draft.
+    `vocab` is the pruned vocabulary that logits are over, None for the target's own.
     """
 
     config: Any
@@ -169,23 +176,32 @@ class DraftHead(Protocol):
         """Return the logits of a depth's states, over the head's own vocabulary."""
         ...
 
-    def extend(self, state: Any, features: Features, token: Int[Tensor, "T"]) -> tuple[Any, Level]:
-        """Decoding: commit verified rows and score under the root.
+    def extend(
+        self, state: Any, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"] | None = None
+    ) -> tuple[Any, Level]:
+        """Decoding: commit verified rows of B sequences and score under their roots.
 
         Args:
-            state: the state from an earlier call, None for a new sequence.
-            features: the new rows, B = 1, of one document, following the committed ones without a gap.
+            state: the state from an earlier call, which this one changes; None for new sequences.
+            features: the new rows, each sequence's of one document, following the committed ones without a gap.
             token: row t's chosen next token, t+1; the last one is the root of the next tree.
+            count: how many of the T rows each sequence has, at least one; None for all, as in a first call.
 
         Returns:
-            The new state, and the level of the root: N = 1, the logits of depth 1.
+            The state, and the level of the roots: N = 1, the logits of depth 1.
         """
         ...
 
     def expand(
-        self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+        self,
+        state: Any,
+        level: Level,
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
-        """Decoding: score one more tree level, all its nodes at once.
+        """Decoding: score one more tree level of B sequences, all its nodes at once.
 
         Args:
             state: the committed rows, unchanged by this call.
@@ -194,6 +210,7 @@ class DraftHead(Protocol):
             parent: for each the index of its parent in `level`.
             mask: which of the tree's M drafted nodes so far, in order of expansion and these N last, each sees:
                 its drafted ancestors and itself. The root is a committed row and always seen.
+            depth: that of the new nodes.
         """
         ...
 

@@ -13,7 +13,8 @@ acceptance (DSpark again).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,18 +25,12 @@ from heads.base import Draft, Embeddings, Features, Level, check_depths, layer_s
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules.attention import KeyValue, Pattern, attend_rows
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
-from heads.modules.kv_cache import Committed, joined, near
+from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Block as Layer
 from heads.modules.layers import RMSNorm, masked_attention
 from heads.modules.rope import Rope
-from heads.modules.vocab import DraftLmHead, draft_vocabulary, scatter_logits
-
-
-class Drafted(NamedTuple):
-    """The state of a sequence: keys and values of the verified rows, and the slots' states of the newest block."""
-
-    context: Committed
-    slots: Float[Tensor, "K D"]
+from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.rows import last_valid
 
 
 def _mask(token: int | None, embeddings: Embeddings) -> nn.Parameter:
@@ -181,38 +176,48 @@ class Block(nn.Module):
         full = full.scatter(1, chosen[..., None].expand_as(state), state)
         return Draft(full, None, None if self.confidence is None else self.confidence(full)[..., 0])
 
-    def extend(self, state: Drafted | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Drafted, Level]:
-        """Commit verified rows, and draft the block behind the last one."""
-        before = state.context if state else None
-        end = (before.length if before else 0) + len(token)
-        position = torch.arange(end - len(token), end, device=token.device)
-        new = self.context(features.hidden, position[None], end)
-        pairs = tuple(joined(before.layers[i] if before else None, pair) for i, pair in enumerate(new))
-        context = Committed(end, pairs)
-        at = torch.arange(end, end + self.size, device=token.device)
-        within = near(at, context.position(), self.config.length)
-        sees = torch.cat([within, self._block_mask(token.device)], 1)[None]
-        x = self.slots(token[-1:])
+    def extend(
+        self,
+        state: KVCache | None,
+        features: Features,
+        token: Int[Tensor, "B T"],
+        count: Int[Tensor, "B"] | None = None,
+    ) -> tuple[KVCache, Level]:
+        """Commit verified rows, and draft the blocks behind the last ones."""
+        cache = KVCache(len(token), self.config.length, token.device) if state is None else state
+        new = cache.begin(token.shape[1], len(token))
+        for i, pair in enumerate(self.context(features.hidden, new, cache.longest)):
+            cache.append(i, *pair, new)
+        cache.length[: len(token)] += token.shape[1] if count is None else count
+        length, root = cache.length[: len(token)], last_valid(token, count)
+        position = length[:, None] + torch.arange(self.size, device=token.device)
+        block = self._block_mask(token.device).expand(len(token), -1, -1)
+        sees = torch.cat([cache.sees(position, length - 1), block], -1)
 
-        def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return masked_attention(query, *joined(pair, (key, value)), sees)
+        def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return masked_attention(query, *cache.draft(i, key, value, 0), sees)
 
-        for layer, pair in zip(self.layers, pairs, strict=True):
-            x = layer(x, at[None], end + len(at), lambda *qkv, pair=pair: attend(pair, *qkv))
-        drafted = Drafted(context.trimmed(self.config.length), self.norm(x)[0, self.idle :])
-        return drafted, self._level(drafted, token[-1:], 1)
+        x = self.slots(root).flatten(1, 2)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, position, cache.longest + self.size, partial(attend, i))
+        return cache, self._level(self.norm(x)[:, self.idle :], root, 1)
 
     def expand(
-        self, state: Drafted, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+        self,
+        state: KVCache,
+        level: Level,
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
         """Score the next depth from its slot; of the path only the last token matters, and only to `markov_rank`."""
-        del level, parent
-        return self._level(state, token, int(mask[0].sum()) + 1)
+        del state, parent, mask
+        return self._level(level.hidden, token, depth + 1)
 
-    def _level(self, drafted: Drafted, token: Int[Tensor, "N"], depth: int) -> Level:
-        slot = drafted.slots[depth - 1 : depth]
+    def _level(self, slots: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> Level:
+        slot = slots[:, depth - 1 : depth]
         if self.before is None:
-            logits = self.score(slot, depth).expand(len(token), -1)
-        else:
-            logits = self.score(self.conditioned(slot.expand(len(token), -1), token), depth)
-        return Level(scatter_logits(self.vocab, logits), slot.expand(len(token), -1), ())
+            return Level(self.score(slot, depth).expand(-1, token.shape[1], -1), slots)
+        state = self.conditioned(slot.expand(-1, token.shape[1], -1), token)
+        return Level(self.score(state, depth), slots)

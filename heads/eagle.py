@@ -17,7 +17,7 @@ from heads.base import Draft, Embeddings, Features, Level, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
-from heads.modules.kv_cache import Committed
+from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attend, Block
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
@@ -46,6 +46,7 @@ class Eagle(nn.Module):
 
     feature_layers: tuple[int, ...] = ()
     max_depth = 64
+    injected = False
     detach = False  # whether a gradient stops where a predicted feature enters the head again
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
@@ -98,17 +99,24 @@ class Eagle(nn.Module):
         del anchors
         return autoregressive.unroll(self, features, depths, predicts=True, detach=self.detach)
 
-    def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
+    def extend(
+        self,
+        state: KVCache | None,
+        features: Features,
+        token: Int[Tensor, "B T"],
+        count: Int[Tensor, "B"] | None = None,
+    ) -> tuple[KVCache, Level]:
         """Commit verified rows with their true features and score under the root."""
-        return autoregressive.extend(self, state, features, token)
+        return autoregressive.extend(self, state, features, token, count)
 
     def expand(
         self,
-        state: Committed,
+        state: KVCache,
         level: Level,
-        token: Int[Tensor, "N"],
-        parent: Int[Tensor, "N"],
-        mask: Bool[Tensor, "N M"],
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
         """Score the next tree level: every node enters with its parent's predicted feature."""
-        return autoregressive.expand(self, state, level, token, parent, mask)
+        return autoregressive.expand(self, state, level, token, parent, mask, depth)

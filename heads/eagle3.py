@@ -22,7 +22,7 @@ from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
-from heads.modules.kv_cache import Committed
+from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attend, Attention, Block, RMSNorm, SwiGLU
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
@@ -88,7 +88,7 @@ class Eagle3(nn.Module):
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
-        self.config, self.attentions = config, config.layers
+        self.config, self.attentions, self.injected = config, config.layers, config.kv_injection
         self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width, shape, eps = embeddings.hidden_size, layer_shape(config, embeddings), config.norm_eps
         self.feature_layers = chosen_layers(config.feature_layers, EAGLE3_LAYERS, embeddings.num_layers)
@@ -156,17 +156,24 @@ class Eagle3(nn.Module):
         del anchors
         return autoregressive.unroll(self, features, depths, predicts=False)
 
-    def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
+    def extend(
+        self,
+        state: KVCache | None,
+        features: Features,
+        token: Int[Tensor, "B T"],
+        count: Int[Tensor, "B"] | None = None,
+    ) -> tuple[KVCache, Level]:
         """Commit verified rows with their true features and score under the root."""
-        return autoregressive.extend(self, state, features, token)
+        return autoregressive.extend(self, state, features, token, count)
 
     def expand(
         self,
-        state: Committed,
+        state: KVCache,
         level: Level,
-        token: Int[Tensor, "N"],
-        parent: Int[Tensor, "N"],
-        mask: Bool[Tensor, "N M"],
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
         """Score the next tree level: every node enters with its parent's state."""
-        return autoregressive.expand(self, state, level, token, parent, mask)
+        return autoregressive.expand(self, state, level, token, parent, mask, depth)

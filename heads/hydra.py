@@ -14,16 +14,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, DraftVocabulary, Embeddings, Features, LayerShape, Level, check_depths, layer_shape
+from heads.base import Draft, Embeddings, Features, LayerShape, Level, check_depths, layer_shape
 from heads.common.ranges import Amount, Count, Parts, Positive, Width
 from heads.medusa import ResidualBlock
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
-from heads.modules.kv_cache import Committed
+from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attend, Block, RMSNorm
 from heads.modules.rope import Rope
-from heads.modules.vocab import DraftLmHead, draft_vocabulary, scatter_logits
-from heads.rows import drafted_token
+from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.rows import drafted_token, last_valid, of_parents
 
 
 class EntryBlock(nn.Module):
@@ -63,7 +63,7 @@ class Prefix(nn.Module):
     """A decoder layer over the features of all rows so far, and a norm."""
 
     attentions = 1
-    vocab: DraftVocabulary | None = None
+    injected = False
 
     def __init__(self, config: Any, width: int, shape: LayerShape) -> None:
         super().__init__()
@@ -160,26 +160,32 @@ class Hydra(nn.Module):
         return drafts
 
     def extend(
-        self, state: Committed | None, features: Features, token: Int[Tensor, "T"]
-    ) -> tuple[Committed | None, Level]:
+        self,
+        state: KVCache | None,
+        features: Features,
+        token: Int[Tensor, "B T"],
+        count: Int[Tensor, "B"] | None = None,
+    ) -> tuple[KVCache | None, Level]:
         """Commit verified rows and score depth 1 from the last one."""
         summary = features.last
         if self.prefix is not None:
-            state, summary, _ = autoregressive.commit(self.prefix, state, features.last, token)
-        return state, self._level(self.joined(summary[0, -1:], token[-1:]))
+            state = KVCache(len(token), self.config.length, token.device) if state is None else state
+            position = state.begin(token.shape[1], len(token))
+            summary, _ = autoregressive.commit(self.prefix, state, summary, token, position, count)
+        return state, self._level(self.joined(last_valid(summary, count), last_valid(token, count)), 1)
 
     def expand(
         self,
-        state: Committed | None,
+        state: KVCache | None,
         level: Level,
-        token: Int[Tensor, "N"],
-        parent: Int[Tensor, "N"],
-        mask: Bool[Tensor, "N M"],
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
         """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
         del state, mask
-        return self._level(self.joined(level.hidden[parent], token))
+        return self._level(self.joined(of_parents(level.hidden, parent), token), depth + 1)
 
-    def _level(self, x: Float[Tensor, "N X"]) -> Level:
-        depth = x.shape[-1] // self.embeddings.hidden_size - 1
-        return Level(scatter_logits(self.vocab, self.score(self.branches[depth - 1](x), depth)), x, ())
+    def _level(self, x: Float[Tensor, "B N X"], depth: int) -> Level:
+        return Level(self.score(self.branches[depth - 1](x), depth), x)

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from heads.base import Draft, Embeddings, Features, Level, check_depths
 from heads.common.ranges import Count, Parts
-from heads.modules.vocab import DraftLmHead, draft_vocabulary, scatter_logits
+from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.rows import last_valid
 
 
 class ResidualBlock(nn.Module):
@@ -72,20 +73,29 @@ class Medusa(nn.Module):
         check_depths(depths, self.max_depth)
         return [Draft(block(features.last)) for block in self.blocks]
 
-    def extend(self, state: None, features: Features, token: Int[Tensor, "T"]) -> tuple[None, Level]:
+    def extend(
+        self,
+        state: None,
+        features: Features,
+        token: Int[Tensor, "B T"],
+        count: Int[Tensor, "B"] | None = None,
+    ) -> tuple[None, Level]:
         """Score depth 1 from the last row; Medusa keeps no state."""
         del state, token
-        root = features.last[0, -1:]
-        return None, Level(self._logits(root, 1), root, ())
+        root = last_valid(features.last, count)
+        return None, Level(self.score(self.blocks[0](root), 1), root)
 
     def expand(
-        self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+        self,
+        state: None,
+        level: Level,
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
         """Score the next depth from the root's feature: the nodes' own tokens are not read."""
-        del state, token
-        depth = int(mask[0].sum()) + 1
-        hidden = level.hidden[parent]
-        return Level(self._logits(hidden[:1], depth).expand(len(hidden), -1), hidden, ())
-
-    def _logits(self, last: Float[Tensor, "1 D"], depth: int) -> Float[Tensor, "1 V"]:
-        return scatter_logits(self.vocab, self.score(self.blocks[depth - 1](last), depth))
+        del state, parent, mask
+        root = level.hidden[:, :1]
+        logits = self.score(self.blocks[depth](root), depth + 1)
+        return Level(logits.expand(-1, token.shape[1], -1), root)

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from heads.base import Draft, Embeddings, Features, Level, check_depths
 from heads.common.ranges import Count, Parts, Width
-from heads.modules.vocab import draft_vocabulary, scatter_logits
-from heads.rows import drafted_token
+from heads.modules.vocab import draft_vocabulary
+from heads.rows import drafted_token, last_valid, of_parents
 
 EPS = 1e-6
 
@@ -103,18 +103,30 @@ class Mlp(nn.Module):
             drafts.append(Draft(state))
         return drafts
 
-    def extend(self, state: None, features: Features, token: Int[Tensor, "T"]) -> tuple[None, Level]:
+    def extend(
+        self,
+        state: None,
+        features: Features,
+        token: Int[Tensor, "B T"],
+        count: Int[Tensor, "B"] | None = None,
+    ) -> tuple[None, Level]:
         """Score depth 1 from the last row; the speculator keeps nothing of a sequence."""
         del state
-        return None, self._level(self.begin(features.last[0, -1:]), token[-1:], 1)
+        return None, self._level(self.begin(last_valid(features.last, count)), last_valid(token, count), 1)
 
     def expand(
-        self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+        self,
+        state: None,
+        level: Level,
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
         """Score the next depth: every node's token is mixed into its parent's state."""
-        del state
-        return self._level(level.hidden[parent], token, int(mask[0].sum()) + 1)
+        del state, mask
+        return self._level(of_parents(level.hidden, parent), token, depth + 1)
 
     def _level(self, before: Tensor, token: Tensor, depth: int) -> Level:
         hidden = self.step(before, token, depth)
-        return Level(scatter_logits(self.vocab, self.score(hidden, depth)), hidden, ())
+        return Level(self.score(hidden, depth), hidden)

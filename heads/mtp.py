@@ -17,7 +17,7 @@ from heads.base import Draft, Embeddings, Features, Level, layer_shape
 from heads.common.ranges import Amount, Count, Positive, Width
 from heads.modules import autoregressive
 from heads.modules.attention import KeyValue
-from heads.modules.kv_cache import Committed
+from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attend, Block, RMSNorm
 from heads.modules.rope import Rope
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
@@ -50,6 +50,7 @@ class Mtp(nn.Module):
     feature_layers: tuple[int, ...] = ()
     max_depth = 64
     attentions = 1
+    injected = False
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
@@ -101,17 +102,24 @@ class Mtp(nn.Module):
         del anchors
         return autoregressive.unroll(self, features, depths, predicts=True)
 
-    def extend(self, state: Committed | None, features: Features, token: Int[Tensor, "T"]) -> tuple[Committed, Level]:
+    def extend(
+        self,
+        state: KVCache | None,
+        features: Features,
+        token: Int[Tensor, "B T"],
+        count: Int[Tensor, "B"] | None = None,
+    ) -> tuple[KVCache, Level]:
         """Commit verified rows with their true states and score under the root."""
-        return autoregressive.extend(self, state, features, token)
+        return autoregressive.extend(self, state, features, token, count)
 
     def expand(
         self,
-        state: Committed,
+        state: KVCache,
         level: Level,
-        token: Int[Tensor, "N"],
-        parent: Int[Tensor, "N"],
-        mask: Bool[Tensor, "N M"],
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
         """Score the next tree level: every node enters with its parent's state."""
-        return autoregressive.expand(self, state, level, token, parent, mask)
+        return autoregressive.expand(self, state, level, token, parent, mask, depth)

@@ -31,6 +31,16 @@ def ahead(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *re
     return x[:, index]
 
 
+def last_valid(x: Shaped[Tensor, "B T *rest"], count: Int[Tensor, "B"] | None) -> Shaped[Tensor, "B 1 *rest"]:
+    """Return each sequence's last row, the `count`-th of those whose sequences have fewer than T."""
+    return x[:, -1:] if count is None else x[torch.arange(len(x), device=x.device)[:, None], count[:, None] - 1]
+
+
+def of_parents(x: Shaped[Tensor, "B K D"], parent: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N D"]:
+    """Return for each node what `x` has for its parent."""
+    return x[torch.arange(len(x), device=x.device)[:, None], parent]
+
+
 def next_token(token: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     """Return the token t+1 that row t holds."""
     return ahead(token, 1)

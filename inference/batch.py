@@ -4,7 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from inference.protocol import Drafter
+from inference.limits import check_size
+from inference.protocol import DraftBatch, Drafter, Proposal
 from inference.session import Generation, Session, Settings
 from inference.target.target import Target
 
@@ -20,13 +21,13 @@ class Running(NamedTuple):
 class Batch:
     """The sequences being decoded, in the order of their cache slots."""
 
-    def __init__(self, target: Target, drafters: Sequence[Drafter]) -> None:
+    def __init__(self, target: Target, drafters: Sequence[Drafter], drafts: DraftBatch | None = None) -> None:
         if len(drafters) > 1 and not target.takes_trees:
             raise ValueError(
                 f"{target.name}: {target.objection}, so sequences of different lengths cannot share a pass: give "
                 "batch_size=1"
             )
-        self.target, self.free = target, list(drafters)
+        self.target, self.free, self.drafts = target, list(drafters), drafts
         self.cache = target.batch_cache(len(drafters))
         self.running: list[Running] = []
 
@@ -43,6 +44,7 @@ class Batch:
         for sequence in [sequence for sequence in self.running if sequence.session.generation.finish]:
             sequence.session.generation.latency_s = sequence.session.clock() - sequence.began
             self.free.append(sequence.session.drafter)
+            sequence.session.state.leave()
             self.cache.leave(sequence.session.cache)
             last = self.running.pop()
             if last is not sequence:
@@ -51,7 +53,7 @@ class Batch:
     def step(self) -> None:
         """Let every drafter propose, run one target pass over all, and commit each."""
         sessions = [sequence.session for sequence in self.running]
-        proposals = [session.draft() for session in sessions]
+        proposals = self.propose(sessions)
         # A draft whose nodes have entered already, or whose look-ahead tokens run through other layers, shares no pass.
         unshared = any(
             draft.entered is not None or (draft.look_ahead and draft.look_ahead.stack) for draft in proposals
@@ -70,7 +72,19 @@ class Batch:
         for session, proposal, out in zip(sessions, proposals, outs, strict=True):
             session.commit(proposal, out, seconds)
 
+    def propose(self, sessions: list[Session]) -> list[Proposal]:
+        """Let every drafter propose, in one go where they can."""
+        if self.drafts is None:
+            return [session.draft() for session in sessions]
+        begin = sessions[0].clock()
+        proposals = self.drafts.propose([session.begin() for session in sessions])
+        seconds = (sessions[0].clock() - begin) / len(sessions)
+        for session, proposal in zip(sessions, proposals, strict=True):
+            check_size(self.target, len(proposal.tree.token), session.drafter.name)
+            session.draft_s = seconds
+        return proposals
+
 
 def batch_of(target: Target, drafter: Drafter, size: int) -> Batch:
-    """Return a batch of `size` slots, each with a clone of the drafter, which stays in the first one."""
-    return Batch(target, [drafter, *(drafter.clone() for _ in range(size - 1))])
+    """Return a batch of `size` slots, each with a clone of the drafter."""
+    return Batch(target, *drafter.clones(size))

@@ -1,5 +1,6 @@
 """Draft sources: a `Drafter` is the model, a `DrafterState` drafts for one sequence; and what both exchange."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -81,6 +82,19 @@ class DrafterState(Protocol):
         """Take in committed rows; by default there is nothing to learn from them."""
         return
 
+    def leave(self) -> None:
+        """End the sequence; by default nothing is held for it."""
+        return
+
+
+@runtime_checkable
+class DraftBatch(Protocol):
+    """Drafting for several sequences in one go."""
+
+    def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
+        """Draft for all sequences that have started and not left, in that order but for who took a leaver's slot."""
+        ...
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -126,3 +140,10 @@ class Drafter(Protocol):
     def clone(self) -> "Drafter":
         """Return a source with the same weights and a memory of its own, for sequences side by side."""
         return self
+
+    def clones(self, size: int) -> tuple[Sequence["Drafter"], DraftBatch | None]:
+        """Return sources for `size` sequences side by side, and what drafts for all at once; by default nothing does.
+
+        Of sources with a batch, a sequence that leaves hands its slot to the last one.
+        """
+        return [self, *(self.clone() for _ in range(size - 1))], None

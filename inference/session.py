@@ -137,14 +137,18 @@ class Session:
         self.state.update(Commit(following, out, None))
         self.generation.prefill_s = self.clock() - start
 
-    def draft(self) -> Proposal:
-        """Let the drafter propose what the next target pass scores."""
-        begin = self.clock()
+    def begin(self) -> Context:
+        """Begin a step; return what its proposal may read."""
         room = self.limit - len(self.generation.tokens) - 1
         self.prefix = self.cache.length
         if self.target.switch is not None:
             room = self.target.switch.room(self.prefix, room)
-        proposal = self.state.propose(Context(self.context, self.settings.sampling, self.rng, room, self.cache))
+        return Context(self.context, self.settings.sampling, self.rng, room, self.cache)
+
+    def draft(self) -> Proposal:
+        """Let the drafter propose what the next target pass scores."""
+        begin = self.clock()
+        proposal = self.state.propose(self.begin())
         check_size(self.target, len(proposal.tree.token), self.drafter.name)
         self.draft_s = self.clock() - begin
         return proposal

@@ -169,11 +169,11 @@ class Tables:
         start = len(self.known)
         self.known += paths
         index = torch.arange(start, len(self.known), dtype=torch.float64)[:, None]
-        return Level(torch.stack([self.logits(path)[1] for path in paths]), index, ())
+        return Level(torch.stack([self.logits(path)[1] for path in paths])[None], index[None])
 
-    def expand(self, state: None, level: Level, token: Tensor, parent: Tensor, mask: Tensor) -> Level:
-        above = [self.known[int(i)] for i in level.hidden[parent, 0]]
-        return self.level([(*path, t) for path, t in zip(above, token.tolist(), strict=True)])
+    def expand(self, state: None, level: Level, token: Tensor, parent: Tensor, mask: Tensor, depth: int) -> Level:
+        above = [self.known[int(i)] for i in level.hidden[0, parent[0], 0]]
+        return self.level([(*path, t) for path, t in zip(above, token[0].tolist(), strict=True)])
 
     def scores(self, tree: DraftTree, sampling: Sampling) -> Tensor:
         """Return the target's logits at the nodes, penalised as the engine does it."""
@@ -241,7 +241,7 @@ def drafts(tables: Tables, config: TreeConfig, sampling: Sampling) -> list[Draft
     """Return everything that `grow` may propose after the prompt."""
 
     def program(rng: Rng) -> Proposal:
-        return grow(tables, None, tables.level([()]), config, Context(list(PROMPT), sampling, rng, HORIZON - 1))
+        return grow(tables, None, tables.level([()]), config, [Context(list(PROMPT), sampling, rng, HORIZON - 1)])[0]
 
     return [Draft(made, tables.scores(made.tree, sampling), weight) for made, weight in outcomes(program)]
 

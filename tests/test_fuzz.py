@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from data.answers.files import Answers
 from data.features.store import FeatureStore
+from eval.config import Selection
 from eval.inputs.runs import model_of
-from eval.inputs.workloads import Selection, read_workload
+from eval.inputs.workloads import read_workload
 from eval.report.reading import read_report, report_of
 from heads.common.typed import typed
 from heads.formats.published import load_published

@@ -14,6 +14,7 @@ from heads.modules.vocab import scatter_logits
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
+from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from train.config import TrainerConfig
@@ -23,11 +24,12 @@ class AcceptanceEvaluator:
     """Measure heads on the same prompts: `trainer.eval_prompts` of the held-out ones, sampled by the seed."""
 
     def __init__(
-        self, target: Target, prompts: list[list[int]], trainer: TrainerConfig, tree: TreeConfig, name: str
-    ) -> None:
+        self, target: Target, prompts: list[list[int]], trainer: TrainerConfig, tree: TreeConfig, name: str,
+        drafter: Callable[[Any, TreeConfig, str], Drafter] = HeadDrafter,
+    ) -> None:  # fmt: skip
         sampled = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))
         self.target, self.prompts = target, [prompts[i] for i in sorted(sampled)]
-        self.tree, self.name, self.seed = tree, name, trainer.seed
+        self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
         self.groups = metrics.clustered(self.prompts)
         self.settings = Settings(trainer.eval_tokens, GREEDY)
         self.texts: list[tuple[Features, int]] | None = None
@@ -37,7 +39,7 @@ class AcceptanceEvaluator:
 
         None where `halted` returned true before a prompt.
         """
-        drafter = HeadDrafter(head, self.tree, self.name)
+        drafter = self.drafter(head, self.tree, self.name)
         generations = []
         for prompt in self.prompts:
             if halted():

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
-from peft import LoraConfig, LoraModel, PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from heads.common.ranges import Count, Decay, Width
@@ -70,6 +69,8 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
         raise ValueError(
             f"peft.target_modules={unknown}: the head has no such linear layer; choose among {', '.join(linear)}"
         )
+    from peft import LoraConfig, inject_adapter_in_model
+
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -89,10 +90,12 @@ def merged_copy(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """
     build: Any = type(head)
     copy: nn.Module = build(head.config, head.embeddings)
-    adapters: dict[str, PeftConfig] | None = vars(head).get("peft_config")  # where peft records what it injected
+    adapters: dict[str, Any] | None = vars(head).get("peft_config")  # where peft records what it injected
     if adapters is None:
         copy.load_state_dict(weights)
         return copy
+    from peft import LoraModel
+
     tuner: Any = LoraModel(copy, adapters, "default")
     copy.load_state_dict(weights)
     merged: nn.Module = tuner.merge_and_unload()

@@ -14,7 +14,7 @@ from data.features.source import FeaturesConfig
 from eval.measures.results import LIVE, TIERS
 from heads import head_config
 from heads.base import HeadConfig
-from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, Positive, Within
+from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, OneOf, Positive, Within
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from inference.drafters.policy import TreeConfig
@@ -35,7 +35,7 @@ class TrainerConfig:
     steps: Count
     batch_tokens: Count
     micro_tokens: Count
-    optimizer: str
+    optimizer: Annotated[str, OneOf(("adamw", "muon"))]
     lr: Amount
     lr_width: Count
     min_lr: Fraction
@@ -44,7 +44,7 @@ class TrainerConfig:
     momentum: Decay
     weight_decay: Amount
     clip: Amount
-    precision: str
+    precision: Annotated[str, OneOf(("auto", "bf16", "fp32"))]
     recompute: bool
     compile: bool
     seed: Number
@@ -59,14 +59,12 @@ class TrainerConfig:
     log_every: Count
     trackers: list[str]
     peak_tflops: Positive | None
-    on_bad_step: str
+    on_bad_step: Annotated[str, OneOf(("skip", "stop"))]
     bad_steps: Count
     spike: Annotated[float, Within(1, MACHINE.most, above=True)] | None
     timeout: Count
 
     def __post_init__(self) -> None:
-        _one_of("trainer", self, optimizer=("adamw", "muon"), precision=("auto", "bf16", "fp32"))
-        _one_of("trainer", self, on_bad_step=("skip", "stop"))
         for name in self.trackers:
             if name not in TRACKERS:
                 raise ValueError(f"trainer.trackers has {name!r}: choose among {', '.join(TRACKERS)}")
@@ -84,7 +82,7 @@ class SlurmConfig:
         extra: further options of sbatch, without their dashes.
     """
 
-    cluster: str
+    cluster: Annotated[str, OneOf(("slurm", "local"))]
     folder: str
     partition: str | None
     account: str | None
@@ -94,9 +92,6 @@ class SlurmConfig:
     mem_gb: Count | None
     setup: list[str]
     extra: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        _one_of("launcher.slurm", self, cluster=("slurm", "local"))
 
 
 @dataclass(frozen=True)
@@ -111,11 +106,10 @@ class LauncherConfig:
     machine_rank: int
     main_process_ip: str | None
     main_process_port: Annotated[int, Within(0, 65535)] | None
-    strategy: str
+    strategy: Annotated[str, OneOf(STRATEGIES)]
     slurm: SlurmConfig | None
 
     def __post_init__(self) -> None:
-        _one_of("launcher", self, strategy=STRATEGIES)
         if not 0 <= self.machine_rank < self.num_nodes:
             raise ValueError(
                 f"launcher.machine_rank is {self.machine_rank} of {self.num_nodes} nodes: count from 0 (NODE_RANK)"
@@ -132,11 +126,10 @@ class EvalSettings:
     repeats: Count
     warmup: Number
     hf: bool
-    dtype: str
+    dtype: Annotated[str, OneOf(("auto", *DTYPES))]
     tier: list[str]
 
     def __post_init__(self) -> None:
-        _one_of("eval", self, dtype=("auto", *DTYPES))
         if not self.temperature:
             raise ValueError("eval.temperature is empty: give one or more numbers")
         if LIVE not in self.tier or not set(self.tier) <= set(TIERS) or len(set(self.tier)) < len(self.tier):
@@ -162,26 +155,13 @@ class DeviceConfig:
 
     name: str
     match: str | None
-    type: str | None
-    count: int | None
-    memory_gb: float | None
-    tflops: float | None
-    mfu: float
-    context_gb: float
-    slack: float
-
-    def __post_init__(self) -> None:
-        """Check kinds and ranges."""
-        if self.type not in (None, "cuda", "cpu"):
-            raise ValueError(f"device.type is {self.type!r}: choose cuda or cpu, or null for this machine's")
-        if not 0 < self.mfu <= 1:
-            raise ValueError(f"device.mfu is {self.mfu}: give a fraction above 0, up to 1")
-        for key in ("count", "memory_gb", "tflops"):
-            value = getattr(self, key)
-            if value is not None and value <= 0:
-                raise ValueError(f"device.{key} is {value}: give a number above 0, or null")
-        if min(self.context_gb, self.slack) < 0:
-            raise ValueError(f"device.context_gb is {self.context_gb} and device.slack {self.slack}: give 0 or more")
+    type: Annotated[str, OneOf(("cuda", "cpu"))] | None
+    count: Count | None
+    memory_gb: Positive | None
+    tflops: Positive | None
+    mfu: Annotated[float, Within(0, 1, above=True)]
+    context_gb: Amount
+    slack: Amount
 
 
 @dataclass(frozen=True)
@@ -237,11 +217,20 @@ def checked(run: RunConfig) -> RunConfig:
         )
     check_name(run.name)
     _check_together(run)
-    for key in ("batch_tokens", "micro_tokens"):
-        tokens = getattr(run.trainer, key)
-        if tokens < run.data.length:
-            raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={run.data.length}: raise it")
+    check_row(run.trainer, run.data.length)
     return run
+
+
+def check_row(trainer: TrainerConfig, length: int) -> None:
+    """Check that a batch and a micro-batch hold a row of `length` tokens.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for key in ("batch_tokens", "micro_tokens"):
+        tokens = getattr(trainer, key)
+        if tokens < length:
+            raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")
 
 
 def check_name(name: str) -> None:
@@ -273,9 +262,3 @@ def _check_together(run: RunConfig) -> None:
             f"model.placement={kind} takes all processes for a pass, and they lack different rows of a store: give "
             "features=live, or features.on_missing=fail with a whole store"
         )
-
-
-def _one_of(section: str, config: object, **choices: tuple[object, ...]) -> None:
-    for key, allowed in choices.items():
-        if getattr(config, key) not in allowed:
-            raise ValueError(f"{section}.{key} is {getattr(config, key)!r}: choose {', '.join(map(str, allowed))}")

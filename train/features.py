@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from data.batches import Batches
-from data.features.coding import Wanted, compute
+from data.features.coding import FeatureRequest, compute
 from data.features.extract import GB
 from data.features.extraction import spec_of
 from data.features.source import FeaturesConfig, FeatureSource, Live
@@ -55,7 +55,7 @@ def source_for(
         fallback = fallback_for(target, store, config.mode == "hybrid", config.budget_gb)
     else:
         check_whole(store)
-    form = Wanted(head.feature_layers, target.dtype)
+    form = FeatureRequest(head.feature_layers, target.dtype)
     return Stored(store, batches, form, target.device, config.prefetch, fallback)
 
 

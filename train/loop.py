@@ -48,20 +48,52 @@ class RunFolder:
     config: dict[str, Any]
 
 
+class KeptHead:
+    """The head that a run keeps on disk, in a folder of its own with the tree that it is kept with."""
+
+    def __init__(self, folder: Path, head: nn.Module, target: Target | EmbeddingsOnly, tree: TreeConfig) -> None:
+        self.folder, self.head, self.target, self.tree = folder, head, target, tree
+
+    def decoding(self, weights: dict[str, Tensor]) -> Any:
+        """Return a copy with these weights to decode with."""
+        return decoding_copy(self.head, weights, self.target)
+
+    def tensors(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that are written of these weights."""
+        tensors: dict[str, Tensor] = decoding_copy(self.head, weights, None).state_dict()
+        return tensors
+
+    def write(self, weights: dict[str, Tensor]) -> None:
+        """Write the head with these weights."""
+        save_head(self.folder, decoding_copy(self.head, weights, None), self.target.spec, vars(self.tree))
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the tensors that are there.
+
+        Raises:
+            ValueError: there is no head, or it is damaged or of another target.
+        """
+        return load_head(self.folder, self.target.embeddings, self.target.spec).state_dict()
+
+
 class Loop:
     """One run, on every process alike; the main process alone writes, and measures unless that takes all of them.
 
-    `tree` is the one that the head is kept with; without an `evaluator` the newest head is kept.
+    `kept_head` is the `KeptHead`, or another object with its methods; without an `evaluator` the newest head is kept.
     """
 
     def __init__(
-        self, folder: RunFolder, stepper: Stepper, target: Target | EmbeddingsOnly,
-        evaluator: AcceptanceEvaluator | None, tree: TreeConfig, identity: Identity,
-    ) -> None:  # fmt: skip
-        self.step, self.target, self.evaluator, self.tree, self.identity = stepper, target, evaluator, tree, identity
-        self.trainer, self.accelerator, self.head = stepper.trainer, stepper.accelerator, stepper.head
+        self,
+        folder: RunFolder,
+        stepper: Stepper,
+        kept_head: Any,
+        evaluator: AcceptanceEvaluator | None,
+        identity: Identity,
+    ) -> None:
+        self.step, self.kept_head, self.evaluator, self.identity = stepper, kept_head, evaluator, identity
+        self.trainer, self.accelerator = stepper.trainer, stepper.accelerator
         # Where a pass of the target takes all processes, all decode the same.
-        self.together = isinstance(target, Target) and target.placed.together
+        self.together = isinstance(kept_head.target, Target) and kept_head.target.placed.together
         self.source, self.out = stepper.source, folder.out
         self.control = ProcessControl(self.accelerator, self.out, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
@@ -103,7 +135,7 @@ class Loop:
         """
         current: dict[str, Tensor] = {}
         try:
-            current = load_head(self.out / "head", self.target.embeddings, self.target.spec).state_dict()
+            current = self.kept_head.read()
         except ValueError as error:
             if complaints:
                 raise ValueError(
@@ -113,12 +145,10 @@ class Loop:
         if complaints:
             return
         weights = resume.kept_weights(best)
-        best_weights = decoding_copy(self.head, weights, None).state_dict()
-        if current.keys() != best_weights.keys() or not all(
-            current[name].equal(best_weights[name]) for name in best_weights
-        ):
+        tensors = self.kept_head.tensors(weights)
+        if current.keys() != tensors.keys() or not all(current[name].equal(tensors[name]) for name in tensors):
             self.control.warn(
-                f"{self.out / 'head'} is not the head of its best step, and is written again from {best.name}"
+                f"{self.kept_head.folder} is not the head of its best step, and is written again from {best.name}"
             )
             self.keep(weights)
 
@@ -259,7 +289,7 @@ class Loop:
         elif not (self.accelerator.is_main_process or self.together):
             self.control.attend()
         else:
-            head = decoding_copy(self.head, weights, self.target)
+            head = self.kept_head.decoding(weights)
             measured = self.evaluator.tau(head, lambda: self.control.measuring(over=False))
             if measured is not None:
                 self.note(step, measured, weights)
@@ -284,8 +314,7 @@ class Loop:
     def keep(self, weights: dict[str, Tensor]) -> None:
         """Write a head with these weights to the run's folder."""
         if self.accelerator.is_main_process:
-            head = decoding_copy(self.head, weights, None)
-            save_head(self.out / "head", head, self.target.spec, vars(self.tree))
+            self.kept_head.write(weights)
 
     def estimate(self, step: int) -> None:
         """Log what one pass over recorded text says of the head."""
@@ -293,7 +322,7 @@ class Loop:
             return
         weights = self.step.state.weights()
         if self.accelerator.is_main_process or self.together:
-            head = decoding_copy(self.head, weights, self.target)
+            head = self.kept_head.decoding(weights)
             self.tracker.log({"step": step, "estimate": self.evaluator.estimate(head)})
 
 

@@ -7,16 +7,14 @@ renormalised, at rows whose most likely token is among them (EAGLE-3); losses of
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
-from heads.common.ranges import Amount, Count, Fraction, Parts
-
-DEPTH_WEIGHTS = ("decay", "dpace")
-NORMALIZERS = ("token", "sequence")
+from heads.common.ranges import Amount, Count, Fraction, OneOf, Parts
 
 
 @dataclass(frozen=True)
@@ -32,26 +30,23 @@ class ObjectiveConfig:
     """
 
     losses: dict[str, Amount]
-    depth_weights: str
+    depth_weights: Annotated[str, OneOf(("decay", "dpace"))]
     depth_decay: Amount
     dpace_alpha: Fraction
     depths: Parts
-    normalize: str
+    normalize: Annotated[str, OneOf(("token", "sequence"))]
     anchors: Count | None
     noise: Amount
     eta: Amount
     top_k: Count
 
     def __post_init__(self) -> None:
-        """Check names and ranges."""
+        """Check the losses' names."""
         for name in self.losses:
             if name not in LOSSES:
                 raise ValueError(f"objective.losses.{name}: unknown, choose from {', '.join(LOSSES)}")
         if not any(self.losses.values()):
             raise ValueError("objective.losses: no loss has a weight; give at least one")
-        for key, choices in (("depth_weights", DEPTH_WEIGHTS), ("normalize", NORMALIZERS)):
-            if getattr(self, key) not in choices:
-                raise ValueError(f"objective.{key} is {getattr(self, key)!r}: choose {' or '.join(choices)}")
 
 
 @dataclass(frozen=True)

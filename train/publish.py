@@ -22,7 +22,7 @@ from heads.formats.store import CONFIG, last_good, read_config
 from train.release import doctor
 from train.release import trial as publish_trial
 from train.release.card.engines import misleading
-from train.release.config import PublishConfig
+from train.release.config import DoctorConfig, PublishConfig, doctor_part, publish_part
 from train.release.folder import FILES, write_folder
 from train.release.hub import SHORT, Repository, downloaded, files_of, one_of, push, repository, set_tag
 from train.release.trial import Trial
@@ -118,10 +118,10 @@ def _assert_has_head(run: Path) -> None:
 def main(cfg: DictConfig) -> None:
     """Run the command."""
     if cfg.doctor is not None:
-        text, status = doctor.report(typed(doctor.DoctorConfig, doctor.part(cfg)))
+        text, status = doctor.report(typed(DoctorConfig, doctor_part(cfg)))
         print(visible(text))
         raise SystemExit(status)
-    publish(typed(PublishConfig, doctor.other_part(cfg)), HfApi(library_name="headstart"))
+    publish(typed(PublishConfig, publish_part(cfg)), HfApi(library_name="headstart"))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -51,19 +52,19 @@ from train.distributed import launch, processes
 from train.distributed.control import RANKS, on_main
 from train.distributed.lock import RunLock
 from train.features import origin_of, source_for
-from train.loop import Loop, RunFolder
+from train.loop import KeptHead, Loop, RunFolder
 from train.planning.advice import advice
 from train.planning.check import check_out, check_run, evaluation, reads_target
 from train.planning.plan import plan
 from train.planning.table import table
 from train.start import CHECKPOINT, LAST_LAYER, first_head, resolve_init
-from train.step import Stepper
+from train.step import Loss, Stepper
 from train.tracking import sweep
 
 register_resolvers()
 
 
-def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None:
+def prepare_out(run: Any, resolved: dict[str, Any], lock: RunLock, weights: str = "head") -> None:
     """Create the output folder, once everything that a run needs has loaded: a mistake costs no earlier run."""
     out = Path(run.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None
     format.clear(out / "checkpoints")
     shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
-        for folder in ("checkpoints", "head", ".head.old", "bad", "tensorboard", "wandb"):
+        for folder in ("checkpoints", weights, f".{weights}.old", "bad", "tensorboard", "wandb"):
             shutil.rmtree(out / folder, ignore_errors=True)
         for file in (
             "metrics.jsonl",
@@ -85,6 +86,11 @@ def prepare_out(run: RunConfig, resolved: dict[str, Any], lock: RunLock) -> None
         ):
             (out / file).unlink(missing_ok=True)
     write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
+
+
+def write_origin(out: Path, origin: dict[str, Any]) -> None:
+    """Write provenance.json."""
+    write_whole(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
 
 
 def provenance(world: int, strategy: str, data: str) -> dict[str, Any]:
@@ -114,7 +120,7 @@ def start_of(run: RunConfig) -> dict[str, Any]:
     return {} if run.init is None else {"init": run.init, "peft": asdict(run.peft)}
 
 
-def batches_for(run: RunConfig, packed: Any, accelerator: Accelerator) -> Batches:
+def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
     """Return the run's batches, the trainer's token budgets converted to rows."""
     rows = max(1, run.trainer.batch_tokens // run.data.length)
     micro = max(1, run.trainer.micro_tokens // run.data.length)
@@ -137,21 +143,26 @@ def loop_of(
     evaluator = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
-    width = target.embeddings.hidden_size
-    stepper = Stepper(run.trainer, run.objective, run.launcher, accelerator, head, source, width)
+    loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
+    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     folder = RunFolder(Path(run.out), run.resume, resolved)
     run_identity = identity(run, target, source.batches, accelerator.num_processes)
-    return Loop(folder, stepper, target, evaluator, run.tree, run_identity)
+    return Loop(folder, stepper, KeptHead(folder.out / "head", head, target, run.tree), evaluator, run_identity)
 
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
     check_run(run)
+    alone(run, lambda accelerator, lock: job(run, resolved, accelerator, lock))
+
+
+def alone(run: Any, job: Callable[[Accelerator, RunLock], None]) -> None:
+    """Run a job among its processes, holding the lock of its output folder."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     accelerator.wait_for_everyone()  # no process may see what another one starts to write
     with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
-        job(run, resolved, accelerator, lock)
+        job(accelerator, lock)
     accelerator.end_training()
 
 
@@ -191,7 +202,7 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
             **start_of(run),
             **origin_of(source),
         }
-        write_whole(Path(run.out, "provenance.json"), (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
+        write_origin(Path(run.out), origin)
         console.print(counts.line(run.data), highlight=False)
         started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
         beside = f" beside {frozen:,} frozen ones" if (frozen := frozen_count(head)) else ""

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data.batches import Batch
-from data.features.source import FeatureSource, Given
+from data.features.source import FeatureSource, TrainingInput
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count
 from heads.modules.top_k import TopLogProbs
@@ -31,7 +31,7 @@ class Loss(nn.Module):
 
     def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, quick: bool = False) -> None:
         super().__init__()
-        self.head, self.config, self.quick = head, config, quick
+        self.head, self.config, self.noise, self.quick = head, config, config.noise, quick
         unroll: Any = head.unroll
         self.unroll = torch.compile(unroll) if compiled else unroll
 
@@ -43,6 +43,12 @@ class Loss(nn.Module):
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
             drafts = self.unroll(features, self.config.depths, anchors)
             return objective(head, drafts, features, weight, self.config, top=top)
+
+    def sampled(self, batch: Batch, row_number: Tensor, seed: int) -> tuple[Tensor | None, Weights]:
+        """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight."""
+        useful = trainable(batch.document, batch.mask, self.config.depths).any(0)
+        anchors = sample_anchors(useful, self.config.anchors, seed, row_number)
+        return anchors, weights(batch.document, batch.mask, anchors, self.config)
 
 
 @dataclass(frozen=True)
@@ -61,22 +67,24 @@ class Step:
 
 
 class Stepper:
-    """The optimiser step: the head as the processes share it, its optimiser and the running average of its weights."""
+    """The optimiser step: the head as the processes share it, its optimiser and the running average of its weights.
+
+    `loss` is the `Loss` of a head, or another module with its attributes and methods.
+    """
 
     def __init__(
-        self, trainer: TrainerConfig, objective: ObjectiveConfig, launcher: LauncherConfig, accelerator: Accelerator,
-        head: nn.Module, source: FeatureSource, width: int,
+        self, trainer: TrainerConfig, launcher: LauncherConfig, accelerator: Accelerator, loss: Any,
+        source: FeatureSource, width: int,
     ) -> None:  # fmt: skip
-        self.trainer, self.objective, self.accelerator = trainer, objective, accelerator
-        self.head, self.source, self.width = head, source, width
+        self.trainer, self.accelerator, self.loss = trainer, accelerator, loss
+        self.source, self.width = source, width
+        self.head = head = loss.head
         self.sizes = parameter_count(head), frozen_count(head)  # of a head that is cut up there would be less to count
         self.guard = Guard(trainer, {})
         self.clock = Clock(accelerator.device)
         self.flops: int | None = None
         self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
-        quick = accelerator.mixed_precision == "bf16"
-        loss = Loss(head, objective, compiled=trainer.compile, quick=quick)
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
@@ -184,21 +192,19 @@ class Stepper:
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
     def sampled(self, batch: Batch, step: int) -> tuple[Tensor | None, Weights]:
-        """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight."""
-        config = self.objective
-        useful = trainable(batch.document, batch.mask, config.depths).any(0)
-        anchors = sample_anchors(useful, config.anchors, self.trainer.seed, number(batch, step))
-        return anchors, weights(batch.document, batch.mask, anchors, config)
+        """Return the anchors of a micro-batch in this step, and each row's weight."""
+        sampled: tuple[Tensor | None, Weights] = self.loss.sampled(batch, number(batch, step), self.trainer.seed)
+        return sampled
 
     def backward(
-        self, read: Given, row_number: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
+        self, read: TrainingInput, row_number: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add one micro-batch's gradient; processes average theirs, hence the factor."""
-        config, device, features = self.objective, self.accelerator.device, read.features
+        device, features = self.accelerator.device, read.features
         if self.accelerator.mixed_precision == "no":
             dtype = next(self.head.parameters()).dtype
             features = features._replace(hidden=features.hidden.to(dtype), last=features.last.to(dtype))
-        features = noisy(features, config.noise, self.trainer.seed, row_number)
+        features = noisy(features, self.loss.noise, self.trainer.seed, row_number)
         anchors = None if anchors is None else anchors.to(device)
 
         # Dropout is seeded by run and step alone, as all random numbers are: a resumed run sees the same ones.

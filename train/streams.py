@@ -10,14 +10,11 @@ Rows that the target has written, every few of them, are anchors: their streams 
 pass, in which the target is read but never trained. The order of batches and anchors follows from seed and step alone.
 """
 
-import json
 import os
-import shutil
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -29,23 +26,24 @@ from accelerate.utils import set_seed
 from jaxtyping import Bool, Float, Int
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.batches import Batch, Batches, check_known, fingerprint, pack
 from data.config import DataConfig
-from data.features.store_files import write_whole
+from data.features.source import Live
 from data.text.prompts import load_training, save_prompts
 from data.text.template import template_sha256
 from heads import rows
-from heads.base import parameter_count
+from heads.base import Features, parameter_count
 from heads.common.command import command
 from heads.common.context import check_rows, context_of
 from heads.common.errors import user_errors
+from heads.common.ranges import Count, Within
 from heads.common.redact import redacted_values
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
-from heads.modules.top_k import argmax
-from inference.decode import Settings, speculate
+from heads.formats.store import read_tensors
+from heads.modules.top_k import TopLogProbs, argmax
 from inference.drafters.contrib.stream_layers import KIND, Streams, frozen, save_streams
 from inference.drafters.contrib.streams import StreamsDrafter
 from inference.drafters.policy import TreeConfig
@@ -53,18 +51,17 @@ from inference.target.config import ModelConfig
 from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
-from inference.verification.sample import GREEDY
-from train.checkpoints import format, resume
-from train.checkpoints.saver import Saver
-from train.checkpoints.state import TrainState
-from train.config import LauncherConfig, TrainerConfig, check_name
-from train.distributed import launch, processes
-from train.distributed.control import RANKS, ProcessControl, on_main
+from train.acceptance import AcceptanceEvaluator
+from train.checkpoints import resume
+from train.config import LauncherConfig, TrainerConfig, check_name, check_row
+from train.distributed import launch
+from train.distributed.control import on_main
 from train.distributed.lock import RunLock
-from train.optim import Average, adamw, learning_rate
+from train.loop import Loop, RunFolder
 from train.planning.check import check_out
-from train.run import provenance
-from train.tracking.track import Tracker
+from train.run import alone, batches_for, prepare_out, provenance, write_origin
+from train.step import Stepper
+from train.weights import Weights
 
 register_resolvers()
 
@@ -83,8 +80,8 @@ class StreamsRunConfig:
     out: str
     resume: bool
     overwrite: bool
-    every: int
-    decay: float
+    every: Count
+    decay: Annotated[float, Within(0, 1, above=True)]
     model: ModelConfig
     streams: Streams.Config
     data: DataConfig
@@ -93,21 +90,14 @@ class StreamsRunConfig:
     tree: TreeConfig
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.every < 1:
-            raise ValueError(f"every is {self.every}: give 1 or more, 1 makes every row of an answer an anchor")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay is {self.decay}: give a number above 0, up to 1")
+        """Check the sections against each other."""
         if self.launcher.strategy != "ddp":
             raise ValueError(
                 f"launcher.strategy is {self.launcher.strategy}: streams are small LoRA factors, give launcher=ddp"
             )
         if self.trainer.eval_prompts < 1:
             raise ValueError("trainer.eval_prompts is 0: the best streams are those that measure best; give 1 or more")
-        for key in ("batch_tokens", "micro_tokens"):
-            tokens = getattr(self.trainer, key)
-            if tokens < self.data.length:
-                raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={self.data.length}")
+        check_row(self.trainer, self.data.length)
 
 
 class Anchors(NamedTuple):
@@ -144,206 +134,129 @@ def stream_sums(
     return {"loss": empty.index_add(0, number, loss), "accuracy": empty.index_add(0, number, agrees)}
 
 
-def settings(run: StreamsRunConfig, batches: Batches) -> dict[str, Any]:
-    """Return what may not change when a run goes on, by the keys that a user knows."""
+class StreamsLoss(nn.Module):
+    """The loss of streams in a step, in place of a head's: cross-entropy with the target's probabilities at anchors."""
+
+    noise = 0.0
+
+    def __init__(self, streams: Streams, run: StreamsRunConfig, *, quick: bool) -> None:
+        super().__init__()
+        self.head, self.every, self.decay, self.quick = streams, run.every, run.decay, quick
+
+    def sampled(self, batch: Batch, row_number: Tensor, seed: int) -> tuple[Tensor, Weights]:
+        """Return the anchors of a micro-batch in this step, and the weight of each of their streams."""
+        row, valid = anchors(replace(batch, index=row_number), self.every, self.head.config.streams, seed)
+        trained = valid.permute(2, 0, 1)
+        return row, Weights(trained, trained.float(), trained.sum((1, 2)).float())
+
+    def forward(
+        self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, top: TopLogProbs | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss with its metrics; a stream's weights are one over the global number of its anchors, or 0."""
+        assert top is None
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.quick):
+            draft, teacher = self.head(features.token, features.document, anchors)
+        sums = stream_sums(draft, teacher, weight.permute(1, 2, 0) > 0)
+        scale = weight.amax((1, 2)) * self.decay ** torch.arange(len(weight), device=weight.device)
+        return (sums["loss"] * scale).sum(), {"soft_ce": sums["loss"].detach(), "accuracy": sums["accuracy"]}
+
+
+class TokensAlone:
+    """Features without hidden states: the streams' own pass runs the target."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
+        """Return the tokens and documents."""
+        none = torch.empty(*token.shape, 0, device=self.device)
+        return Features(token, none[:, :, :, None], none, document)
+
+
+class KeptStreams:
+    """The streams that a run keeps on disk, in a folder of its own."""
+
+    def __init__(self, folder: Path, streams: Streams, target: Target) -> None:
+        self.folder, self.config, self.target = folder, streams.config, target
+
+    def decoding(self, weights: dict[str, Tensor]) -> Streams:
+        """Return a copy with these weights to decode with."""
+        copy = Streams(self.config, self.target)
+        copy.load_state_dict(weights)
+        return frozen(copy, self.target)
+
+    def tensors(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that are written of these weights."""
+        return weights
+
+    def write(self, weights: dict[str, Tensor]) -> None:
+        """Write the streams with these weights."""
+        save_streams(self.folder, self.config, weights, self.target.spec)
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the tensors that are there.
+
+        Raises:
+            ValueError: there are none, or they are damaged.
+        """
+        return read_tensors(self.folder)
+
+
+def identity(run: StreamsRunConfig, batches: Batches) -> resume.Identity:
+    """Return the settings that identify the run on resume."""
     nested = {f"streams.{key}": value for key, value in asdict(run.streams).items()}
-    return resume.plain(resume.data_settings(run.trainer, batches) | nested)
+    settings = resume.plain(resume.data_settings(run.trainer, batches) | nested)
+    return resume.Identity(settings, resume.plain({"every": run.every, "decay": run.decay}))
 
 
-class StreamLoop:
-    """One run, on every process alike; the main process alone measures and writes."""
+def loop_of(
+    run: StreamsRunConfig, accelerator: Accelerator, target: Target, streams: Streams, batches: Batches,
+    prompts: list[list[int]], resolved: dict[str, Any],
+) -> Loop:  # fmt: skip
+    """Return the run's training loop, ready for its first step or for the one that it was stopped at."""
 
-    def __init__(
-        self, run: StreamsRunConfig, accelerator: Accelerator, target: Target, streams: Streams, batches: Batches,
-        prompts: list[list[int]], resolved: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.run, self.accelerator, self.target, self.streams = run, accelerator, target, streams
-        self.batches, self.prompts, self.out = batches, prompts, Path(run.out)
-        self.average = Average(streams, run.trainer.ema)
-        self.optimizer: Any
-        self.module, self.optimizer = accelerator.prepare(streams, adamw(streams, run.trainer))
-        self.state = TrainState(streams, self.optimizer, self.average)
-        self.control = ProcessControl(accelerator, self.out, run.trainer.timeout)
-        self.saver = Saver(self.out, self.control, run.trainer.keep)
-        self.start, self.progress = 0, {"best_tau": 0.0, "best_step": 0, "stale": 0}
-        if run.resume:
-            self.load()
-        self.tracker = Tracker(
-            self.out, active=accelerator.is_main_process, steps=run.trainer.steps, start=self.start,
-            trackers=run.trainer.trackers, config=resolved,
-        )  # fmt: skip
+    def drafter(streams: Streams, tree: TreeConfig, name: str) -> StreamsDrafter:
+        return StreamsDrafter(StreamsDrafter.Config(run.out, tree), target, name, streams)
 
-    def load(self) -> None:
-        """Continue from the newest checkpoint that is good, if there is one."""
-        path = self.saver.newest()
-        if path is not None:
-            state = format.state_of(path)
-            resume.restore(self.state, path)
-            self.start, self.progress = state["step"], self.progress | state.get("progress", {})
-
-    def save(self, step: int) -> None:
-        """Write a checkpoint beside the training."""
-        content = {"progress": dict(self.progress), "settings": settings(self.run, self.batches)}
-        self.saver.save(self.state, step, content, int(self.progress["best_step"]))
-
-    def train(self) -> None:
-        """Run all steps, or until measurements stay without a new best for too long."""
-        trainer = self.run.trainer
-        try:
-            for step in range(self.start, trainer.steps):
-                self.step(step)
-                done, stopped = step + 1, False
-                if done % trainer.eval_every == 0 or done == trainer.steps:
-                    stopped = self.measure(done)
-                if done % trainer.save_every == 0 or done == trainer.steps or stopped:
-                    self.save(done)
-                if stopped:
-                    self.tracker.say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
-                    break
-            self.saver.finish()
-        finally:
-            self.saver.close()
-            self.tracker.close()
-
-    def step(self, step: int) -> None:
-        """Take one optimiser step on the global batch."""
-        begin, trainer, device = time.perf_counter(), self.run.trainer, self.accelerator.device
-        seed = trainer.seed + step * 10_000_019
-        micro = [(b, anchors(b, self.run.every, self.run.streams.streams, seed)) for b in self.batches(step)]
-        counted = torch.stack([chosen.valid.sum((0, 1)) for _, chosen in micro]).sum(0).float()
-        shared: Any = self.accelerator.reduce(counted.to(device), "sum")
-        trained = shared.clamp_min(1)
-        totals: dict[str, Tensor] = {}
-        for i, (batch, chosen) in enumerate(micro):
-            for name, value in self.backward(batch, chosen, trained, last=i + 1 == len(micro)).items():
-                totals[name] = totals.get(name, torch.zeros_like(value)) + value
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), trainer.clip or torch.inf)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.average.update(self.streams)
-        if (step + 1) % trainer.log_every == 0:
-            summed: Any = self.accelerator.reduce(torch.stack([totals["loss"], totals["accuracy"]]), "sum")
-            means = summed / trained
-            self.tracker.log(
-                {
-                    "step": step + 1,
-                    "loss": float((means[0] * self.weights(device)).sum()),
-                    "soft_ce": means[0].tolist(),
-                    "accuracy": means[1].tolist(),
-                    "lr": self.rate(step),
-                    "grad_norm": float(norm),
-                    "rows": int(trained[0]),
-                    "tokens_per_second": trainer.batch_tokens / (time.perf_counter() - begin),
-                }
-            )
-
-    def weights(self, device: torch.device) -> Float[Tensor, "G"]:
-        """Return the weight of each stream's loss."""
-        return self.run.decay ** torch.arange(self.run.streams.streams, device=device)
-
-    def rate(self, step: int) -> float:
-        """Return the step's learning rate at this target's width."""
-        return learning_rate(step, self.run.trainer) * self.run.trainer.lr_width / self.target.embeddings.hidden_size
-
-    def backward(self, batch: Batch, chosen: Anchors, trained: Tensor, *, last: bool) -> dict[str, Tensor]:
-        """Add one micro-batch's gradient, divided by the global count; processes average theirs, hence the factor."""
-        device, processes = self.accelerator.device, self.accelerator.num_processes
-
-        def go() -> dict[str, Tensor]:
-            with self.accelerator.autocast():
-                draft, teacher = self.module(batch.token.to(device), batch.document.to(device), chosen.row.to(device))
-            sums = stream_sums(draft, teacher, chosen.valid.to(device))
-            self.accelerator.backward((sums["loss"] / trained * self.weights(device)).sum() * processes)
-            return {name: value.detach() for name, value in sums.items()}
-
-        if last:
-            return go()
-        with self.accelerator.no_sync(self.module):
-            return go()
-
-    def measure(self, step: int) -> bool:
-        """Measure τ with the real verifier, keep the streams if the best; return whether patience has run out."""
-        patience = self.run.trainer.patience
-        if self.accelerator.is_main_process:
-            weights = self.average.state(self.streams)
-            copy = Streams(self.run.streams, self.target)
-            copy.load_state_dict(weights)
-            tau = self.acceptance_length(frozen(copy, self.target))
-            better = tau > self.progress["best_tau"]
-            self.progress["stale"] = 0 if better else self.progress["stale"] + 1
-            if better:
-                self.progress |= {"best_tau": tau, "best_step": step}
-                save_streams(self.out / KIND, self.run.streams, weights, self.target.spec)
-            self.tracker.log({"step": step, "tau": tau, "best": better})
-            self.tracker.say(f"step {step}: τ {tau:.3f}{'  (best, kept)' if better else ''}")
-        self.accelerator.wait_for_everyone()
-        stale = torch.tensor([float(self.progress["stale"])], device=self.accelerator.device)
-        summed: Any = self.accelerator.reduce(stale, "sum")
-        return patience is not None and bool(summed.item() >= patience)
-
-    def acceptance_length(self, streams: Streams) -> float:
-        """Return τ pooled over the prompts, decoding greedily."""
-        config = StreamsDrafter.Config(self.run.out, self.run.tree)
-        drafter = StreamsDrafter(config, self.target, self.run.name, streams)
-        settings = Settings(self.run.trainer.eval_tokens, GREEDY)
-        answers = [speculate(self.target, drafter, p, settings) for p in self.prompts[: self.run.trainer.eval_prompts]]
-        return sum(len(answer.tokens) - 1 for answer in answers) / max(1, sum(len(answer.steps) for answer in answers))
-
-
-def prepare_out(run: StreamsRunConfig, resolved: dict[str, Any], lock: RunLock) -> None:
-    """Make the output folder, once everything that a run needs has loaded."""
-    out = Path(run.out)
-    out.mkdir(parents=True, exist_ok=True)
-    lock.take()
-    format.clear(out / "checkpoints")
-    shutil.rmtree(out / RANKS, ignore_errors=True)
-    if run.overwrite and not run.resume:
-        for folder in ("checkpoints", KIND, f".{KIND}.old", "tensorboard", "wandb"):
-            shutil.rmtree(out / folder, ignore_errors=True)
-        for file in ("metrics.jsonl", "prompts.jsonl", "wandb-id.txt"):
-            (out / file).unlink(missing_ok=True)
-    write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
+    # The streams are small: AdamW trains them whatever a preset says, and no head reads recorded features for them.
+    trainer = replace(run.trainer, optimizer="adamw", compile=False, estimate_every=None)
+    loss = StreamsLoss(streams, run, quick=accelerator.mixed_precision == "bf16")
+    source = Live(TokensAlone(accelerator.device), batches, ())
+    stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
+    evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
+    folder = RunFolder(Path(run.out), run.resume, resolved)
+    return Loop(folder, stepper, KeptStreams(folder.out / KIND, streams, target), evaluator, identity(run, batches))
 
 
 def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
     """Run the whole job on this process, alone in its output folder."""
-    accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
-    accelerator.wait_for_everyone()  # no process may find what another one starts to write
-    with RunLock(Path(run.out)) as lock:
-        on_main(accelerator, lock.take)
-        job(run, resolved, accelerator, lock)
-    accelerator.end_training()
+    alone(run, lambda accelerator, lock: job(run, resolved, accelerator, lock))
 
 
 def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
     """Load and train."""
-    trainer, model = run.trainer, run.model
-    set_seed(trainer.seed)
+    model = run.model
+    set_seed(run.trainer.seed)
     if model.placement != REPLICATE:
         raise ValueError(f"model.placement={model.placement}: streams adapt the target's own layers: give replicate")
     check_rows(run.data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     target = Target.of(model, device=str(accelerator.device))
     streams = Streams(run.streams, target)
-    samples, prompts, counts = load_training(run.data, target.tokenizer, trainer.eval_prompts)
+    samples, prompts, counts = load_training(run.data, target.tokenizer, run.trainer.eval_prompts)
     packed = pack(samples, run.data.length)
     check_known(packed, target.tokenizer, target.embeddings.vocab_size)
-    step, micro = (tokens // run.data.length for tokens in (trainer.batch_tokens, trainer.micro_tokens))
-    batches = Batches(packed, step, micro, trainer.seed, accelerator.process_index, accelerator.num_processes)
+    batches = batches_for(run, packed, accelerator)
 
     def begin() -> None:
         console = Console()
         if run.resume:
-            resume.check(Path(run.out), settings(run, batches))
-        prepare_out(run, resolved, lock)
+            resume.check(Path(run.out), identity(run, batches).settings)
+        prepare_out(run, resolved, lock, KIND)
         save_prompts(prompts, Path(run.out, "prompts.jsonl"))
-        origin = provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)) | {
-            "chat_template_sha256": template_sha256(target.tokenizer),
-            "data": counts.report(),
-        }
-        write_whole(Path(run.out, "provenance.json"), (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
+        origin = {"chat_template_sha256": template_sha256(target.tokenizer), "data": counts.report()}
+        shared = provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples))
+        write_origin(Path(run.out), shared | origin)
         console.print(counts.line(run.data), highlight=False)
         console.print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(samples):,} samples, "
@@ -352,7 +265,7 @@ def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerato
         )
 
     on_main(accelerator, begin)
-    StreamLoop(run, accelerator, target, streams, batches, [prompt.token for prompt in prompts], resolved).train()
+    loop_of(run, accelerator, target, streams, batches, [prompt.token for prompt in prompts], resolved).train()
     accelerator.wait_for_everyone()
 
 

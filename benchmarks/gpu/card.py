@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.common import Figure, Table
-from eval.report.tables import grid
+from eval.report.text import grid
 
 POINTS = 10  # of the loss curve, in a table
 

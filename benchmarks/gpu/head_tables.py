@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.common import Figure, Table
-from eval.report.tables import shown_interval
+from eval.report.view import shown_interval
 
 TAU_GOAL, SPEEDUP_GOAL = 3.5, 2.5  # on code at temperature 0, of one head
 SETTLED = 3  # steps before which nothing of training's speed counts

@@ -18,7 +18,7 @@ sys.path[0] = str(ROOT)
 
 import vl_convert
 
-from eval.report.tables import grid
+from eval.report.text import grid
 
 PAGE = ROOT / "benchmarks" / "gpu.md"
 LINE = "<!-- What follows is written by benchmarks/gpu/report.py. -->"

@@ -24,7 +24,7 @@ from eval.tuning.costs import planted
 from heads import HEADS
 from heads.base import DraftHead
 from inference.batch import Batch, Running
-from inference.drafters.head import HeadDrafter, HeadState
+from inference.drafters.head import BatchedHead, BatchedState, HeadBatch, HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Drafter
@@ -84,13 +84,14 @@ class Sequences:
     def stepper(self, drafters: Sequence[Drafter]) -> Callable[[], Parts]:
         """Return what takes a step, goes back to where it began, and tells what the step took."""
         target = self.target
-        batch = Batch(target, drafters)
+        drafts = drafters[0].batch if isinstance(drafters[0], Warm) else None
+        batch = Batch(target, drafters, drafts)
         batch.cache = self.cache
-        states = [drafter.start([]) for drafter in drafters]
+        states = [drafter.start([0] * (self.context + 1)) for drafter in drafters]
         settings = Settings(2 * LARGEST, GREEDY)
         for i, cache in enumerate(self.caches):
             session = Session(target, drafters[i], [0] * (self.context + 1), settings, cache)
-            session.state = copy.copy(states[i])
+            session.state = copy.copy(states[i]) if drafts is None else states[i]
             session.generation.tokens.append(0)
             batch.running.append(Running(i, session, 0.0))
 
@@ -106,7 +107,10 @@ class Sequences:
             for row, state in zip(batch.running, states, strict=True):
                 row.session.cache.keep(self.context, [])
                 del row.session.context[self.context + 1 :], row.session.generation.tokens[1:]
-                row.session.state = copy.copy(state)
+                row.session.state = copy.copy(state) if drafts is None else state
+            if drafts is not None and drafts.cache is not None:
+                with torch.inference_mode():
+                    drafts.cache.length.fill_(self.context)
             return Parts(draft, verify, spent - draft - verify)
 
         return step
@@ -127,22 +131,27 @@ class Sequences:
         width, layers = target.embeddings.hidden_size, len(head.feature_layers)
         hidden = torch.randn(1, rows, layers, width, device=target.device, dtype=target.dtype)
         last = torch.randn(1, rows, width, device=target.device, dtype=target.dtype)
-        warm = Warm(head, tree, head.config.name)
-        warm.first = HeadState(head, tree)
-        warm.first.update(
-            Commit(torch.arange(rows, device=target.device) % 100, TargetOutput(hidden, last, None), None)
-        )
-        return [warm] * len(self.caches)
+        prefill = Commit(torch.arange(rows, device=target.device) % 100, TargetOutput(hidden, last, None), None)
+        drafter = HeadDrafter(head, tree, head.config.name)
+        _, batch = drafter.clones(len(self.caches))
+        return [Warm(drafter, batch, prefill) for _ in self.caches]
 
 
-class Warm(HeadDrafter):
+class Warm(BatchedHead):
     """A head whose sequences all begin behind the same rows."""
 
-    first: HeadState
+    def __init__(self, drafter: HeadDrafter, batch: HeadBatch, prefill: Commit) -> None:
+        super().__init__(drafter, batch)
+        self.prefill = prefill
 
-    def start(self, prompt: list[int]) -> HeadState:
+    @torch.inference_mode()
+    def start(self, prompt: list[int]) -> BatchedState:
         """Begin a sequence behind the rows."""
-        return copy.copy(self.first)
+        state = super().start(prompt)
+        state.update(self.prefill)
+        if self.batch.cache is not None:
+            self.batch.cache.length.fill_(len(prompt) - 1)
+        return state
 
 
 def fill(target: Target, cache: TargetCache, rows: int) -> None:

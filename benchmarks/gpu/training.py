@@ -37,7 +37,7 @@ from train.planning.device import GIB
 from train.planning.plan import plan
 from train.run import batches_for
 from train.start import first_head, resolve_init
-from train.step import Stepper
+from train.step import Loss, Stepper
 
 GOAL_MFU = 0.40
 HEADS = ["eagle", "eagle3", "medusa", "block"]
@@ -81,7 +81,8 @@ def stepper(bench: Bench, run: RunConfig) -> Stepper:
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, length), accelerator)
     source, width = Live(target, batches, head.feature_layers), target.embeddings.hidden_size
-    return Stepper(run.trainer, run.objective, run.launcher, accelerator, head, source, width)
+    loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
+    return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)
 
 
 def steps(bench: Bench, run: RunConfig, count: int) -> list[dict[str, Any]]:

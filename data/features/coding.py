@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from data.features.quantize import Coded, decode, encode
-from data.features.source import Given, forward
+from data.features.source import TrainingInput, forward
 from data.features.store import Row, StoreSpec
 from heads.base import Embeddings, Features
 from heads.modules.top_k import TopLogProbs, top_log_probs
@@ -25,7 +25,7 @@ class States(NamedTuple):
     last: Float[Tensor, "B T D"]
 
 
-class Wanted(NamedTuple):
+class FeatureRequest(NamedTuple):
     """A head's request: feature layers, and the dtype of the floats."""
 
     layers: tuple[int, ...]
@@ -82,8 +82,8 @@ def split(rows: Row) -> list[Row]:
 
 
 def decode_rows(
-    rows: Row, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], request: Wanted, spec: StoreSpec
-) -> Given:
+    rows: Row, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], request: FeatureRequest, spec: StoreSpec
+) -> TrainingInput:
     """Decode stored rows to a head's training input, on their device, with the layers of the request."""
     if request.layers:
         indices = [spec.layers.index(layer) for layer in request.layers]
@@ -95,6 +95,6 @@ def decode_rows(
         hidden = torch.zeros(*token.shape, 0, spec.width, dtype=request.dtype, device=token.device)
     if spec.teacher == "state":
         last = decode(Coded(rows[LAST], rows.get(LAST + SCALE)), request.dtype)
-        return Given(Features(token, hidden, last, document), None)
+        return TrainingInput(Features(token, hidden, last, document), None)
     last = torch.zeros(*token.shape, 0, dtype=request.dtype, device=token.device)
-    return Given(Features(token, hidden, last, document), TopLogProbs(rows[IDS].long(), rows[LOG_P]))
+    return TrainingInput(Features(token, hidden, last, document), TopLogProbs(rows[IDS].long(), rows[LOG_P]))

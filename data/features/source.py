@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -13,12 +13,8 @@ from torch import Tensor
 from data.batches import Batch, Batches
 from data.features.quantize import DTYPES
 from heads.base import Features
-from heads.common.ranges import Amount, Count
+from heads.common.ranges import Amount, Count, OneOf
 from heads.modules.top_k import TopLogProbs
-
-MODES = ("live", "stored", "hybrid")
-TEACHERS = ("state", "top_k")
-ON_MISSING = ("compute", "fail")
 
 
 @dataclass(frozen=True)
@@ -42,13 +38,13 @@ class FeaturesConfig:
         vllm_layers: the layer ids that vLLM was started with.
     """
 
-    mode: str
+    mode: Annotated[str, OneOf(("live", "stored", "hybrid"))]
     path: str | None
-    dtype: str
-    teacher: str
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    teacher: Annotated[str, OneOf(("state", "top_k"))]
     k: Count
     budget_gb: Amount | None
-    on_missing: str
+    on_missing: Annotated[str, OneOf(("compute", "fail"))]
     shard_mb: Count
     prefetch: Count
     micro_rows: Count
@@ -56,11 +52,7 @@ class FeaturesConfig:
     vllm_layers: list[int]
 
     def __post_init__(self) -> None:
-        """Check the choices."""
-        choices = {"mode": MODES, "dtype": tuple(DTYPES), "teacher": TEACHERS, "on_missing": ON_MISSING}
-        for key, allowed in choices.items():
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"features.{key} is {getattr(self, key)!r}: choose {', '.join(allowed)}")
+        """Check that a mode with a store names it."""
         if self.mode != "live" and not self.path:
             raise ValueError(f"features.path is missing: features={self.mode} needs the store's folder")
 
@@ -71,7 +63,7 @@ class FeaturesConfig:
         return Path(self.path)
 
 
-class Given(NamedTuple):
+class TrainingInput(NamedTuple):
     """The input of a training step: features, and the teacher's top-k where `last` was not stored (then of width 0)."""
 
     features: Features
@@ -82,7 +74,7 @@ class MicroBatch(NamedTuple):
     """One micro-batch of a step; `read` gives its features, once, and after those of the micro-batches before it."""
 
     batch: Batch
-    read: Callable[[], Given]
+    read: Callable[[], TrainingInput]
 
 
 @runtime_checkable
@@ -127,9 +119,9 @@ class Live:
         """Return the micro-batches; each read is a forward pass of the target."""
         return [MicroBatch(batch, partial(self.features, batch)) for batch in self.batches(step)]
 
-    def features(self, batch: Batch) -> Given:
+    def features(self, batch: Batch) -> TrainingInput:
         """Return the features of a micro-batch."""
-        return Given(batch_features(self.target, batch, self.layers), None)
+        return TrainingInput(batch_features(self.target, batch, self.layers), None)
 
     def close(self) -> str:
         """There is nothing to end."""

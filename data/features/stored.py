@@ -12,8 +12,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from data.batches import Batch, Batches
-from data.features.coding import Wanted, decode_rows, join, split
-from data.features.source import Given, MicroBatch
+from data.features.coding import FeatureRequest, decode_rows, join, split
+from data.features.source import MicroBatch, TrainingInput
 from data.features.store import DamagedError, FeatureStore, Row
 from data.features.writer import StoreWriter
 
@@ -49,7 +49,7 @@ class Stored:
     """
 
     def __init__(
-        self, store: FeatureStore, batches: Batches, form: Wanted, device: torch.device, ahead: int,
+        self, store: FeatureStore, batches: Batches, form: FeatureRequest, device: torch.device, ahead: int,
         fallback: Fallback | None,
     ) -> None:  # fmt: skip
         """Read nothing yet, and later `ahead` micro-batches ahead. Without `fallback` a missing row is an error."""
@@ -72,14 +72,14 @@ class Stored:
             self._fill()
         return [MicroBatch(batch, self.next) for batch in self.batches(step)]
 
-    def next(self) -> Given:
+    def next(self) -> TrainingInput:
         """Return the features of the next micro-batch, which may have to be waited for."""
         job = self._jobs.popleft()
         begin = time.perf_counter()
         rows = job.rows.result()
         self.stall += time.perf_counter() - begin
         self._fill()
-        return self._given(job.batch, rows)
+        return self._decoded(job.batch, rows)
 
     def close(self) -> str:
         """Stop reading, write what is kept, and return how many rows were read and computed."""
@@ -130,7 +130,7 @@ class Stored:
                 log.warning("%s; it is computed", error)
             return None
 
-    def _given(self, batch: Batch, rows: list[Row | None]) -> Given:
+    def _decoded(self, batch: Batch, rows: list[Row | None]) -> TrainingInput:
         lacking = [i for i, row in enumerate(rows) if row is None]
         if lacking:
             assert self.fallback is not None

@@ -19,24 +19,25 @@ class StoreWriter:
 
     Attributes:
         pending: the rows that wait to be written, or are being written.
+        rows_written: how many rows this process has added to the store.
+        is_full: whether the budget or the disk is used up, after which nothing more is written.
     """
 
     def __init__(self, store: FeatureStore, budget: float | None) -> None:
         """Take a store object of its own, since it is used in another thread, and the limit of the store's bytes."""
         self.store, self.budget = store, budget
         self.pending: dict[int, Row] = {}
-        self.kept, self.full = 0, False
+        self.rows_written, self.is_full = 0, False
         self._gathered: list[int] = []
-        self._writer, self._written = ThreadPoolExecutor(1), []
-
-    _written: list[Future[None]]
+        self._writer = ThreadPoolExecutor(1)
+        self._written: list[Future[None]] = []
 
     def keep(self, rows: dict[int, Row]) -> None:
         """Add rows, and write a shard once there are enough; wait while too many shards are still to be written."""
         for done in [future for future in self._written if future.done()]:
             self._written.remove(done)
             done.result()
-        if self.full:
+        if self.is_full:
             return
         fresh = {row: tensors for row, tensors in rows.items() if row not in self.pending}
         self.pending.update(fresh)
@@ -48,12 +49,12 @@ class StoreWriter:
 
     def close(self) -> str:
         """Write the pending rows, and describe how many rows were written."""
-        if self._gathered and not self.full:
+        if self._gathered and not self.is_full:
             self._submit(len(self._gathered))
         self._writer.shutdown()
         for future in self._written:
             future.result()
-        return f", {self.kept} kept in {self.store.folder}"
+        return f", {self.rows_written} kept in {self.store.folder}"
 
     def _submit(self, size: int) -> None:
         rows, self._gathered = self._gathered[:size], self._gathered[size:]
@@ -66,9 +67,9 @@ class StoreWriter:
                 fresh = [row for row in rows if not self.store.has(row)]
                 if fresh and self._fits(len(fresh)):
                     self.store.write(self._name(), fresh, join(self.pending[row] for row in fresh))
-                    self.kept += len(fresh)
+                    self.rows_written += len(fresh)
         except (ValueError, OSError) as error:
-            self.full = True
+            self.is_full = True
             log.warning("%s; training goes on, and keeps no more", error)
         for row in rows:
             self.pending.pop(row, None)
@@ -83,7 +84,7 @@ class StoreWriter:
         left = shutil.disk_usage(self.store.folder).free
         if self.budget is not None:
             left = min(left, int(self.budget) - self.store.bytes())
-        if size > left and not self.full:
-            self.full = True
+        if size > left and not self.is_full:
+            self.is_full = True
             log.warning("%s: the disk budget is used up; training goes on, and keeps no more", self.store.folder)
-        return not self.full
+        return not self.is_full

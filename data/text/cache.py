@@ -17,11 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, overload
 
-import datasets
 import numpy as np
 import tokenizers
 import transformers
-from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
@@ -41,11 +39,6 @@ CODE = (
 )  # fmt: skip
 SHAPELESS = ("length", "cache")  # options that leave the samples as they are
 BATCH = 1000  # samples in memory at once
-COLUMNS = {
-    "id": datasets.Value("string"),
-    "token": datasets.List(datasets.Value("int32")),
-    "mask": datasets.List(datasets.Value("int8")),
-}
 
 
 class CachedSamples(Sequence[Sample]):
@@ -53,6 +46,8 @@ class CachedSamples(Sequence[Sample]):
 
     def __init__(self, path: Path) -> None:
         """Map the file."""
+        import datasets
+
         self._table: Any = datasets.Dataset.from_file(str(path))
 
     def __len__(self) -> int:
@@ -131,9 +126,11 @@ class Writer:
 
     def write(self, samples: Iterable[Sample]) -> None:
         """Write all samples."""
-        writer = ArrowWriter(
-            features=datasets.Features(COLUMNS), path=str(self.folder / SAMPLES), writer_batch_size=BATCH
-        )
+        from datasets import Features, List, Value
+        from datasets.arrow_writer import ArrowWriter
+
+        columns = {"id": Value("string"), "token": List(Value("int32")), "mask": List(Value("int8"))}
+        writer = ArrowWriter(features=Features(columns), path=str(self.folder / SAMPLES), writer_batch_size=BATCH)
         try:
             for sample in samples:
                 writer.write({"id": sample.id, "token": sample.token, "mask": sample.mask})

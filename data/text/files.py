@@ -13,8 +13,6 @@ from io import BufferedReader, RawIOBase, TextIOBase, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 from heads.common.errors import one_line
 from heads.common.untrusted import TOO_DEEP, shallow
 
@@ -126,6 +124,8 @@ def content_hash(path: Path) -> str:
 
 
 def _parquet(path: Path) -> Iterator[Raw]:
+    import datasets
+
     read = 0
     try:
         for record in datasets.load_dataset(

@@ -9,7 +9,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-import datasets
 import numpy as np
 from huggingface_hub import HfApi, constants
 
@@ -94,6 +93,8 @@ class Hub:
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records. An error names the record's number."""
+        import datasets
+
         read = 0
         try:
             for record in self.table:
@@ -206,6 +207,8 @@ def _of_split(folder: Path, files: list[Path], split: str) -> tuple[Path, ...]:
 
 
 def _hub(name: str, split: str, streaming: bool) -> Hub:
+    import datasets
+
     _check_hub_name(name)
     cache_alone_without_connection()
     datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE

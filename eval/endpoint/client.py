@@ -13,18 +13,9 @@ from data.answers.client import FINISH_REASONS, Client, EndpointConfig, Endpoint
 from data.text.prompts import OPENING, Prompt
 from data.text.records import Record, content_text
 from eval.config import ClientConfig
-from eval.endpoint.counters import (
-    EXACT,
-    SGLANG,
-    Counters,
-    Verified,
-    between,
-    of_reply,
-    read_counters,
-    restarted,
-    together,
-)
+from eval.endpoint.counters import EXACT, SGLANG, Counters, between, of_reply, read_counters, restarted, verified
 from eval.inputs.texts import TokenLog
+from eval.measures.metrics import Passes, together
 
 API = "/v1"
 POLL_S = 0.02  # between two readings of counters that lag behind
@@ -42,16 +33,16 @@ class Request:
 
 
 class Answer(NamedTuple):
-    """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its drafts.
+    """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its passes.
 
-    `ttft_s` is None where the server does not stream, `verified` where the reply has no counts of drafts.
+    `ttft_s` is None where the server does not stream, `passes` where the reply has no counts of drafts.
     """
 
     text: str
     tokens: int
     latency_s: float
     ttft_s: float | None
-    verified: Verified | None
+    passes: Passes | None
 
     @property
     def decoded(self) -> int:
@@ -60,11 +51,11 @@ class Answer(NamedTuple):
 
 
 class BatchResult(NamedTuple):
-    """Result of concurrent requests: their answers, the seconds for all, and the counts of all drafts."""
+    """Result of concurrent requests: their answers, the seconds for all, and the passes of all."""
 
     answers: list[Answer]
     wall_s: float
-    verified: Verified
+    passes: Passes
 
 
 def requests_of(record: Record | Prompt | TokenLog, conversation: int, turns: str, chat: bool) -> Iterator[Request]:
@@ -191,15 +182,15 @@ class Server:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         wall = time.perf_counter() - begin
-        verified = [answer.verified for answer in answers if answer.verified is not None]
+        passes = [answer.passes for answer in answers if answer.passes is not None]
         decoded = sum(answer.decoded for answer in answers)
         if not drafts:
-            if verified:
+            if passes:
                 raise ValueError(self._speculates())
-            plain = [answer._replace(verified=Verified(answer.decoded, 0, 0, ())) for answer in answers]
-            return BatchResult(plain, wall, Verified(decoded, 0, 0, ()))
-        if len(verified) == len(answers):
-            return BatchResult(answers, wall, together(verified))
+            plain = [answer._replace(passes=verified(answer.decoded, 0, 0, ())) for answer in answers]
+            return BatchResult(plain, wall, verified(decoded, 0, 0, ()))
+        if len(passes) == len(answers):
+            return BatchResult(answers, wall, together(passes))
         if before is None:
             raise ValueError(
                 f"{self.url}/metrics has no counters of vLLM's or SGLang's: start vLLM without --disable-log-stats, "
@@ -286,8 +277,8 @@ def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -
         raise EndpointError("finish_reason", f"it is {finish!r}")
     if tokens is None or not 0 <= tokens < EXACT:
         raise EndpointError("usage", "the reply does not count its tokens")
-    verified = None if counted is None else of_reply(counted, max(tokens - 1, 0))
-    return Answer("".join(texts), tokens, end, (first or end) if count > 1 else None, verified)
+    passes = None if counted is None else of_reply(counted, max(tokens - 1, 0))
+    return Answer("".join(texts), tokens, end, (first or end) if count > 1 else None, passes)
 
 
 def text_in(choice: Mapping[str, Any]) -> str:

@@ -10,10 +10,12 @@ and a bonus token. Engines count a token accepted beyond the end of an answer as
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
+
+from eval.measures.metrics import Passes
 
 VLLM, SGLANG = ENGINES = ("vllm", "sglang")
 LINE = re.compile(r"^((?:vllm|sglang|process)[:_]\w+?)(?:_total)?(?:\{(.*)\})?\s+([^\s}]+)(?:\s+-?\d+)?$")
@@ -58,28 +60,6 @@ class Counters:
     width: float | None
     finished: float | None
     started: float | None
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Counts of verified drafts of some requests.
-
-    Attributes:
-        passes: forward passes of the target after the prefill.
-        accepted: accepted drafted tokens.
-        drafted: drafted tokens; None if unknown.
-        by_depth: passes that accepted at least one token, at least two, and so on; empty if unknown.
-    """
-
-    passes: int
-    accepted: int
-    drafted: int | None
-    by_depth: tuple[int, ...]
-
-    @property
-    def tau(self) -> float | None:
-        """Mean tokens that a pass commits, bonus token included; None without a pass."""
-        return 1 + self.accepted / self.passes if self.passes else None
 
 
 def samples(page: str) -> Iterator[Sample]:
@@ -130,7 +110,7 @@ def restarted(before: Counters, after: Counters) -> bool:
     return fell or before.engine != after.engine or before.started != after.started
 
 
-def between(before: Counters, after: Counters, decoded: int) -> Verified:
+def between(before: Counters, after: Counters, decoded: int) -> Passes:
     """Return the counts between two readings of one server's counters.
 
     Args:
@@ -142,17 +122,19 @@ def between(before: Counters, after: Counters, decoded: int) -> Verified:
     passes = round(after.drafts - (before.drafts or 0))
     if after.engine == SGLANG:
         drafted = None if after.width is None else passes * (round(after.width) - 1)
-        return Verified(passes, max(decoded - passes, 0), drafted, ())
+        return verified(passes, drafted, max(decoded - passes, 0), ())
     accepted = round((after.accepted or 0) - (before.accepted or 0))
-    return Verified(
-        passes=max(passes, decoded - accepted),
-        accepted=accepted,
-        drafted=round((after.draft_tokens or 0) - (before.draft_tokens or 0)),
-        by_depth=tuple(round(new - old) for new, old in zip_longest(after.by_depth, before.by_depth, fillvalue=0.0)),
-    )
+    drafted = round((after.draft_tokens or 0) - (before.draft_tokens or 0))
+    by_depth = tuple(round(new - old) for new, old in zip_longest(after.by_depth, before.by_depth, fillvalue=0.0))
+    return verified(max(passes, decoded - accepted), drafted, accepted, by_depth)
 
 
-def of_reply(reply: Mapping[str, Any], decoded: int) -> Verified | None:
+def verified(passes: int, drafted: int | None, accepted: int, by_depth: tuple[int, ...]) -> Passes:
+    """Return the counts of passes; each commits what it accepted and one token of the target's own."""
+    return Passes(accepted + passes, passes, drafted, accepted, by_depth)
+
+
+def of_reply(reply: Mapping[str, Any], decoded: int) -> Passes | None:
     """Return the counts in a reply, or in an event of it; None where it has none, or inconsistent ones.
 
     Args:
@@ -162,13 +144,13 @@ def of_reply(reply: Mapping[str, Any], decoded: int) -> Verified | None:
     metrics, choices = reply.get("metrics"), reply.get("choices")
     record = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
     if isinstance(record, dict):
-        return _verified(record, VLLM_KEYS, decoded)
+        return _read(record, VLLM_KEYS, decoded)
     choice = choices[0] if isinstance(choices, list) and choices else None
     record = choice.get("meta_info") if isinstance(choice, dict) else None
-    return _verified(record, SGLANG_KEYS, decoded) if isinstance(record, dict) else None
+    return _read(record, SGLANG_KEYS, decoded) if isinstance(record, dict) else None
 
 
-def _verified(record: Mapping[str, Any], keys: tuple[str, ...], decoded: int) -> Verified | None:
+def _read(record: Mapping[str, Any], keys: tuple[str, ...], decoded: int) -> Passes | None:
     """Read passes, accepted tokens, drafted tokens, and the histogram of passes over accepted tokens."""
     numbers: list[Any] = [record.get(key) for key in keys[:3]]
     if not all(map(_is_count, numbers)):
@@ -183,27 +165,9 @@ def _verified(record: Mapping[str, Any], keys: tuple[str, ...], decoded: int) ->
         and sum(counts) == passes
         and sum(depth * count for depth, count in enumerate(counts)) == accepted
     )
-    return Verified(
-        passes=max(passes, decoded - accepted),
-        accepted=accepted,
-        drafted=drafted,
-        by_depth=tuple(reversed(list(accumulate(reversed(counts[1:]))))) if consistent else (),
-    )
+    by_depth = tuple(reversed(list(accumulate(reversed(counts[1:]))))) if consistent else ()
+    return verified(max(passes, decoded - accepted), drafted, accepted, by_depth)
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < EXACT
-
-
-def together(parts: Iterable[Verified]) -> Verified:
-    """Return the sum of counts; one unknown count makes that sum unknown."""
-    parts = list(parts)
-    has_depths = all(counts.by_depth or not counts.accepted for counts in parts)
-    by_depth = [counts.by_depth for counts in parts]
-    drafted = [counts.drafted for counts in parts if counts.drafted is not None]
-    return Verified(
-        passes=sum(counts.passes for counts in parts),
-        accepted=sum(counts.accepted for counts in parts),
-        drafted=sum(drafted) if len(drafted) == len(parts) else None,
-        by_depth=tuple(map(sum, zip_longest(*by_depth, fillvalue=0))) if has_depths else (),
-    )

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import track
 
-from eval.config import DecodingConfig, EndpointConfig, PromptsConfig
+from eval.config import DecodingConfig, EndpointConfig, Selection
 from eval.endpoint.client import Request, Server, requests_of
-from eval.endpoint.rows import Runs, Session, Timed, row_of, text_gate
-from eval.inputs.workloads import Selection, chosen, short_name
+from eval.endpoint.rows import Runs, Timed, row_of, text_gate
+from eval.inputs.workloads import by_category, chosen, short_name
 from eval.live.interleaved import PLAIN
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
 from eval.measures.machine import cpu_name, provenance
-from eval.measures.results import Row
+from eval.measures.results import Measurement, Row
 from eval.report.write import Report
 
 Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
@@ -39,8 +39,16 @@ class Job(NamedTuple):
     distinct: int
 
 
+class Measured(NamedTuple):
+    """A measurement: its settings, its requests' ids, and the answers by drafter name."""
+
+    measurement: Measurement
+    ids: list[str]
+    runs: dict[str, Runs]
+
+
 def measure(
-    served: EndpointConfig, prompts: PromptsConfig, config: DecodingConfig, repeats: int, workloads: Sequence[str]
+    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, workloads: Sequence[str]
 ) -> Report:
     """Measure the endpoint, and its baseline if there is one, on every workload, temperature and batch size.
 
@@ -55,14 +63,18 @@ def measure(
     servers = {info.get("speculative_algorithm", "endpoint").lower(): server}
     if served.baseline is not None:
         servers = {PLAIN: _baseline(served, server), **servers}
-    sessions, runs = [], []
+    measured: list[Measured] = []
     start = 0
     for job in jobs:
+        ids = [request.id for request in job.requests]
+        categories = by_category([request.category for request in job.requests])
+        conversations = [request.conversation for request in job.requests]
         for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
-            sessions.append(Session(job.name, temperature, size, config.seed, start, job.requests))
-            runs.append(_session(servers, job, _settings(config, temperature), size, repeats, config.seed))
+            measurement = Measurement(job.name, temperature, size, 0, config.seed, start, categories, conversations)
+            runs = _runs(servers, job, _settings(config, temperature), size, repeats, config.seed)
+            measured.append(Measured(measurement, ids, runs))
         start += len(job.requests)
-    gates = _gates(sessions, runs) if served.baseline is not None else {}
+    gates = _gates(measured) if served.baseline is not None else {}
     return Report(
         target={"name": server.model, "path": server.model},
         device={
@@ -74,14 +86,13 @@ def measure(
         },
         settings=_report_settings(served, prompts, config, repeats, jobs),
         gates=gates,
-        rows=_rows(sessions, runs, gates),
+        rows=_rows(measured, gates),
     )
 
 
-def _job(name: str, config: PromptsConfig, *, chat: bool) -> Job:
+def _job(name: str, config: Selection, *, chat: bool) -> Job:
     """Read a workload's requests; a workload without further prompts for the warm-up repeats its last ones."""
-    selection = Selection(config.prompts, config.warmup, False, config.turns, config.balanced)
-    measured, spare = chosen(name, selection)
+    measured, spare = chosen(name, config, config.warmup)
     try:
         requests = [request for i, record in measured for request in requests_of(record, i, config.turns, chat)]
         warmup = [request for record in spare for request in requests_of(record, -1, "first", chat)]
@@ -121,7 +132,7 @@ def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
     return {"max_tokens": config.max_new_tokens, **sampling, **penalty, **seed, **least}
 
 
-def _session(
+def _runs(
     servers: Servers, job: Job, settings: Mapping[str, Any], in_flight: int, repeats: int, seed: int
 ) -> dict[str, Runs]:
     """Send all requests to all servers, `repeats` times, the servers in a new random order each time.
@@ -141,45 +152,39 @@ def _session(
             result = servers[name].send_all([job.requests[i] for i in batch], settings, in_flight, name != PLAIN)
             weight = result.wall_s / sum(answer.latency_s for answer in result.answers) if in_flight > 1 else 1.0
             for i, answer in zip(batch, result.answers, strict=True):
-                verified = result.verified if len(batch) == 1 else answer.verified
-                runs[name].answers[i].append(Timed(answer, weight, verified))
-            runs[name].verified.append(result.verified)
+                passes = result.passes if len(batch) == 1 else answer.passes
+                runs[name].answers[i].append(Timed(answer, weight, passes))
+            runs[name].passes.append(result.passes)
     if PLAIN in servers:
         servers[PLAIN].refuse_drafts()
     return runs
 
 
-def _gates(sessions: Sequence[Session], runs: Sequence[Mapping[str, Runs]]) -> dict[str, Gate]:
+def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
     """Check the greedy texts of all workloads for losslessness, at every batch size."""
     gates: dict[str, Gate] = {}
-    for size in dict.fromkeys(session.batch_size for session in sessions):
-        greedy = [
-            (session, by_server)
-            for session, by_server in zip(sessions, runs, strict=True)
-            if session.temperature == 0 and session.batch_size == size
-        ]
-        ids = [request.id for session, _ in greedy for request in session.requests]
-        plain = [texts for _, by_server in greedy for texts in by_server[PLAIN].texts()]
-        for name in greedy[0][1]:
-            if name != PLAIN:
-                drafted = [texts for _, by_server in greedy for texts in by_server[name].texts()]
-                gates[labelled(name, size)] = text_gate(plain, drafted, ids)
+    for size in dict.fromkeys(one.measurement.batch_size for one in measured):
+        greedy = [one for one in measured if one.measurement.temperature == 0 and one.measurement.batch_size == size]
+        ids = [id_ for one in greedy for id_ in one.ids]
+        texts = {name: [repeats for one in greedy for repeats in one.runs[name].texts()] for name in greedy[0].runs}
+        plain = texts.pop(PLAIN)
+        gates |= {labelled(name, size): text_gate(plain, drafted, ids) for name, drafted in texts.items()}
     return gates
 
 
-def _rows(sessions: Sequence[Session], runs: Sequence[Mapping[str, Runs]], gates: Mapping[str, Gate]) -> list[Row]:
+def _rows(measured: Sequence[Measured], gates: Mapping[str, Gate]) -> list[Row]:
     rows: list[Row] = []
-    for session, by_server in zip(sessions, runs, strict=True):
-        for category, indices in {"": list(range(len(session.requests))), **session.categories()}.items():
-            for name, server_runs in by_server.items():
-                gate = gates.get(labelled(name, session.batch_size), UNCHECKED)
+    for measurement, ids, by_server in measured:
+        for subset in measurement.parts(len(ids)):
+            for name, runs in by_server.items():
+                gate = gates.get(labelled(name, measurement.batch_size), UNCHECKED)
                 base = by_server.get(PLAIN) if gate.passed or name == PLAIN else None
-                rows.append(row_of(name, server_runs, base, gate, session, (category, indices)))
+                rows.append(row_of(name, runs, base, gate, measurement, subset))
     return rows
 
 
 def _report_settings(
-    served: EndpointConfig, prompts: PromptsConfig, config: DecodingConfig, repeats: int, jobs: Sequence[Job]
+    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, jobs: Sequence[Job]
 ) -> dict[str, Any]:
     """Return the settings that the report shows: those of requests and workloads."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")

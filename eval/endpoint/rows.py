@@ -5,27 +5,25 @@ requests count with a share of the elapsed time each, and the shares add up to i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from eval.endpoint.client import Answer, Request
-from eval.endpoint.counters import Verified, together
+from eval.endpoint.client import Answer
 from eval.live.interleaved import PLAIN
-from eval.measures import builder, results
-from eval.measures.builder import UNTIMED, Source, result, with_speedups
-from eval.measures.losslessness import UNCHECKED, Divergence, Gate, verdict_of
-from eval.measures.metrics import Passes
-from eval.measures.results import Row, Subset
+from eval.measures.builder import UNTIMED, Request, Source, result, with_speedups
+from eval.measures.losslessness import UNCHECKED, Divergence, Gate, gate_of
+from eval.measures.metrics import Passes, together
+from eval.measures.results import Measurement, Row, Subset
 
 SHOWN = 24  # characters of a text, from the first difference
 
 
 class Timed(NamedTuple):
-    """An answer, the weight of its seconds, and the counts of its drafts, None if unknown."""
+    """An answer, the weight of its seconds, and the counts of its passes, None if unknown."""
 
     answer: Answer
     weight: float
-    verified: Verified | None
+    passes: Passes | None
 
     @property
     def seconds(self) -> float:
@@ -40,10 +38,10 @@ class Timed(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """One server's answers to a workload: the repeats of each request, and the counts of drafts of each batch."""
+    """One server's answers to a workload: the repeats of each request, and the counts of passes of each batch."""
 
     answers: list[list[Timed]]
-    verified: list[Verified]
+    passes: list[Passes]
 
     def texts(self) -> list[list[str]]:
         """Return the texts of every request's repeats."""
@@ -54,45 +52,26 @@ class Runs(NamedTuple):
         ordered = [sorted(self.answers[i], key=lambda run: run.seconds) for i in indices]
         return [repeats[(len(repeats) - 1) // 2] for repeats in ordered]
 
-    def measured(self, indices: Sequence[int]) -> list[builder.Request]:
+    def measured(self, indices: Sequence[int]) -> list[Request]:
         """Return each request as it was measured: the times of its median repeat, the counts of all its repeats."""
-        counts: list[Verified | None] = [*self.by_request(indices)] or [None] * len(indices)
+        counts: list[Passes | None] = [*self.by_request(indices)] or [None] * len(indices)
         return [
-            builder.Request(
-                passes=None if verified is None else _passes(verified),
+            Request(
+                passes=passes,
                 decoding=None if run.decode_s is None else (run.answer.decoded, run.decode_s),
                 end_to_end=(run.answer.tokens, run.seconds),
                 prefill_s=None if run.decode_s is None else run.seconds - run.decode_s,
                 seconds=UNTIMED | {"other": sum(repeat.decode_s or 0.0 for repeat in self.answers[i])},
                 waits={"latency_s": run.answer.latency_s, "ttft_s": run.answer.ttft_s},
             )
-            for i, run, verified in zip(indices, self.medians(indices), counts, strict=True)
+            for i, run, passes in zip(indices, self.medians(indices), counts, strict=True)
         ]
 
-    def by_request(self, indices: Sequence[int]) -> list[Verified]:
-        """Return each request's counts of drafts, summed over its repeats; nothing if one of them is unknown."""
-        counts = [[run.verified for run in self.answers[i] if run.verified is not None] for i in indices]
+    def by_request(self, indices: Sequence[int]) -> list[Passes]:
+        """Return each request's counts, summed over its repeats; nothing if one of them is unknown."""
+        counts = [[run.passes for run in self.answers[i] if run.passes is not None] for i in indices]
         complete = all(len(repeats) == len(self.answers[i]) for repeats, i in zip(counts, indices, strict=True))
         return [together(repeats) for repeats in counts] if complete else []
-
-
-@dataclass(frozen=True)
-class Session:
-    """Settings that all rows of one measurement share; `start` is the index of its first request in the gates."""
-
-    workload: str
-    temperature: float
-    batch_size: int
-    seed: int
-    start: int
-    requests: Sequence[Request]
-
-    def categories(self) -> dict[str, list[int]]:
-        """Return the indices of each category's requests; nothing if there is only one category."""
-        indices: dict[str, list[int]] = {}
-        for i, request in enumerate(self.requests):
-            indices.setdefault(request.category or "other", []).append(i)
-        return indices if len(indices) > 1 else {}
 
 
 def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], ids: Sequence[str]) -> Gate:
@@ -106,21 +85,17 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
         drafted: the texts of the same prompts with speculation.
         ids: the prompts' ids.
     """
-    verdicts: list[str] = []
-    ties: list[Divergence] = []
-    failures: list[Divergence] = []
-    for ours, theirs, prompt in zip(plain, drafted, ids, strict=True):
+
+    def compared(ours: Sequence[str], theirs: Sequence[str], prompt: str) -> tuple[Divergence | None, bool]:
         unstable = min((at for other in ours if (at := differs(ours[0], other)) is not None), default=None)
         differences = [(at, other) for other in theirs if (at := differs(ours[0], other)) is not None]
         if not differences:
-            verdicts.append("identical")
-            continue
+            return None, False
         at, other = min(differences)
-        tied = unstable is not None and at >= unstable
-        verdicts.append("near_tie" if tied else "failed")
         shown = f"{other[at : at + SHOWN]!r} instead of {ours[0][at : at + SHOWN]!r}"
-        (ties if tied else failures).append(Divergence(prompt, at, None, None, None, shown))
-    return verdict_of(verdicts, ties, failures)
+        return Divergence(prompt, at, None, None, None, shown), unstable is not None and at >= unstable
+
+    return gate_of(compared(*texts) for texts in zip(plain, drafted, ids, strict=True))
 
 
 def differs(one: str, other: str) -> int | None:
@@ -131,7 +106,7 @@ def differs(one: str, other: str) -> int | None:
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
-def row_of(name: str, runs: Runs, base: Runs | None, gate: Gate, session: Session, kind: tuple[str, list[int]]) -> Row:
+def row_of(name: str, runs: Runs, base: Runs | None, gate: Gate, measurement: Measurement, subset: Subset) -> Row:
     """Return a server's row of the report.
 
     Args:
@@ -139,30 +114,18 @@ def row_of(name: str, runs: Runs, base: Runs | None, gate: Gate, session: Sessio
         runs: the server's answers.
         base: the baseline's answers; None: no speedup is reported.
         gate: the losslessness check of all prompts at this batch size.
-        session: the settings that the rows share.
-        kind: a category, empty for the whole workload, and the indices of its requests.
+        measurement: the settings that the rows share.
+        subset: the requests that count.
     """
-    category, indices = kind
-    subset = Subset(category, indices, [session.requests[i].conversation for i in indices])
-    total = together(runs.by_request(indices) if category else runs.verified)
+    indices, plain = subset.indices, name == PLAIN
+    total = together(runs.by_request(indices) if subset.category else runs.passes)
+    rule = "none" if plain else "greedy" if measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
-    source = Source(
-        name,
-        "none" if name == PLAIN else "greedy" if session.temperature == 0 else "the server's",
-        "none" if name == PLAIN else depths,
-    )
-    checked = gate.among([session.start + i for i in indices]) if session.temperature == 0 else UNCHECKED
-    shared = results.Session(session.workload, session.temperature, session.batch_size, 0, session.seed)
+    checked = gate.among([measurement.start + i for i in indices]) if measurement.temperature == 0 else UNCHECKED
     measured = runs.measured(indices)
     row = replace(
-        result(source, shared, subset, measured, _passes(total)),
+        result(Source(name, rule, "none" if plain else depths), measurement, subset, measured, total),
         tokens=sum(run.answer.decoded for i in indices for run in runs.answers[i]),
         lossless=checked.counts(),
     )
-    return row if base is None else with_speedups(row, measured, base.measured(indices), subset, session.seed)
-
-
-def _passes(verified: Verified) -> Passes:
-    """Return a server's counts; a pass commits what it accepted and one token of the target's own."""
-    committed = verified.accepted + verified.passes
-    return Passes(committed, verified.passes, verified.drafted, verified.accepted, verified.by_depth)
+    return row if base is None else with_speedups(row, measured, base.measured(indices), subset, measurement.seed)

@@ -1,7 +1,6 @@
 """Prompts to measure on: the bundled workload by its name, the user's own log, or a published benchmark's file."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from data.text.prompts import WORKLOADS, Prompt, locate, prompt_of
 from data.text.records import Message, Record, content_text, parse
 from data.text.sources import open_source
 from data.text.template import encode, encode_plain, render
+from eval.config import Selection
 from eval.inputs.texts import NO_ANSWER, TOKENS, RecordedText, Text, TokenLog, recorded
 from eval.measures import metrics
 from inference.chat_template import RenderError
@@ -26,25 +26,6 @@ LONG = 32  # words of a plain text from which on half of it is a prompt unlike o
 Answer = Callable[[list[int]], str]  # the target's answer to a prompt
 Readable = Record | Prompt | TokenLog
 Indexed = tuple[int, Readable]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which prompts of a workload to take.
-
-    Attributes:
-        prompts: questions to measure on, at most; with all turns a question gives several prompts.
-        warmup: further prompts, to run before anything counts.
-        truncate: shorten prompts that leave no room to their end, rather than refuse them.
-        turns: "first" or "all" questions of a dialogue.
-        balanced: take as many of each category as there are, rather than the first ones.
-    """
-
-    prompts: int
-    warmup: int
-    truncate: bool
-    turns: str
-    balanced: bool
 
 
 class Workload(NamedTuple):
@@ -68,10 +49,7 @@ class Workload(NamedTuple):
 
     def categories(self) -> dict[str, list[int]]:
         """Return the indices of each category's prompts; nothing where all are of one."""
-        indices: dict[str, list[int]] = {}
-        for index, prompt in enumerate(self.prompts):
-            indices.setdefault(prompt.category, []).append(index)
-        return {name or "other": group for name, group in indices.items()} if len(indices) > 1 else {}
+        return by_category([prompt.category for prompt in self.prompts])
 
 
 def load_workload(name: str, target: Target, limit: int, truncate: bool = False) -> list[Prompt]:
@@ -94,7 +72,7 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
         ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that is empty,
             another target's, or leaves no room in the context.
     """
-    measured, spare = chosen(name, selection)
+    measured, spare = chosen(name, selection, selection.warmup)
 
     def fitting(prompt: Prompt) -> Prompt:
         return fit(prompt, name, target, selection.truncate)
@@ -127,7 +105,7 @@ def read_log(name: str, reads: Reads, selection: Selection, most: int) -> tuple[
     """
     texts: list[RecordedText] = []
     indices: list[int] = []
-    for index, record in chosen(name, selection)[0]:
+    for index, record in chosen(name, selection, 0)[0]:
         if isinstance(record, Prompt):
             raise ValueError(f"workload {name}, prompt {record.id}: {NO_ANSWER}")
         texts += recorded(record, name, reads, selection.turns, most)
@@ -137,18 +115,19 @@ def read_log(name: str, reads: Reads, selection: Selection, most: int) -> tuple[
     return Workload(short_name(name), name, prompts, [], False, conversations), [entry.text for entry in texts]
 
 
-def chosen(name: str, selection: Selection) -> tuple[list[Indexed], list[Readable]]:
+def chosen(name: str, selection: Selection, warmup: int) -> tuple[list[Indexed], list[Readable]]:
     """Return the records to measure on with their indices, in the workload's order, and those for the warm-up.
 
     Raises:
         ValueError: unknown workload or shape, or no prompts.
     """
-    records = list(_records(locate(name), selection))
+    most = selection.prompts + warmup
+    records = list(_records(locate(name), SEARCHED if selection.balanced else most))
     if not records:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
-    picked = by_category(records, selection.prompts + selection.warmup) if selection.balanced else records
+    picked = in_turn(records, most) if selection.balanced else records
     measured = sorted(picked[: selection.prompts], key=lambda record: record[0])
-    return measured, [record for _, record in picked[selection.prompts : selection.prompts + selection.warmup]]
+    return measured, [record for _, record in picked[selection.prompts : most]]
 
 
 def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:
@@ -191,7 +170,15 @@ def swapped(prompt: Prompt) -> Prompt:
     return prompt._replace(id=f"{prompt.id} swapped", token=prompt.token[half:] + prompt.token[:half])
 
 
-def by_category(records: Sequence[Indexed], count: int) -> list[Indexed]:
+def by_category(categories: Sequence[str]) -> dict[str, list[int]]:
+    """Return the indices of each category; nothing where there is only one."""
+    indices: dict[str, list[int]] = {}
+    for index, category in enumerate(categories):
+        indices.setdefault(category or "other", []).append(index)
+    return indices if len(indices) > 1 else {}
+
+
+def in_turn(records: Sequence[Indexed], count: int) -> list[Indexed]:
     """Return records of all categories in turn: the first of each, then the second, and so on."""
     groups: dict[str, list[Indexed]] = {}
     for index, record in records:
@@ -223,10 +210,9 @@ def short_name(name: str) -> str:
     return keys[0] if keys else path.name if path.is_file() else name
 
 
-def _records(path: str, selection: Selection) -> Iterator[Indexed]:
-    """Yield as many of the workload's records as the selection needs, with their indices."""
+def _records(path: str, limit: int) -> Iterator[Indexed]:
+    """Yield the workload's first records with their indices."""
     source, seen = open_source(path, split=""), set[str]()
-    limit = SEARCHED if selection.balanced else selection.prompts + selection.warmup
     for index, raw in enumerate(islice(source, limit)):
         if set(raw) == set(Prompt._fields):
             yield index, Prompt.read(raw, index, path)

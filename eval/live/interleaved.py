@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -14,12 +15,13 @@ from eval.live.hf import hf_generate
 from eval.measures import metrics
 from eval.measures.builder import Request, Source, result, with_speedups
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
-from eval.measures.results import Row, Session
+from eval.measures.results import Measurement, Row
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
 from inference.target.target import Target
 
+T = TypeVar("T")
 PLAIN, HF = "plain", "hf"  # the two baselines' names among the drafters'
 
 Runner = Callable[[list[int]], Generation]
@@ -49,8 +51,14 @@ def measure(
     """
     assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
     if batch_size > 1:
-        together = {PLAIN: Plain(target.device), **drafters}
-        return _in_batches(target, together, prompts, settings, repeats, warmup, batch_size)
+        sources = {PLAIN: Plain(target.device), **drafters}
+        tokens = [prompt.token for prompt in prompts]
+        warm_up(target, sources, warmup, settings, batch_size)
+
+        def answers(drafter: Drafter, _: int) -> Sequence[Generation]:
+            return speculate(target, drafter, tokens, settings, batch_size=batch_size)
+
+        return in_turns(sources, answers, len(prompts), repeats, settings.seed)
     runners: dict[str, Runner] = {PLAIN: partial(autoregress, target, settings=settings)}
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
@@ -66,28 +74,34 @@ def measure(
     return interleave(runners, prompts, repeats, warmup, settings.seed, resets)
 
 
-def _in_batches(
-    target: Target,
+def warm_up(
+    target: Target, drafters: Mapping[str, Drafter], prompts: Sequence[Prompt], settings: Settings, batch_size: int
+) -> None:
+    """Let every drafter decode prompts, if there are any, in a full batch before anything counts."""
+    tokens = [prompt.token for prompt in prompts] * batch_size
+    for drafter in drafters.values() if tokens else ():
+        speculate(target, drafter, tokens[: max(batch_size, len(prompts))], settings, batch_size=batch_size)
+
+
+def in_turns(
     drafters: Mapping[str, Drafter],
-    prompts: Sequence[Prompt],
-    settings: Settings,
+    answers: Callable[[Drafter, int], Sequence[T]],
+    count: int,
     repeats: int,
-    warmup: Sequence[Prompt],
-    batch_size: int,
-) -> Runs:
-    """Let every drafter decode all prompts in a continuous batch, in turns, in a new random order each round."""
-    shuffle, tokens = random.Random(settings.seed), [prompt.token for prompt in prompts]
-    runs: Runs = {name: [[] for _ in prompts] for name in drafters}
-    before = [prompt.token for prompt in warmup]
-    for drafter in drafters.values() if before else ():
-        speculate(target, drafter, (before * batch_size)[:batch_size], settings, batch_size=batch_size)
-    for _ in range(repeats):
+    seed: int,
+) -> dict[str, list[list[T]]]:
+    """Let every drafter answer all `count` prompts in each round, in a new random order of drafters each round.
+
+    A drafter with memory begins every round with nothing. `answers` takes the drafter and the number of the round.
+    """
+    shuffle = random.Random(seed)
+    rounds: dict[str, list[list[T]]] = {name: [[] for _ in range(count)] for name in drafters}
+    for number in range(repeats):
         for name in shuffle.sample(list(drafters), len(drafters)):
             drafters[name].reset()
-            answers = speculate(target, drafters[name], tokens, settings, batch_size=batch_size)
-            for repeats_of, run in zip(runs[name], answers, strict=True):
-                repeats_of.append(run)
-    return runs
+            for repeats_of, answer in zip(rounds[name], answers(drafters[name], number), strict=True):
+                repeats_of.append(answer)
+    return rounds
 
 
 def interleave(
@@ -122,34 +136,47 @@ def interleave(
     return runs
 
 
-def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], session: Session) -> list[Row]:
+def decoded_once(
+    target: Target, drafters: Mapping[str, Drafter], prompts: Sequence[Prompt], settings: Settings, batch_size: int = 1
+) -> dict[str, list[Generation]]:
+    """Return one run of each prompt by autoregressive decoding and by every drafter: to compare tokens, not to time."""
+    runs = measure(target, drafters, prompts, settings, 1, (), hf=False, batch_size=batch_size)
+    return {name: [repeats[0] for repeats in by_prompt] for name, by_prompt in runs.items()}
+
+
+def medians(runs: Runs) -> dict[str, list[Generation]]:
+    """Return each prompt's median run, by name."""
+    return {name: [metrics.median_run(repeats) for repeats in by_prompt] for name, by_prompt in runs.items()}
+
+
+def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:
     """Assemble the report's rows of one session, the baseline first: all prompts together, then each category.
 
     Args:
         runs: what `measure` returned.
         drafters: those it was called with.
         gates: each drafter's losslessness check; a drafter that did not pass gets no speedup, at any temperature.
-        session: what the rows share.
+        measurement: the settings and checks that the rows share.
     """
-    middle = {name: [metrics.median_run(repeats) for repeats in runs_of] for name, runs_of in runs.items()}
+    middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
     hf = requests.pop(HF, None)
     sources: dict[str, Drafter] = {PLAIN: Plain(torch.device("cpu")), **drafters}
     measured = []
-    for subset in session.parts(len(requests[PLAIN])):
+    for subset in measurement.parts(len(requests[PLAIN])):
         plain = [requests[PLAIN][index] for index in subset.indices]
         other = None if hf is None else [hf[index] for index in subset.indices]
         for name, runs_of in requests.items():
             mine = [runs_of[index] for index in subset.indices]
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
             source = Source(name, rule, sources[name].tree, sources[name].memory)
-            gate = gates.get(labelled(name, session.batch_size), UNCHECKED)
-            shown = gate if session.temperature == 0 else session.coupled.get(name, UNCHECKED)
-            counts = shown.among([session.start + index for index in subset.indices]).counts()
-            row = replace(result(source, session, subset, mine), lossless=counts)
+            gate = gates.get(labelled(name, measurement.batch_size), UNCHECKED)
+            shown = gate if measurement.temperature == 0 else measurement.coupled.get(name, UNCHECKED)
+            counts = shown.among([measurement.start + index for index in subset.indices]).counts()
+            row = replace(result(source, measurement, subset, mine), lossless=counts)
             trusted = gate.passed or (name == PLAIN and not gate.checked)  # alone, it is the reference of the gate
-            trusted = trusted and name not in session.untrusted
-            measured.append(with_speedups(row, mine, plain, subset, session.seed, other) if trusted else row)
+            trusted = trusted and name not in measurement.not_lossless
+            measured.append(with_speedups(row, mine, plain, subset, measurement.seed, other) if trusted else row)
     return measured
 
 

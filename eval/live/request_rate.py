@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 
 from data.text.prompts import Prompt
-from eval.live.interleaved import PLAIN, Runs
+from eval.live.interleaved import PLAIN, Runs, in_turns, warm_up
 from eval.measures import metrics
-from eval.measures.results import Row, Session, Subset
+from eval.measures.results import Measurement, Row, Subset
 from inference.batch import Batch, batch_of
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, Settings
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -112,22 +112,15 @@ def measure(
     Returns:
         For "plain" and each drafter's name: the rounds of each prompt, in the prompts' order.
     """
-    together: dict[str, Drafter] = {PLAIN: Plain(target.device), **drafters}
-    tokens, before = [prompt.token for prompt in prompts], [prompt.token for prompt in warmup]
-    for drafter in together.values() if before else ():
-        some = (before * batch_size)[: max(batch_size, len(before))]
-        speculate(target, drafter, some, settings, batch_size=batch_size)
-    gaps, shuffle = random.Random(settings.seed), random.Random(settings.seed)
-    rounds: Rounds = {name: [[] for _ in prompts] for name in together}
-    for _ in range(repeats):
-        when = arrivals(len(prompts), request_rate, gaps)
-        for name in shuffle.sample(list(together), len(together)):
-            drafter = together[name]
-            drafter.reset()
-            batch = batch_of(target, drafter, min(batch_size, len(tokens)))
-            for served_repeats, served in zip(rounds[name], serve(batch, tokens, when, settings), strict=True):
-                served_repeats.append(served)
-    return rounds
+    sources: dict[str, Drafter] = {PLAIN: Plain(target.device), **drafters}
+    warm_up(target, sources, warmup, settings, batch_size)
+    tokens, gaps = [prompt.token for prompt in prompts], random.Random(settings.seed)
+    when = [arrivals(len(prompts), request_rate, gaps) for _ in range(repeats)]
+
+    def answers(drafter: Drafter, number: int) -> list[Served]:
+        return serve(batch_of(target, drafter, min(batch_size, len(tokens))), tokens, when[number], settings)
+
+    return in_turns(sources, answers, len(prompts), repeats, settings.seed)
 
 
 def generations(rounds: Rounds) -> Runs:
@@ -135,13 +128,13 @@ def generations(rounds: Rounds) -> Runs:
     return {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
-def waited(rows: Sequence[Row], rounds: Rounds, session: Session) -> list[Row]:
+def waited(rows: Sequence[Row], rounds: Rounds, measurement: Measurement) -> list[Row]:
     """Return the rows that `live.rows` made of a session under load, with the waiting times of its requests.
 
     Latencies are those of all rounds: each had other arrivals, so none is more typical than another.
     """
-    subsets = {subset.category: subset for subset in session.parts(len(rounds[PLAIN]))}
-    return [_waited(row, rounds, subsets[row.category], session.seed) for row in rows]
+    subsets = {subset.category: subset for subset in measurement.parts(len(rounds[PLAIN]))}
+    return [_waited(row, rounds, subsets[row.category], measurement.seed) for row in rows]
 
 
 def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from data.text.prompts import Prompt
-from eval.live.interleaved import PLAIN, Runs, measure
+from eval.live.interleaved import PLAIN, decoded_once
 from eval.measures import chi_square
 from eval.measures.chi_square import Cells, ChiSquareTest
-from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate, verdict_of, worst
+from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate_of, worst
 from inference.decode import Generation, Settings
 from inference.drafters.plain import Plain
 from inference.protocol import Commit, Context, Drafter, Proposal
@@ -70,7 +70,7 @@ def sampled_gates(
     """
     coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
-    runs = {size: _once(measure(target, drafters, prompts, coupled, 1, (), False, size)) for size in all_sizes}
+    runs = {size: decoded_once(target, drafters, prompts, coupled, size) for size in all_sizes}
     plain, verdicts = runs[1][PLAIN], []
     candidates = list(texts(prompts, plain))
     for name, drafter in drafters.items():
@@ -82,32 +82,20 @@ def sampled_gates(
     return verdicts
 
 
-def _once(runs: Runs) -> dict[str, list[Generation]]:
-    """Return the only repeat of each prompt."""
-    return {name: [repeats[0] for repeats in by_prompt] for name, by_prompt in runs.items()}
-
-
 def coupled_check(
     target: Target, plain: Sequence[Generation], drafted: Sequence[Generation], prompts: Sequence[Prompt], how: Settings
 ) -> Gate:
     """Compare runs under coupled noise; a near tie is one in the race of the tokens, probs over noise."""
-    check = gate(plain, drafted, [prompt.id for prompt in prompts], target.dtype)
-    if check.identical == check.checked:
-        return check
-    verdicts: list[str] = []
-    ties: list[Divergence] = []
-    failures: list[Divergence] = []
-    for ours, theirs, prompt in zip(plain, drafted, prompts, strict=True):
+
+    def compared(ours: Generation, theirs: Generation, prompt: Prompt) -> tuple[Divergence | None, bool]:
         parted = divergence(ours, theirs, prompt.id)
         if parted is None:
-            verdicts.append("identical")
-            continue
+            return None, False
         both = parted.plain is not None and parted.drafted is not None
         gap = race_gap(target, prompt.token, ours.tokens[: parted.position], how) if both else None
-        tied = gap is not None and gap < EPSILON[target.dtype]
-        verdicts.append("near_tie" if tied else "failed")
-        (ties if tied else failures).append(replace(parted, gap=gap))
-    return verdict_of(verdicts, ties, failures)
+        return replace(parted, gap=gap), gap is not None and gap < EPSILON[target.dtype]
+
+    return gate_of(compared(*runs) for runs in zip(plain, drafted, prompts, strict=True))
 
 
 @torch.inference_mode()

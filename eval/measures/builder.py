@@ -8,7 +8,7 @@ from typing import NamedTuple
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED
 from eval.measures.metrics import Pair, Pairs, Passes
-from eval.measures.results import Row, Session, Subset
+from eval.measures.results import Measurement, Row, Subset
 
 UNTIMED = {"draft": 0.0, "verify": 0.0, "other": 0.0}  # seconds
 
@@ -44,13 +44,13 @@ class Request:
 
 
 def result(
-    source: Source, session: Session, subset: Subset, requests: Sequence[Request], whole: Passes | None = None
+    source: Source, measurement: Measurement, subset: Subset, requests: Sequence[Request], whole: Passes | None = None
 ) -> Row:
-    """Return the result of a source on a subset of a session, without a speedup, which `with_speedups` adds.
+    """Return the result of a source on a subset of a measurement, without a speedup, which `with_speedups` adds.
 
     Args:
         source: the draft source.
-        session: the session measured.
+        measurement: the settings that the rows share.
         subset: the requests that count.
         requests: these requests.
         whole: the sum of their counts, where that is known without those of each request, or better.
@@ -65,18 +65,11 @@ def result(
         drafter=source.drafter,
         rule=source.rule,
         tree=source.tree,
-        workload=f"{session.workload}/{subset.category}" if subset.category else session.workload,
-        temperature=session.temperature,
-        batch_size=session.batch_size,
-        steps=acceptance.steps,
-        tokens=acceptance.tokens,
-        tau=acceptance.tau,
-        tau_ci=metrics.pooled_interval(counts, session.seed, subset.groups),
-        tau_request_mean=acceptance.tau_request_mean,
-        accepted_by_depth=acceptance.accepted_by_depth,
-        conditional_by_depth=acceptance.conditional_by_depth,
-        draft_tokens=acceptance.draft_tokens,
-        accepted_per_draft_token=acceptance.accepted_per_draft_token,
+        workload=f"{measurement.workload}/{subset.category}" if subset.category else measurement.workload,
+        temperature=measurement.temperature,
+        batch_size=measurement.batch_size,
+        **vars(acceptance),
+        tau_ci=metrics.pooled_interval(counts, measurement.seed, subset.groups),
         tokens_per_second=metrics.speed(_pairs(requests, "decoding")),
         speedup=None,
         speedup_ci=None,
@@ -84,19 +77,18 @@ def result(
         overlap_headroom=metrics.overlap_headroom(seconds) if seconds["verify"] else None,
         seconds=seconds,
         latency_s=statistics.median(latencies) if latencies else None,
-        memory_bytes=session.memory_bytes,
+        memory_bytes=measurement.memory_bytes,
         lossless=UNCHECKED.counts(),
         category=subset.category,
         prompts=len(requests),
         state=source.state,
-        definitions=acceptance.definitions,
         tau_within_depth=[metrics.tau_within(acceptance, depth) for depth in range(1, deepest + 1)],
         by_request=_by_request(requests, None),
         prefill_s=sum(prefills, 0.0) if len(prefills) == len(requests) else 0.0,
         whole_tokens_per_second=metrics.speed(_pairs(requests, "end_to_end")),
-        agreement={} if subset.category else session.agreement.get(source.drafter, {}),
-        tier=session.tier,
-        request_rate=session.request_rate,
+        agreement={} if subset.category else measurement.agreement.get(source.drafter, {}),
+        tier=measurement.tier,
+        request_rate=measurement.request_rate,
     )
 
 
@@ -132,10 +124,10 @@ def with_speedups(
     )
 
 
-def text_results(source: Source, session: Session, texts: Sequence[Request]) -> list[Row]:
+def text_results(source: Source, measurement: Measurement, texts: Sequence[Request]) -> list[Row]:
     """Return the results of a source along given texts, where no clock ran: all texts together, then each category."""
-    subsets = session.parts(len(texts))
-    return [result(source, session, subset, [texts[index] for index in subset.indices]) for subset in subsets]
+    subsets = measurement.parts(len(texts))
+    return [result(source, measurement, subset, [texts[index] for index in subset.indices]) for subset in subsets]
 
 
 def _passes(requests: Sequence[Request]) -> list[Passes]:

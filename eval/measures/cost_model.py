@@ -17,7 +17,7 @@ from inference.drafters.policy import CONFIDENT, TreeConfig
 T = TypeVar("T")
 
 
-class Step(NamedTuple):
+class ReplayedStep(NamedTuple):
     """One step of a replayed text: the tokens before its root, the nodes drafted, the drafted tokens accepted."""
 
     prefix: int
@@ -37,7 +37,7 @@ class Cell(NamedTuple):
 class Replayed:
     """The simulated decoding of one text with a tree: its steps, and the tokens that they commit."""
 
-    steps: list[Step]
+    steps: list[ReplayedStep]
     tokens: int
 
 
@@ -114,7 +114,7 @@ def plain_seconds(tokens: Sequence[int], costs: Mapping[int, Costs], batch: int)
 
 
 def step_seconds(
-    texts: Sequence[Sequence[Step]], tree: TreeConfig, costs: Mapping[int, Costs], batch: int
+    texts: Sequence[Sequence[ReplayedStep]], tree: TreeConfig, costs: Mapping[int, Costs], batch: int
 ) -> dict[str, float]:
     """Return the total seconds of all steps by part."""
     branches, key = tree.kind in CONFIDENT or any(map(any, tree.shape())), draft_key(tree)

@@ -1,12 +1,14 @@
 """The losslessness check: speculative greedy decoding must emit the tokens of autoregressive greedy decoding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from eval.measures.chi_square import ChiSquareTest
+from heads.common.typed import fits, typed
+from heads.common.untrusted import shown
 from inference.decode import Generation
 
 # A pass over a tree adds up the same numbers in another order than a pass over one token, so its logits differ by
@@ -15,6 +17,10 @@ from inference.decode import Generation
 # themselves: between 16 and 32, where lm_heads put their best logits, they stand 1/64 (float16) and 1/8 (bfloat16)
 # apart, and two steps of that grid are allowed. A wrong token of a defect shows gaps of whole units.
 EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torch.bfloat16: 2 / 8}
+
+
+VERDICTS = ("identical", "near_tie", "failed")
+COUNTS = ("checked", *VERDICTS)
 
 
 def labelled(drafter: str, batch_size: int, report: str = "", request_rate: float | None = None) -> str:
@@ -73,12 +79,23 @@ class Gate:
 
     def counts(self) -> dict[str, int]:
         """Return the four counts, as the report writes them."""
-        return {
-            "checked": self.checked,
-            "identical": self.identical,
-            "near_tie": self.near_tie,
-            "failed": self.failed,
-        }
+        return {key: getattr(self, key) for key in COUNTS}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record of the report's JSON."""
+        ties = {"ties": self.ties} if self.ties else {}
+        return {**self.counts(), "passed": self.passed, "first": self.first, **ties}
+
+    @classmethod
+    def read(cls, record: Any) -> "Gate":
+        """Return the check in a record; one that failed without a failure is that of a lossy rule.
+
+        Raises:
+            ValueError, KeyError, TypeError or AttributeError: for what `as_dict` does not write.
+        """
+        gate = typed(cls, {key: record[key] for key in (*COUNTS, "first")})
+        ties = tuple(typed(Divergence, tie) for tie in record.get("ties", []))
+        return replace(gate, ties=ties, lossy=gate.passed and not record["passed"])
 
     def among(self, indices: Sequence[int]) -> "Gate":
         """Return the check of some of the prompts, by their indices; one without details is returned as it is."""
@@ -124,6 +141,24 @@ class SampledGate:
         sizes = {"batch_sizes": self.batch_sizes, "failed_at": self.failed_at}
         return {**named, "coupled": counts | sizes, "law": test, "why_no_law": self.why}
 
+    @classmethod
+    def read(cls, record: Any) -> "SampledGate":
+        """Return the check in a record; raises what `Gate.read` does."""
+        equal, test = record["coupled"], record["law"]
+        sizes, failed_at = tuple(equal.get("batch_sizes", (1,))), equal.get("failed_at")
+        if not fits(tuple[int, ...], sizes) or not fits(int | None, failed_at):
+            raise ValueError(f"batch_sizes {shown(sizes)} and failed_at {shown(failed_at)} are no batch sizes")
+        statistics = None if test is None else {key: value for key, value in test.items() if key != "control_caught"}
+        return cls(
+            drafter=str(record["drafter"]),
+            temperature=float(record["temperature"]),
+            coupled=Gate.read({**equal, "passed": equal["checked"] > 0 and not equal["failed"]}),
+            distribution=None if statistics is None else typed(ChiSquareTest, statistics),
+            why=str(record["why_no_law"]),
+            batch_sizes=sizes,
+            failed_at=failed_at,
+        )
+
     def __str__(self) -> str:
         """Describe it for a message."""
         several = f" at batch sizes {', '.join(map(str, self.batch_sizes))}" if self.batch_sizes != (1,) else ""
@@ -133,7 +168,6 @@ class SampledGate:
         return line + (f"; {at}{self.coupled.first}" if self.coupled.first else "")
 
 
-VERDICTS = ("identical", "near_tie", "failed")
 UNCHECKED = Gate(0, 0, 0, 0)
 WITHHELD = "withheld"  # shown instead of the speedup of a failed result
 
@@ -153,7 +187,7 @@ def in_words(counts: Mapping[str, int] | None) -> str:
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedChecks:
     """The failed losslessness checks of a report, and the one rule by which they fail a result.
 
     A result fails with a prompt of its own that differs, with its drafter's greedy check at its batch size, and with
@@ -168,7 +202,7 @@ class Failed:
     sampled: frozenset[tuple[str, float]]
 
     @classmethod
-    def of(cls, gates: Mapping[str, Gate], sampled: Sequence[SampledGate]) -> "Failed":
+    def of(cls, gates: Mapping[str, Gate], sampled: Sequence[SampledGate]) -> "FailedChecks":
         """Return those among verdicts."""
         return cls(
             frozenset(name for name, gate in gates.items() if not gate.passed),
@@ -176,7 +210,7 @@ class Failed:
         )
 
     @classmethod
-    def recorded(cls, settings: Mapping[str, Any]) -> "Failed":
+    def recorded(cls, settings: Mapping[str, Any]) -> "FailedChecks":
         """Return those among the settings of a report.json."""
         return cls(
             frozenset(name for name, gate in settings.get("gate", {}).items() if not gate.get("passed", True)),
@@ -243,12 +277,19 @@ def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequen
     """
     if dtype not in EPSILON:
         raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")
+    parted = [divergence(ours, theirs, prompt) for ours, theirs, prompt in zip(plain, drafted, ids, strict=True)]
+    return gate_of(
+        (where, where is not None and near_tie(where, theirs, EPSILON[dtype]))
+        for where, theirs in zip(parted, drafted, strict=True)
+    )
+
+
+def gate_of(compared: Iterable[tuple[Divergence | None, bool]]) -> Gate:
+    """Return the gate of prompts, given where each differs from the baseline, if it does, and whether in a near tie."""
     verdicts: list[str] = []
     failures: list[Divergence] = []
     ties: list[Divergence] = []
-    for ours, theirs, prompt in zip(plain, drafted, ids, strict=True):
-        where = divergence(ours, theirs, prompt)
-        tied = where is not None and near_tie(where, theirs, EPSILON[dtype])
+    for where, tied in compared:
         verdicts.append("identical" if where is None else "near_tie" if tied else "failed")
         if where is not None:
             (ties if tied else failures).append(where)

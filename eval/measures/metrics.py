@@ -60,7 +60,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How well the target accepted the drafts of a set of requests; depth d is at index d - 1."""
+    """How well the target accepted the drafts of a set of requests, as in a report's row; depth d is at index d - 1."""
 
     steps: int
     tokens: int
@@ -138,14 +138,16 @@ def pooled(requests: Sequence[Passes], whole: Passes | None = None) -> Acceptanc
 
 
 def together(requests: Sequence[Passes]) -> Passes:
-    """Return the sums of the counts of requests."""
+    """Return the sums of the counts of requests; what one of them does not know is unknown of all."""
     drafted = [request.drafted for request in requests if request.drafted is not None]
+    has_depths = all(request.by_depth or not request.accepted for request in requests)
+    by_depth = [request.by_depth for request in requests if has_depths]
     return Passes(
         tokens=math.fsum(request.tokens for request in requests),
         steps=math.fsum(request.steps for request in requests),
         drafted=math.fsum(drafted) if len(drafted) == len(requests) else None,
         accepted=math.fsum(request.accepted for request in requests),
-        by_depth=[math.fsum(counts) for counts in zip_longest(*(one.by_depth for one in requests), fillvalue=0.0)],
+        by_depth=tuple(math.fsum(counts) for counts in zip_longest(*by_depth, fillvalue=0)),
     )
 
 
@@ -200,11 +202,6 @@ def over(pairs: Pairs, base: Pairs) -> float | None:
     return None if fast is None or slow is None else ratio(fast, slow)
 
 
-def tokens_per_second(runs: Sequence[Generation]) -> float | None:
-    """Return the speed of decoding, the prefill excluded."""
-    return speed(decoding(runs))
-
-
 def seconds(runs: Sequence[Generation]) -> dict[str, float]:
     """Return the seconds of all steps together, by what they were spent on."""
     steps = [step for run in runs for step in run.steps]
@@ -221,11 +218,6 @@ def overlap_headroom(seconds: dict[str, float]) -> float | None:
     return ratio(total, total - min(seconds["draft"], seconds["verify"]))
 
 
-def speedup(runs: Sequence[Generation], base: Sequence[Generation]) -> float | None:
-    """Return the speed of decoding over that of `base`, which holds the same requests."""
-    return over(decoding(runs), decoding(base))
-
-
 def tau_interval(runs: Sequence[Generation], seed: int, groups: Groups = None) -> Interval | None:
     """Return tau's confidence interval under resampling of the requests, those of a group together."""
     return pooled_interval([passes(run) for run in runs], seed, groups)
@@ -237,13 +229,6 @@ def pooled_interval(requests: Sequence[Passes], seed: int, groups: Groups = None
         return None
     columns = torch.tensor([[request.tokens, request.steps] for request in requests], dtype=torch.float64)
     return bootstrap(within(columns, groups), lambda total: total[:, 0] / total[:, 1], seed)
-
-
-def speedup_interval(
-    runs: Sequence[Generation], base: Sequence[Generation], seed: int, groups: Groups = None
-) -> Interval | None:
-    """Return the speedup's confidence interval; `runs` and `base` hold the same requests in the same order."""
-    return paired_interval(decoding(runs), decoding(base), seed, groups)
 
 
 def paired_interval(pairs: Pairs, base: Pairs, seed: int, groups: Groups = None) -> Interval | None:

@@ -1,4 +1,4 @@
-"""Results of one draft source on one workload at one temperature and batch size, and the session of each."""
+"""Results of one draft source on one workload at one temperature and batch size, and the settings behind them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class Row:
 
 
 class Subset(NamedTuple):
-    """Some requests of a session: a category (empty: all), their indices, and the groups resampled together."""
+    """Some requests of a measurement: a category (empty: all), their indices, and the groups resampled together."""
 
     category: str
     indices: Sequence[int]
@@ -71,7 +71,7 @@ class Subset(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Session:
+class Measurement:
     """The settings and checks that all results of one measurement share.
 
     Attributes:
@@ -79,7 +79,7 @@ class Session:
         categories: the indices of each category's prompts in it.
         conversations: of each prompt; intervals come from resampling these. Empty: each prompt is one.
         coupled: at a temperature above 0, each drafter's verdict under coupled noise.
-        untrusted: drafters that are given no speedup at this temperature.
+        not_lossless: drafters that are given no speedup at this temperature.
         agreement: of each drafter's timed tokens with those of autoregressive decoding, the baseline.
     """
 
@@ -92,7 +92,7 @@ class Session:
     categories: Mapping[str, Sequence[int]] = field(default_factory=dict)
     conversations: Sequence[int] = ()
     coupled: Mapping[str, Gate] = field(default_factory=dict)
-    untrusted: frozenset[str] = frozenset()
+    not_lossless: frozenset[str] = frozenset()
     agreement: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     request_rate: float | None = None
     tier: str = LIVE

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eval.inputs.texts import Text
-from eval.measures.cost_model import Step
+from eval.measures.cost_model import ReplayedStep
 from eval.measures.metrics import Passes
 from heads.base import Draft, Features
 from heads.modules.vocab import scatter_logits
@@ -143,7 +143,7 @@ def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], 
     return Reach(needed, (torch.bincount(depths, minlength=depth + 1).cumsum(0) - 1).tolist())
 
 
-def replay(of: Record, tree: TreeConfig) -> list[Step]:
+def replay(of: Record, tree: TreeConfig) -> list[ReplayedStep]:
     """Return the steps of decoding the text with a tree.
 
     The tree's kind and top_k must have been recorded, with no smaller a depth and budget.
@@ -161,7 +161,7 @@ def replay(of: Record, tree: TreeConfig) -> list[Step]:
             fitting = {path for path in shape if len(path) <= room}
             accepted, nodes = along(of.rank[written - 1], fitting), len(fitting)
         accepted = min(accepted, text.generated - written)
-        steps.append(Step(text.start + written - 1, nodes, accepted))
+        steps.append(ReplayedStep(text.start + written - 1, nodes, accepted))
         written += accepted + 1
     return steps
 

@@ -88,15 +88,6 @@ def _tau(conditional: Sequence[float]) -> float:
     return 1.0 + sum(accumulate(conditional, mul))
 
 
-NOTE = (
-    "The breakdown leads from τ to the speedup: what would be left if only the dearer pass counted, then the draft "
-    "too, then all. The oracle has the same acceptance, its drafts and its wider passes for nothing. What would help "
-    "most is the loss that gives back most if it were a tenth smaller: the rejected share at each depth (more "
-    "acceptance), the draft, what a pass costs beyond a plain step (a smaller tree), or the rest. A smaller tree "
-    "accepts less too: tune=true weighs one against the other."
-)
-
-
 def advice(breakdown: Record) -> str:
     """Return the most useful improvement, in words."""
     return f"{REMEDIES[breakdown['most']]} ({breakdown['less'][breakdown['most']]:.3f} with a tenth less loss)"

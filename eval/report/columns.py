@@ -8,7 +8,6 @@ from eval.measures.losslessness import in_words, labelled
 from eval.measures.metrics import DEFINITIONS, QUANTILES
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
 from eval.report.breakdown import COSTS, PLAIN, REMEDIES, STAGES, advice
-from eval.report.tables import shown, shown_interval
 from eval.report.view import (
     INTERVAL,
     PAGE,
@@ -22,6 +21,8 @@ from eval.report.view import (
     column,
     computed,
     plain_table,
+    shown,
+    shown_interval,
     speedup,
     table,
     with_interval,
@@ -255,15 +256,14 @@ def _meet(rows: Sequence[Record]) -> str:
 
 def nodes(report: Record, measured: Sequence[Result]) -> Table:
     """Return the trees' nodes with the shares of the target passes that accepted them."""
-    columns = [Head(name, (name,)) for name in ("drafter", "ranks from the root", "depth", "accepted", "passes")]
+    body = [
+        [name, " ".join(str(rank + 1) for rank in path), len(path), fraction, tree["steps"]]
+        for name, tree in report.get("trees", {}).items()
+        for path, fraction in zip(tree["paths"], tree["accepted"], strict=True)
+    ]
     failed = {drafter_of(result) for result in measured if result.failed}
-    lines, faded = [], []
-    for name, tree in report.get("trees", {}).items():
-        for path, fraction in zip(tree["paths"], tree["accepted"], strict=True):
-            values = name, " ".join(str(rank + 1) for rank in path), len(path), fraction, tree["steps"]
-            lines.append([Cell(shown(value, 3), (value,)) for value in values])
-            faded.append(name in failed)
-    return Table("nodes", columns, lines, faded)
+    titles = ("drafter", "ranks from the root", "depth", "accepted", "passes")
+    return plain_table("nodes", titles, body, 3, [line[0] in failed for line in body])
 
 
 def checks(report: Record) -> Table:
@@ -271,8 +271,9 @@ def checks(report: Record) -> Table:
     records = {name: dict(flattened(gate)) for name, gate in report["settings"].get("gate", {}).items()}
     keys = list(dict.fromkeys(key for gate in records.values() for key in gate))
     body = [[name, *(gate.get(key) for key in keys)] for name, gate in records.items()]
-    listed = plain_table("gates", ("drafter", *keys), body, 4)
-    return Table(listed.id, listed.heads, listed.lines, [not gate.get("passed", True) for gate in records.values()])
+    return plain_table(
+        "gates", ("drafter", *keys), body, 4, [not gate.get("passed", True) for gate in records.values()]
+    )
 
 
 def reports(report: Record) -> Table:
@@ -323,11 +324,8 @@ def ranks(report: Record) -> Table:
         parts = zip(record["n_alpha"], record["at_every_token"], record["rank"], strict=True)
         for depth, (alpha, reached, row) in enumerate(parts, 1):
             body.append([name, depth, alpha, reached, *row, *[None] * (widest - len(row))])
-    return plain_table("ranks", ("drafter", "depth", "n-alpha", "P(a≥k)", *_ranked(widest)), body, 3)
-
-
-def _ranked(widest: int) -> list[str]:
-    return [f"rank {rank + 1}" for rank in range(widest)]
+    ranked = [f"rank {rank + 1}" for rank in range(widest)]
+    return plain_table("ranks", ("drafter", "depth", "n-alpha", "P(a≥k)", *ranked), body, 3)
 
 
 def everything(measured: Sequence[Result]) -> Table:

@@ -11,10 +11,8 @@ from typing import Any
 
 from eval.measures.losslessness import Gate, labelled
 from eval.report.columns import flattened
-from eval.report.forms import RECORDS
-from eval.report.reading import read_report, report_of
-from eval.report.tables import shown
-from eval.report.view import results_of
+from eval.report.reading import RECORDS, read_report, report_of
+from eval.report.view import results_of, shown
 from eval.report.write import Report
 
 # Settings that do not decide whether numbers compare.

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from eval.report import columns, view
-from eval.report.notes import notes_of
-from eval.report.sections import Section, sections
-from eval.report.tables import grid
+from eval.report import columns
+from eval.report.sections import Section, notes_of, sections
 from eval.report.view import TEXT, Record, results_of
 from heads.common.untrusted import visible
 
@@ -52,7 +50,7 @@ def markdown(report: Record, failures: Sequence[str]) -> str:
 
 def _set(section: Section) -> list[str]:
     """Return a section's title, text and tables; a name in a line of it begins no other line."""
-    tables = [grid(titles(table), texts(table)) for table in section.tables if table.lines]
+    tables = [grid(table.titles(), table.texts()) for table in section.tables if table.lines]
     bullets = ["\n".join(f"- {_line(bullet)}" for bullet in section.bullets)] if section.bullets else []
     return [f"## {section.title}", *map(_line, section.text), *tables, *bullets]
 
@@ -61,14 +59,11 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def titles(table: view.Table) -> list[str]:
-    """Return a table's titles."""
-    return [head.title for head in table.heads]
-
-
-def texts(table: view.Table) -> list[list[str]]:
-    """Return the texts of a table's cells."""
-    return [[cell.text for cell in line] for line in table.lines]
+def grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; a name may hold what would end its cell or its line."""
+    lines = ([" ".join(text.split("\n")).replace("|", "\\|") for text in line] for line in (header, *body))
+    first, *rest = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([first, f"|{' --- |' * len(header)}", *rest])
 
 
 def _inert(text: str) -> str:
@@ -80,7 +75,7 @@ def terminal(report: Record) -> Table:
     """Return the results for the terminal."""
     overall = [result for result in results_of(report) if result.overall]
     table = columns.results(overall, TEXT)
-    return rich_table(title(report), titles(table), texts(table))
+    return rich_table(title(report), table.titles(), table.texts())
 
 
 def rich_table(caption: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> Table:

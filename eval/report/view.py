@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.measures.losslessness import WITHHELD, Failed, labelled
+from eval.measures.losslessness import WITHHELD, FailedChecks, labelled
 from eval.measures.metrics import LEVEL
 from eval.measures.results import LIVE
-from eval.report.tables import shown, shown_interval
 
 Record = Mapping[str, Any]  # a row, or all of report.json
 
@@ -40,7 +39,7 @@ class Result:
 
 def results_of(report: Record) -> list[Result]:
     """Return the results of a report.json, in its order."""
-    rows, failed = report.get("rows", []), Failed.recorded(report.get("settings", {}))
+    rows, failed = report.get("rows", []), FailedChecks.recorded(report.get("settings", {}))
     live = any(row.get("tier", LIVE) == LIVE for row in rows)
     results = []
     for row, name in zip(rows, names(rows), strict=True):
@@ -60,6 +59,22 @@ def names(rows: Sequence[Record]) -> list[str]:
         parts += [f"T={row['temperature']:g}"] if several else []
         named.append(", ".join([*parts, *(str(row[key]) for key in keys if row.get(key) not in (None, "", LIVE))]))
     return named
+
+
+def shown(value: Any, digits: int | None = 2) -> str:
+    """Return a value for reading: a number with so many digits behind its point, a dash where there is none."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return "-" if not math.isfinite(value) else f"{value:g}" if digits is None else f"{value:.{digits}f}"
+    return "-" if value is None else str(value)
+
+
+def shown_interval(value: float | None, interval: Sequence[float | None] | None) -> str:
+    """Return a number with its interval, if that has a width."""
+    if value is None or interval is None or None in interval or interval[0] == interval[1]:
+        return shown(value)
+    return f"{shown(value)} [{shown(interval[0])}, {shown(interval[1])}]"
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,14 @@ class Table:
     lines: list[list[Cell]]
     failed: list[bool]
 
+    def titles(self) -> list[str]:
+        """Return the titles of the columns."""
+        return [head.title for head in self.heads]
+
+    def texts(self) -> list[list[str]]:
+        """Return the texts of the cells."""
+        return [[cell.text for cell in line] for line in self.lines]
+
 
 @dataclass(frozen=True)
 class Column:
@@ -113,10 +136,12 @@ def table(id_: str, columns: Sequence[Column], results: Iterable[Result]) -> Tab
     return Table(id_, [column.head for column in columns], lines, [result.failed for result in listed])
 
 
-def plain_table(id_: str, titles: Sequence[str], body: Sequence[Sequence[Any]], digits: int = 2) -> Table:
-    """Return a table of values that belong to no single result."""
+def plain_table(
+    id_: str, titles: Sequence[str], body: Sequence[Sequence[Any]], digits: int = 2, failed: Sequence[bool] = ()
+) -> Table:
+    """Return a table of values that belong to no single result; none of its lines failed unless `failed` says so."""
     lines = [[Cell(shown(value, digits), (value,)) for value in line] for line in body]
-    return Table(id_, [Head(title, (title,)) for title in titles], lines, [False] * len(lines))
+    return Table(id_, [Head(title, (title,)) for title in titles], lines, list(failed) or [False] * len(lines))
 
 
 def column(title: str, key: str, digits: int | None = 2, scale: float = 1.0, per: str | None = None) -> Column:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.features.store_files import write_whole
-from eval.measures.losslessness import WITHHELD, Failed, Gate, SampledGate
+from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
 from eval.measures.results import Row
 from eval.measures.written import finite
 from eval.report.breakdown import with_breakdowns
@@ -40,12 +40,12 @@ class Report:
 
     def failed(self, row: Row) -> bool:
         """Whether a row failed a losslessness check."""
-        return Failed.of(self.gates, self.sampled).result(vars(row))
+        return FailedChecks.of(self.gates, self.sampled).result(vars(row))
 
     @property
     def passed(self) -> bool:
         """Whether every drafter is lossless; commands exit with a status that says so."""
-        failed = Failed.of(self.gates, self.sampled)
+        failed = FailedChecks.of(self.gates, self.sampled)
         return not (failed.greedy or failed.sampled)
 
     def failures(self) -> list[str]:
@@ -55,12 +55,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; what is not finite becomes null."""
-        gates = {
-            name: gate.counts()
-            | {"passed": gate.passed, "first": gate.first}
-            | ({"ties": gate.ties} if gate.ties else {})
-            for name, gate in self.gates.items()
-        }
+        gates = {name: gate.as_dict() for name, gate in self.gates.items()}
         sampled = {"sampled_gate": [check.as_dict() for check in self.sampled]} if self.sampled else {}
         content: dict[str, Any] = finite(
             {

@@ -1,7 +1,7 @@
 """Utilities of every layer: typed configurations, one-line errors, redaction of secrets, parsing of untrusted files.
 
 files.py          atomic folder replacement
-ranges.py         ranges of numbers in configurations, stated beside their types
+ranges.py         ranges of numbers and choices in configurations, stated beside their types
 typed.py          the one border between YAML or JSON and dataclasses
 resolvers.py      computed values in conf/, as ${root:…} and ${by_device:…}
 command.py        the entry point of every command: Hydra, without the secrets of the command line

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from heads.common.target_config import read_target_config
+from heads.common.target_config import read_target_config, read_target_values
 
 UNBOUNDED = 2**31  # of a target whose configuration does not say
 
@@ -19,10 +19,13 @@ def row_length(path: str, length: int) -> int:
     A target that has still to be downloaded is not known here; `check_rows` runs once it is.
     """
     try:
-        config = read_target_config(path, trust_remote_code=False, cached_alone=True)
+        values = read_target_values(path, trust_remote_code=False, cached_alone=True)
+        written = values.get("text_config", values).get("max_position_embeddings")
+        if isinstance(written, int) and written > 0:
+            return min(length, written)
+        return min(length, context_of(read_target_config(path, trust_remote_code=False, cached_alone=True)))
     except ValueError:
         return length
-    return min(length, context_of(config))
 
 
 def check_rows(length: int, context: int, name: str) -> None:

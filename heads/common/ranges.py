@@ -1,6 +1,6 @@
-"""Ranges of numbers in configurations, each stated beside its type, which `typed` checks where values arrive."""
+"""Ranges of numbers and choices of names in configurations, stated beside their types and checked by `typed`."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 
 class Within(NamedTuple):
@@ -11,13 +11,23 @@ class Within(NamedTuple):
     above: bool = False
     below: bool = False
 
-    def remedy(self, value: int | float) -> str | None:
+    def remedy(self, value: Any) -> str | None:
         """Return the remedy for a value outside the range, None for one within."""
         if value < self.least or (self.above and value == self.least):
             return f"give a number above {self.least}" if self.above else f"give {self.least} or more"
         if value > self.most or (self.below and value == self.most):
             return f"give a number below {self.most}" if self.below else f"give {self.most} or less"
         return None
+
+
+class OneOf(NamedTuple):
+    """A choice among names."""
+
+    names: tuple[str, ...]
+
+    def remedy(self, value: Any) -> str | None:
+        """Return the remedy for another name, None for one of them."""
+        return None if value in self.names else f"choose {', '.join(self.names)}"
 
 
 MACHINE = Within(-(2**63), 2**63 - 1)  # the range of every number whose type states no other

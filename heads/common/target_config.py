@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
@@ -40,13 +41,12 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
     Raises:
         ValueError: there is none, or no target can be built from it; in one line, without the path.
     """
+    read_target_values(path, trust_remote_code, cached_alone)
     where: dict[str, Any] = {"local_files_only": True} if cached_alone else {}
     try:
-        regular(Path(path))
-        file = Path(path) / "config.json"
-        values = parse_json(file.read_bytes()) if file.is_file() else PreTrainedConfig.get_config_dict(path, **where)[0]
-        _check(values, trust_remote_code)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where)
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, **where
+        )
         text = config.get_text_config()
     except UNFIT as error:
         raise ValueError(reason(error)) from error
@@ -55,6 +55,24 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
         if size is not None and not (isinstance(size, int) and 1 <= size <= LARGEST):
             raise ValueError(f"{name} is {shown(size)} in its config.json, of which no model can be made")
     return config
+
+
+def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -> dict[str, Any]:
+    """Return the values of a config.json alone: transformers takes two seconds to import what makes more of them.
+
+    Raises:
+        ValueError: there is none, or one is refused; in one line, without the path.
+    """
+    where: dict[str, Any] = {"local_files_only": True} if cached_alone else {}
+    try:
+        regular(Path(path))
+        file = Path(path) / "config.json"
+        values = parse_json(file.read_bytes()) if file.is_file() else PreTrainedConfig.get_config_dict(path, **where)[0]
+        _check(values, trust_remote_code)
+    except UNFIT as error:
+        raise ValueError(reason(error)) from error
+    assert isinstance(values, dict)
+    return values
 
 
 def reason(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from heads.common.ranges import MACHINE, Within
+from heads.common.ranges import MACHINE, OneOf, Within
 from heads.common.untrusted import CUT, shown
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
     nested = {n: convert(hints[n], v, join(prefix, n)) for n, v in values.items() if holds_dataclass(hints[n])}
     leaves = {n: v for n, v in values.items() if n not in nested and v != "???"}
     for name, value in leaves.items():
-        check_numbers(value, None, join(prefix, name))  # OmegaConf cannot convert numbers that are too large
+        check_values(value, None, join(prefix, name))  # OmegaConf cannot convert numbers that are too large
     right = {n: copy.deepcopy(v) for n, v in leaves.items() if hints[n] in NUMBERS and are_numbers(hints[n], v)}
     plain = [f for f in fields(schema) if f.init and f.name not in ready and not holds_dataclass(hints[f.name])]
     blank = [(f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in plain]
@@ -91,7 +91,7 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
     for name, value in arguments.items():
         if not fits(hints[name], value):
             raise ValueError(f"{join(prefix, name)} is {shown(value)}, expected {hints[name]}")
-        check_numbers(value, range_of(ranges[name]), join(prefix, name))
+        check_values(value, range_of(ranges[name]), join(prefix, name))
     return schema(**arguments, **nested, **ready)
 
 
@@ -125,27 +125,30 @@ def fits(hint: Any, value: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def range_of(hint: Any) -> Within | None:
-    """Return the range that annotates the numbers of a type, None without one."""
-    inner = (arg if isinstance(arg, Within) else range_of(arg) for arg in get_args(hint))
-    return next(filter(None, inner), None)
+def range_of(hint: Any) -> Within | OneOf | None:
+    """Return the range or choice that annotates a type, None without one."""
+    if isinstance(hint, Within | OneOf):
+        return hint
+    return next((within for arg in get_args(hint) if (within := range_of(arg))), None)
 
 
-def check_numbers(value: Any, within: Within | None, key: str) -> None:
-    """Check that every number of a value is finite, and in the range.
+def check_values(value: Any, within: Within | OneOf | None, key: str) -> None:
+    """Check that every number of a value is finite, and in the range, or that a name is one of the choice.
 
     Raises:
         ValueError: naming the key, and the item within it.
     """
     if isinstance(value, dict):
         for name, item in value.items():
-            check_numbers(item, within, join(key, name))
+            check_values(item, within, join(key, name))
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            check_numbers(item, within, f"{key}[{i}]")
+            check_values(item, within, f"{key}[{i}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key} is {value}: give a finite number")
-    elif isinstance(value, int | float) and (remedy := (within or MACHINE).remedy(value)):
+    elif isinstance(value, str if isinstance(within, OneOf) else int | float) and (
+        remedy := (within or MACHINE).remedy(value)
+    ):
         raise ValueError(f"{key} is {shown(value)}: {remedy}")
 
 

@@ -14,20 +14,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads import rows
-from heads.base import Draft, DraftVocabulary, Features, Level
+from heads.base import Draft, Features, Level
 from heads.modules.attention import KeyValue, attend_rows, pattern
-from heads.modules.kv_cache import Committed, committing, joined, near
+from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import Attend, masked_attention
-from heads.modules.vocab import scatter_logits
 
 
 @runtime_checkable
 class Recurrent(Protocol):
-    """A head that drafts token after token; `config.length` is how far it looks back, `attentions` its layers."""
+    """A head that drafts token after token; `config.length` is how far it looks back, `attentions` its layers.
+
+    `injected` says that `inject` gives the context, and not the head's rows of depth 1.
+    """
 
     config: Any
     attentions: int
-    vocab: DraftVocabulary | None
+    injected: bool
 
     def begin(self, features: Features) -> Float[Tensor, "B T D"]:
         """Return the states that depth 1 starts from."""
@@ -97,75 +99,95 @@ def unroll(head: Recurrent, features: Features, depths: int, *, predicts: bool, 
     return drafts
 
 
-def extend(head: Recurrent, state: Committed | None, features: Features, token: Tensor) -> tuple[Committed, Level]:
-    """Commit verified rows with their true states and score under the root."""
-    end = (state.length if state else 0) + len(token)
-    position = torch.arange(end - len(token), end, device=token.device)
+def extend(
+    head: Recurrent,
+    cache: KVCache | None,
+    features: Features,
+    token: Int[Tensor, "B T"],
+    count: Int[Tensor, "B"] | None = None,
+) -> tuple[KVCache, Level]:
+    """Commit verified rows with their true states and score under the roots."""
     start = head.begin(features)
-    context = head.inject(start, position[None], end)
+    cache = KVCache(len(token), head.config.length, token.device) if cache is None else cache
+    position = cache.begin(token.shape[1], len(token))
+    context = head.inject(start, position, cache.longest)
     if not context:
-        committed, hidden, read = commit(head, state, start, token)
-        return committed, Level(scatter_logits(head.vocab, head.score(read[0, -1:], 1)), hidden[0, -1:], ())
-    pairs = tuple(joined(state.layers[i] if state else None, pair) for i, pair in enumerate(context))
-    committed = Committed(end, pairs)
-    alone = torch.ones(1, 0, dtype=torch.bool, device=token.device)
-    before = Level(start.new_zeros(1, 0), start[0, -1:], ())  # the root's row is drafted, like any other
-    level = _draft(head, committed, before, token[-1:], alone, start[:, -1:])
-    return committed.trimmed(head.config.length), level
+        hidden, read = commit(head, cache, start, token, position, count)
+        return cache, Level(head.score(rows.last_valid(read, count), 1), rows.last_valid(hidden, count))
+    for layer, pair in enumerate(context):
+        cache.append(layer, *pair, position)
+    cache.length[: len(token)] += token.shape[1] if count is None else count
+    above, root = rows.last_valid(start, count), rows.last_valid(token, count)
+    alone = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
+    level = _draft(head, cache, root, alone, above, 0)  # the root's row is drafted, like any other
+    return cache, level._replace(
+        root=tuple(row for layer in range(len(context)) for row in cache.drafted(layer, len(token), 1))
+    )
 
 
 def commit(
-    head: Recurrent, state: Committed | None, start: Float[Tensor, "1 T D"], token: Int[Tensor, "T"]
-) -> tuple[Committed, Tensor, Tensor]:
-    """Append verified rows, which enter with the states `start`; return the cache and the result of `advance`."""
-    past = state.length if state else 0
-    end = past + len(token)
-    position = torch.arange(past, end, device=token.device)
-    sees = None if state is None else committing(state, position, head.config.length)[None]
-    grown: list[KeyValue] = []
+    head: Recurrent,
+    cache: KVCache,
+    start: Float[Tensor, "B T D"],
+    token: Int[Tensor, "B T"],
+    position: Int[Tensor, "B T"],
+    count: Int[Tensor, "B"] | None,
+) -> tuple[Tensor, Tensor]:
+    """Append verified rows, which enter with the states `start` at `position`; return the result of `advance`.
+
+    Of more rows than the cache has to spare, it is the result of the last ones.
+    """
+    if cache.layers and cache.window is not None and token.shape[1] > SPARE:
+        hidden = read = start
+        for first in range(0, token.shape[1], SPARE):
+            piece = slice(first, first + SPARE)
+            hidden, read = commit(head, cache, start[:, piece], token[:, piece], position[:, piece], count)
+        return hidden, read
+    # A whole prompt takes no mask of its length squared.
+    sees = cache.sees(position, position[:, -1]) if cache.layers else None
 
     def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if state is None or sees is None:  # a whole prompt: no mask of its length squared
-            grown.append((key, value))
-            return attend_rows(query, (key, value), [], pattern(position[None], head.config.length))
-        grown.append(joined(state.layers[i], (key, value)))
-        return masked_attention(query, *grown[i], sees)
+        both = cache.append(i, key, value, position)
+        if sees is None:
+            return attend_rows(query, (key, value), [], pattern(position, head.config.length))
+        return masked_attention(query, *both, sees)
 
-    hidden, read = head.advance(token[None], start, position[None], end, _by_layer(attend, head))
-    return Committed(end, tuple(grown)).trimmed(head.config.length), hidden, read
+    hidden, read = head.advance(token, start, position, cache.longest, _by_layer(attend, head))
+    cache.length[: len(token)] += token.shape[1] if count is None else count
+    return hidden, read
 
 
 def expand(
     head: Recurrent,
-    state: Committed,
+    cache: KVCache,
     level: Level,
-    token: Int[Tensor, "N"],
-    parent: Int[Tensor, "N"],
-    mask: Bool[Tensor, "N M"],
+    token: Int[Tensor, "B N"],
+    parent: Int[Tensor, "B N"],
+    mask: Bool[Tensor, "B N M"],
+    depth: int,
 ) -> Level:
     """Score the next tree level: every node enters with its parent's state."""
-    return _draft(head, state, level, token, mask, level.hidden[parent][None])
+    if head.injected:  # the root's row is drafted too, and seen by all
+        mask = torch.cat([mask.new_ones(*mask.shape[:2], 1), mask], -1)
+    for layer in range(len(level.root) // 2):
+        cache.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
+    return _draft(head, cache, token, mask, rows.of_parents(level.hidden, parent), depth)
 
 
 def _draft(
-    head: Recurrent, state: Committed, level: Level, token: Tensor, mask: Bool[Tensor, "N M"], above: Tensor
+    head: Recurrent, cache: KVCache, token: Tensor, mask: Bool[Tensor, "B N M"], above: Tensor, depth: int
 ) -> Level:
-    """Score drafted rows; those of an injected head have the root's row before the tree's."""
-    position = state.length - 1 + mask.sum(-1)
-    count = level.drafted[0].shape[2] if level.drafted else 0
-    root = mask.new_ones(len(mask), count + len(token) - mask.shape[1])
-    sees = torch.cat([near(position, state.position(), head.config.length), root, mask], 1)
-    drafted: list[Tensor] = []
+    """Score drafted rows at a depth; `mask` says which of the M drafted so far, these last, each sees."""
+    last = cache.length[: len(token)] - 1
+    position = (last + depth)[:, None].expand(-1, token.shape[1])
+    sees = torch.cat([cache.sees(position, last), mask], -1)
+    earlier = mask.shape[2] - token.shape[1]
 
     def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        before = (level.drafted[2 * i], level.drafted[2 * i + 1]) if level.drafted else None
-        pair = joined(before, (key, value))
-        drafted.extend(pair)
-        return masked_attention(query, *joined(state.layers[i], pair), sees[None])
+        return masked_attention(query, *cache.draft(i, key, value, earlier), sees)
 
-    last = state.length + mask.shape[1]
-    hidden, read = head.advance(token[None], above, position[None], last, _by_layer(attend, head))
-    return Level(scatter_logits(head.vocab, head.score(read[0], 1)), hidden[0], tuple(drafted))
+    hidden, read = head.advance(token, above, position, cache.longest + mask.shape[2], _by_layer(attend, head))
+    return Level(head.score(read, 1), hidden)
 
 
 def _by_layer(attend: Callable[..., Tensor], head: Recurrent) -> list[Attend]:

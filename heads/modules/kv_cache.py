@@ -1,50 +1,114 @@
-"""The KV cache of a head with attention: its verified rows, and how far back it looks.
+"""The KV cache of heads with attention: the verified rows of several sequences, and behind them room for a tree's.
 
 Rotary positions enter attention as distances alone. A head that was trained on rows of `length` tokens has met no
 distance of `length` or more, so it looks at the last `length` rows, its own included, in training and in decoding: text
-of any length brings it no distance that it was not built for, and earlier rows are dropped. A sliding window
+of any length brings it no distance that it was not built for, and earlier rows are overwritten. A sliding window
 as in Longformer (arXiv 2004.05150); a `length` of None looks at everything.
 """
 
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.modules.attention import KeyValue
 
-
-class Committed(NamedTuple):
-    """The KV cache of verified rows: their number, and keys and values "1 G S E" of the last S, one pair a layer."""
-
-    length: int
-    layers: tuple[KeyValue, ...]
-
-    def position(self) -> Int[Tensor, "S"]:
-        """Return the positions of the cached rows."""
-        key = self.layers[0][0]
-        return torch.arange(self.length - key.shape[2], self.length, device=key.device)
-
-    def trimmed(self, length: int | None) -> "Committed":
-        """Return the cache without the rows that no later row looks at."""
-        if length is None:
-            return self
-        return Committed(self.length, tuple((key[:, :, -length:], value[:, :, -length:]) for key, value in self.layers))
+SPARE = 64  # rows of a ring beyond its window: so many may be written at once, and not all of them be verified
+UNBOUNDED = 1 << 40  # the ring of a cache without a window, which no text fills
 
 
-def near(query: Int[Tensor, "*n T"], key: Int[Tensor, "*n S"], length: int | None) -> Bool[Tensor, "*n T S"]:
-    """Return which keys lie less than `length` positions before a query; those behind it count as near too."""
-    distance = query[..., :, None] - key[..., None, :]
-    return torch.ones_like(distance, dtype=torch.bool) if length is None else distance < length
+class KVCache:
+    """Keys and values of up to `size` sequences, a pair of buffers "B G C E" a layer.
 
+    The row at position p lies in column p % ring, so that a text of any length needs `window` columns and a few. What a
+    column holds follows from the sequence's length, and nothing is moved as it grows. Drafted rows lie behind the
+    columns in use, where the next tree overwrites them.
 
-def committing(state: Committed, position: Int[Tensor, "T"], length: int | None) -> Bool[Tensor, "T S"]:
-    """Return which of the S cached and new rows each new row looks at, the new ones being at `position`."""
-    every = torch.cat([state.position(), position])
-    return (every <= position[:, None]) & near(position, every, length)
+    Attributes:
+        length: how many rows of each sequence are verified.
+        longest: at least the largest of them, known without asking the device.
+    """
 
+    def __init__(self, size: int, window: int | None, device: torch.device) -> None:
+        self.size, self.window = size, window
+        self.ring = UNBOUNDED if window is None else window + SPARE
+        self.length = torch.zeros(size, dtype=torch.long, device=device)
+        self.longest = 0
+        self.layers: list[KeyValue] = []
 
-def joined(before: KeyValue | None, new: KeyValue) -> KeyValue:
-    """Return keys and values with new rows behind the earlier ones."""
-    return new if before is None else (torch.cat([before[0], new[0]], 2), torch.cat([before[1], new[1]], 2))
+    @property
+    def columns(self) -> int:
+        """How many columns may hold verified rows."""
+        return min(self.longest, self.ring)
+
+    def begin(self, count: int, sequences: int) -> Int[Tensor, "B T"]:
+        """Make ready for `count` more rows of each of the first sequences; return their positions."""
+        self.longest += count
+        return self.length[:sequences, None] + torch.arange(count, device=self.length.device)
+
+    def sees(self, query: Int[Tensor, "B T"], last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
+        """Return which of the S columns queries see, where the newest row that was written is at position `last`."""
+        column = torch.arange(self.columns, device=query.device)
+        position = (last[:, None] - (last[:, None] - column) % self.ring)[:, None]  # below 0 where nothing is
+        seen = (position >= 0) & (position <= query[..., None])
+        return seen if self.window is None else seen & (query[..., None] - position < self.window)
+
+    def append(
+        self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Int[Tensor, "B T"]
+    ) -> KeyValue:
+        """Write rows at their positions; return the keys and values of all columns."""
+        if position.shape[1] > self.ring:  # a long prompt: no later row looks at the first ones
+            key, value, position = key[:, :, -self.ring :], value[:, :, -self.ring :], position[:, -self.ring :]
+        sequence, column = torch.arange(len(position), device=position.device)[:, None], position % self.ring
+        for buffer, new in zip(self._fit(layer, key, value, self.columns), (key, value), strict=True):
+            buffer[sequence, :, column] = new.detach().transpose(1, 2)
+        return self._first(layer, len(position), self.columns)
+
+    def draft(
+        self, layer: int, key: Float[Tensor, "B G N E"], value: Float[Tensor, "B G N F"], earlier: int
+    ) -> KeyValue:
+        """Write drafted rows behind `earlier` ones of the tree; return the keys and values of columns and tree."""
+        begin = self.columns + earlier
+        end = begin + key.shape[2]
+        for buffer, new in zip(self._fit(layer, key, value, end), (key, value), strict=True):
+            buffer[: len(new), :, begin:end] = new.detach()
+        return self._first(layer, len(key), end)
+
+    def drafted(self, layer: int, sequences: int, count: int) -> KeyValue:
+        """Return copies of the first drafted rows."""
+        key, value = self._first(layer, sequences, self.columns + count)
+        return key[:, :, self.columns :].clone(), value[:, :, self.columns :].clone()
+
+    def put(self, slot: int, other: "KVCache") -> None:
+        """Take over the first sequence of another cache, as the one in `slot`."""
+        count = other.columns
+        self.length[slot] = other.length[0]
+        self.longest = max(self.longest, other.longest)
+        for layer, pair in enumerate(other.layers):
+            for buffer, rows in zip(self._fit(layer, *pair, self.columns), pair, strict=True):
+                buffer[slot, :, :count] = rows[0, :, :count]
+
+    def move(self, source: int, slot: int) -> None:
+        """Move a sequence into another slot."""
+        self.length[slot] = self.length[source]
+        for pair in self.layers:
+            for buffer in pair:
+                buffer[slot, :, : self.columns] = buffer[source, :, : self.columns]
+
+    def _first(self, layer: int, sequences: int, end: int) -> KeyValue:
+        key, value = self.layers[layer]
+        return key[:sequences, :, :end], value[:sequences, :, :end]
+
+    def _fit(self, layer: int, key: Tensor, value: Tensor, end: int) -> KeyValue:
+        """Return a layer's buffers with at least `end` columns; they double when they are full."""
+        if layer == len(self.layers):
+            self.layers.append((self._buffer(key, end), self._buffer(value, end)))
+        elif end > self.layers[layer][0].shape[2]:
+            old, new = self.layers[layer], tuple(self._buffer(buffer, end) for buffer in self.layers[layer])
+            for before, after in zip(old, new, strict=True):
+                after[:, :, : before.shape[2]] = before
+            self.layers[layer] = new[0], new[1]
+        return self.layers[layer]
+
+    def _buffer(self, like: Tensor, end: int) -> Tensor:
+        # Zeros: what was never written is masked, but a NaN there would come through all the same.
+        return like.new_zeros((self.size, like.shape[1], max(end, min(2 * end, self.ring) + SPARE), like.shape[3]))

@@ -118,6 +118,7 @@ class AssistantState(DrafterState):
     """
 
     max_depth = 1 << 20  # the room in its context limits it, step by step
+    vocab = None
 
     def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
         self.config, self.vocabulary, self.device = drafter.config, drafter.vocabulary, drafter.device
@@ -146,32 +147,39 @@ class AssistantState(DrafterState):
             return Proposal(root(token, self.device))
         if tree.kind == "chain":
             return self.chain(self.level, context, min(room, self.length.now))
-        return grow(self, None, self.level, tree, context._replace(room=room))
+        return grow(self, None, self.level, tree, [context._replace(room=room)])[0]
 
     def chain(self, level: Level, context: Context, depth: int) -> Proposal:
         """Sample one token after another, up to an end of the answer or to one that the assistant doubts.
 
         The chain ends after such a token and never without it: it stays a sample of its q.
         """
-        growth = Growth(self, None, level, context)
-        above = torch.zeros(1, dtype=torch.long, device=self.device)
+        growth = Growth(self, None, level, [context._replace(room=depth)])
+        above = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         q: list[Tensor] = []
         while True:
-            q.append(distribution(growth.logits(), context.sampling))
-            token = context.rng.distinct(q[-1], 1, len(q))[:, 0]
+            q.append(distribution(growth.logits()[0], context.sampling))
+            token = context.rng.distinct(q[-1], 1, len(q))
             nodes = growth.add(token, above)
-            if len(q) == depth or int(token) in self.eos or doubts(growth.level.logits, token, self.config.confidence):
+            logits = growth.level.logits[0]
+            if len(q) == depth or int(token) in self.eos or doubts(logits, token[0], self.config.confidence):
                 break
             growth.descend(token, above, nodes)
-        return Proposal(growth.tree(), torch.cat([*q, torch.zeros_like(q[-1])]))
+        return Proposal(growth.trees()[0], torch.cat([*q, torch.zeros_like(q[-1])]))
 
     def expand(
-        self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+        self,
+        state: Any,
+        level: Level,
+        token: Int[Tensor, "1 N"],
+        parent: Int[Tensor, "1 N"],
+        mask: Bool[Tensor, "1 N M"],
+        depth: int,
     ) -> Level:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""
-        return self.answer(self.runner.expand(self.vocabulary.to_assistant(token), parent))
+        return self.answer(self.runner.expand(self.vocabulary.to_assistant(token[0]), parent[0]))
 
     def answer(self, logits: Tensor) -> Level:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""
         logits = self.vocabulary.to_target(logits).to(self.device)
-        return Level(logits, logits[:, :0], ())
+        return Level(logits[None], logits[None, :, :0])

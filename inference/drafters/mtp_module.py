@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from heads.base import Features
 from heads.modules.layers import Attend
@@ -52,6 +52,7 @@ class OwnBlock(nn.Module):
         rotary = [m for name, m in target.base.named_modules() if name.split(".")[-1] == "rotary_emb"]
         if not rotary:
             raise ValueError("it has no rotary positions")
+        transformers.AttentionInterface.register(ATTENTION, _attend)
         self._rotary = (rotary[0],)  # in a tuple, so that the target's module does not become a part of this one
         self.layer = copy.deepcopy(target.decoder_layers[-1])
         for module in self.layer.modules():
@@ -78,9 +79,6 @@ def _attend(
     scale = kwargs.get("scaling") or width**-0.5
     out: Tensor = kwargs["attend"](query * (scale * width**0.5), key, value)
     return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(ATTENTION, _attend)
 
 
 def load_mtp(target: Target, checkpoint: str) -> Mtp:
@@ -145,7 +143,7 @@ def _try(head: Mtp, target: Target) -> None:
     token = torch.zeros(2, dtype=torch.long, device=target.device)
     last = target.embeddings.embed(token)[None].to(target.dtype)
     try:
-        head.extend(None, Features(token[None], last[:, :, None], last, token[None]), token)
+        head.extend(None, Features(token[None], last[:, :, None], last, token[None]), token[None])
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"drafter.mtp: a layer of {target.name} cannot run by itself ({reason})") from error

@@ -12,13 +12,16 @@ is accepted more often than one greedy child. No shape depends on a sampled toke
 noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import Level
+from heads.base import DraftVocabulary, Level
+from heads.rows import of_parents
 from inference.limits import check_size
 from inference.protocol import Context, Proposal
 from inference.target.target import Target
@@ -39,129 +42,208 @@ class Expander(Protocol):
 
     max_depth: int
 
+    @property
+    def vocab(self) -> DraftVocabulary | None:
+        """The tokens that logits are of, None for all."""
+        ...
+
     def expand(
-        self, state: Any, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+        self,
+        state: Any,
+        level: Level,
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
         """Score one more tree level; see `DraftHead.expand`."""
         ...
 
 
 class Growth:
-    """The tree that is being grown: its nodes so far, and which of them the head has expanded.
+    """The trees that are being grown, one a sequence: their nodes so far, and which of them the head has expanded.
 
-    Drafts are ranked and sampled under the processors that the target is sampled with, as far as a rank notices them.
+    All have as many nodes a level. Drafts are ranked and sampled under the processors that the target is sampled with,
+    as far as a rank notices them. Ranks are those among the tokens that the head drafts; what is sampled, or ranked
+    under noise, is of the whole vocabulary (`full`), since probs and noise are.
     """
 
-    def __init__(self, head: Expander, state: Any, level: Level, context: Context) -> None:
-        self.head, self.state, self.level, self.context = head, state, level, context
-        logits = level.logits
-        self.token = [torch.tensor(context.token[-1:], device=logits.device)]
-        self.parent = [torch.tensor([-1], device=logits.device)]
-        self.nodes = torch.zeros(1, dtype=torch.long, device=logits.device)  # tree indices of the level's nodes
-        self.size, self.depth = 1, 0
-        self.ancestors: Bool[Tensor, "N M"] = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)
+    def __init__(
+        self, head: Expander, state: Any, level: Level, contexts: Sequence[Context], *, full: bool = False
+    ) -> None:
+        self.head, self.state, self.level, self.contexts = head, state, level, contexts
+        device, count = level.logits.device, len(contexts)
+        self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, Coupled) for c in contexts)
+        self.ids = None if head.vocab is None or full or self.noisy else head.vocab.ids  # of what `logits` are of
+        self.token = [torch.tensor([context.token[-1:] for context in contexts], device=device)]
+        self.parent = [torch.full((count, 1), -1, device=device)]
+        self.nodes = torch.zeros(count, 1, dtype=torch.long, device=device)  # tree indices of the level's nodes
+        self.expanded = [self.nodes[0]]  # the same of all levels
+        self.sizes, self.depth = [1], 0  # how many nodes the trees have down to each depth; the level's depth
+        self.ancestors: Bool[Tensor, "B N M"] = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)
         self.seen: Tensor | None = None  # which tokens stand in the prefix of the level's nodes, for a penalty
-        if context.sampling.repetition_penalty != 1:
-            self.seen = torch.zeros_like(logits, dtype=torch.bool)
-            self.seen[:, context.token] = True
+        if any(context.sampling.repetition_penalty != 1 for context in contexts):
+            size = level.logits.shape[-1] if head.vocab is None else head.vocab.full_size
+            self.seen = torch.zeros(count, 1, size, dtype=torch.bool, device=device)
+            for seen, context in zip(self.seen, contexts, strict=True):
+                seen[:, context.token] = True
 
-    def logits(self) -> Float[Tensor, "N V"]:
+    def logits(self) -> Float[Tensor, "B N W"]:
         """Return the level's logits, penalised."""
-        logits = self.level.logits
-        return logits if self.seen is None else penalize(logits, self.seen, self.context.sampling)
+        logits, vocab = self.level.logits, self.head.vocab
+        if self.ids is None and vocab is not None:
+            logits = vocab.scatter(logits)
+        if self.seen is None:
+            return logits
+        seen = self.seen if self.ids is None else self.seen[..., self.ids]
+        sequences = zip(logits, seen, self.contexts, strict=True)
+        return torch.stack([penalize(one, before, context.sampling) for one, before, context in sequences])
 
-    def scores(self) -> Float[Tensor, "N V"]:
+    def scores(self) -> Float[Tensor, "B N W"]:
         """Return what the level's tokens are ranked by: their logits, or the probs with their noise if coupled."""
-        sampling, rng = self.context.sampling, self.context.rng
-        if sampling.temperature == 0 or not isinstance(rng, Coupled):
-            return self.logits()
-        return rng.race(distribution(self.logits(), sampling), self.depth + 1).log()
+        return torch.stack([*map(self._raced, self.logits(), self.contexts)]) if self.noisy else self.logits()
 
-    def add(self, token: Int[Tensor, "K"], parent: Int[Tensor, "K"]) -> Int[Tensor, "K"]:
+    def _raced(self, logits: Float[Tensor, "N V"], context: Context) -> Float[Tensor, "N V"]:
+        if context.sampling.temperature == 0 or not isinstance(context.rng, Coupled):
+            return logits
+        return context.rng.race(distribution(logits, context.sampling), self.depth + 1).log()
+
+    def tokens(self, index: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+        """Return the tokens at indices of `logits`."""
+        return index if self.ids is None else self.ids[index]
+
+    def add(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"]) -> Int[Tensor, "B K"]:
         """Append nodes whose parents are indices into the current level; return their tree indices."""
         self.token.append(token)
-        self.parent.append(self.nodes[parent])
-        start, self.size = self.size, self.size + len(token)
-        return torch.arange(start, self.size, device=token.device)
+        self.parent.append(self.nodes.gather(1, parent))
+        start = self.sizes[-1]
+        self.sizes.append(start + token.shape[1])
+        return torch.arange(start, self.sizes[-1], device=token.device).expand_as(token)
 
-    def descend(self, token: Int[Tensor, "K"], parent: Int[Tensor, "K"], nodes: Int[Tensor, "K"]) -> None:
+    def descend(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"], nodes: Int[Tensor, "B K"]) -> None:
         """Let the head expand these nodes (parents: indices into the current level); they become the level."""
-        itself = torch.eye(len(token), dtype=torch.bool, device=token.device)
-        self.ancestors = torch.cat([self.ancestors[parent], itself], 1)
-        self.level = self.head.expand(self.state, self.level, token, parent, self.ancestors)
-        self.nodes = nodes
+        itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
+        self.ancestors = torch.cat([of_parents(self.ancestors, parent), itself], -1)
         self.depth += 1
+        self.level = self.head.expand(self.state, self.level, token, parent, self.ancestors, self.depth)
+        self.nodes = nodes
+        self.expanded.append(nodes[0])
         if self.seen is not None:
-            self.seen = self.seen[parent].scatter(1, token[:, None], True)
+            self.seen = of_parents(self.seen, parent).scatter(2, token[..., None], True)
 
-    def tree(self) -> DraftTree:
-        """Return the tree as grown so far."""
-        return DraftTree(torch.cat(self.token), torch.cat(self.parent))
+    def trees(self) -> list[DraftTree]:
+        """Return each sequence's tree as grown so far, without what lies deeper than its room."""
+        grown = zip(torch.cat(self.token, 1), torch.cat(self.parent, 1), self.contexts, strict=True)
+        return [DraftTree(token[: self.size(c.room)], parent[: self.size(c.room)]) for token, parent, c in grown]
+
+    def size(self, room: int) -> int:
+        """Return how many nodes lie within a depth."""
+        return self.sizes[min(max(room, 0), self.deepest)]
+
+    @property
+    def deepest(self) -> int:
+        """The depth of the deepest nodes so far."""
+        return len(self.sizes) - 1
 
 
-def grow(head: Expander, state: Any, level: Level, config: TreeConfig, context: Context) -> Proposal:
-    """Grow a tree from the root's level.
+def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context]) -> list[Proposal]:
+    """Grow a tree for each of B sequences from their roots' level.
 
     Args:
-        head: the draft head or another expander, with its committed `state` and the root's `level`.
+        head: the draft head or another expander, with its committed `state` and the roots' `level`.
         config: the policy.
-        context: the tokens so far, the root the last one; sampling, randomness, and the depth that is left.
+        contexts: of each sequence the tokens so far, the root the last one; sampling, randomness, and the depth left.
 
     Returns:
-        The tree, and q where its children were sampled.
+        The trees, and q where their children were sampled.
     """
-    depth = min(context.room, head.max_depth)
-    growth = Growth(head, state, level, context)
+    depth = min(max(context.room for context in contexts), head.max_depth)
     if depth < 1:
-        return Proposal(growth.tree())
+        return [Proposal(trees.root(context.token[-1], level.logits.device)) for context in contexts]
     if config.kind in CONFIDENT:
-        return Proposal(trees.best_n(*_confident(growth, config, min(depth, config.depth)), config.nodes)[0])
-    paths = [path for path in config.shape() if len(path) <= depth]
-    sampled = config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, Coupled)
-    replacement = config.kind == "independent"
-    levels = _fixed(growth, paths, sampled, replacement)
+        growth, scores = _confident(head, state, level, config, contexts)
+        if all(context.room >= growth.deepest for context in contexts):
+            best = trees.best_n(
+                DraftTree(torch.cat(growth.token, 1), torch.cat(growth.parent, 1)), scores, config.nodes
+            )
+            return [Proposal(DraftTree(*tree)) for tree in zip(*best[0], strict=True)]
+        return [
+            Proposal(trees.best_n(tree, score[: len(tree.token)], config.nodes)[0])
+            for tree, score in zip(growth.trees(), scores, strict=True)
+        ]
+    samples = [_samples(config, context) for context in contexts]
+    growth = Growth(head, state, level, contexts, full=any(samples))
+    shape = _levels(tuple(path for path in config.shape() if len(path) <= depth), level.logits.device)
+    probs = _fixed(growth, shape, samples, config.kind == "independent")
+    lacking = any(samples) or max(depth.width for depth in shape) > growth.logits().shape[-1]
+    return [
+        _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking, config.kind == "independent")
+        for tree, levels in zip(growth.trees(), probs, strict=True)
+    ]
+
+
+def _samples(config: TreeConfig, context: Context) -> bool:
+    """Whether a sequence's fixed shape is filled by sampling."""
+    return config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, Coupled)
+
+
+def _proposal(tree: DraftTree, levels: list[tuple[Tensor, Tensor]], lacking: bool, replacement: bool) -> Proposal:
+    """Return a fixed shape's proposal, with q from the sampled levels' nodes and probs; -1 stands for no token."""
     q = None
-    if sampled:
-        q = torch.zeros(growth.size, level.logits.shape[-1], dtype=levels[0][1].dtype, device=level.logits.device)
+    if levels:
+        q = levels[0][1].new_zeros(len(tree.token), levels[0][1].shape[-1])
         for nodes, probs in levels:
             q[nodes] = probs
-    tree = growth.tree()
     # Filtered probs or a small vocabulary may have fewer tokens than the shape has children.
-    if bool((tree.token < 0).any()):
+    if lacking and bool((tree.token < 0).any()):
         tree, index = trees.keep(tree, tree.token >= 0)
         q = None if q is None else q[index]
     return Proposal(tree, q, replacement=replacement)
 
 
-def _fixed(
-    growth: Growth, paths: list[tuple[int, ...]], sampled: bool, replacement: bool
-) -> list[tuple[Tensor, Float[Tensor, "K V"]]]:
-    """Fill a fixed shape level by level, by rank or by sampling; return the sampled levels' nodes and probs."""
-    levels = []
-    device = growth.nodes.device
-    inner = {path[:-1] for path in paths}
-    level: list[tuple[int, ...]] = [()]
+class ShapeLevel(NamedTuple):
+    """One level of a fixed shape: the nodes' parents among those expanded above, their ranks, which are expanded."""
+
+    width: int
+    parent: Int[Tensor, "K"]
+    rank: Int[Tensor, "K"]
+    inner: Int[Tensor, "k"]
+
+
+@lru_cache(64)
+def _levels(paths: tuple[tuple[int, ...], ...], device: torch.device) -> list[ShapeLevel]:
+    """Return the levels of a fixed shape, whose index tensors are made once."""
+    levels: list[ShapeLevel] = []
+    above: dict[tuple[int, ...], int] = {(): 0}
+    parents = {path[:-1] for path in paths}
     for depth in range(1, max(map(len, paths)) + 1):
         new = [path for path in paths if len(path) == depth]
-        width = 1 + max(path[-1] for path in new)
-        if sampled:
-            probs = distribution(growth.logits(), growth.context.sampling)
-            levels.append((growth.nodes, probs))
-            ranked = _sampled(probs, width, depth, replacement, growth.context.rng)
-        else:
-            ranked = growth.scores().topk(min(width, growth.level.logits.shape[-1])).indices
-        position = {path: i for i, path in enumerate(level)}
-        parent = torch.tensor([position[path[:-1]] for path in new], device=device)
-        rank = torch.tensor([path[-1] for path in new], device=device)
-        exhausted = rank >= ranked.shape[-1]  # a vocabulary smaller than the width
-        token = torch.where(exhausted, -1, ranked[parent, rank.clamp_max(ranked.shape[-1] - 1)])
-        nodes = growth.add(token, parent)
-        chosen = [i for i, path in enumerate(new) if path in inner]
-        if chosen:
-            pick = torch.tensor(chosen, device=device)
-            growth.descend(token[pick].clamp_min(0), parent[pick], nodes[pick])
-            level = [new[i] for i in chosen]
+        inner = [i for i, path in enumerate(new) if path in parents]
+        numbers = [above[path[:-1]] for path in new], [path[-1] for path in new], inner
+        levels.append(ShapeLevel(1 + max(numbers[1]), *(torch.tensor(indices, device=device) for indices in numbers)))
+        above = {new[index]: i for i, index in enumerate(inner)}
     return levels
+
+
+def _fixed(growth: Growth, shape: list[ShapeLevel], samples: list[bool], replacement: bool) -> list[list[Tensor]]:
+    """Fill a fixed shape level by level, by rank or by sampling; return each sampled sequence's probs by level."""
+    probs: list[list[Tensor]] = [[] for _ in samples]
+    for level in shape:
+        ranked = growth.nodes.new_full((*growth.nodes.shape, level.width), -1)
+        if not all(samples):
+            scores = growth.scores()
+            best = growth.tokens(scores.topk(min(level.width, scores.shape[-1])).indices)
+            ranked[..., : best.shape[-1]] = best
+        for b in (b for b, sampled in enumerate(samples) if sampled and growth.contexts[b].room > growth.depth):
+            probs[b].append(distribution(growth.logits()[b], growth.contexts[b].sampling))
+            children = _sampled(probs[b][-1], level.width, growth.depth + 1, replacement, growth.contexts[b].rng)
+            ranked[b, :, : children.shape[-1]] = children
+        token = ranked[:, level.parent, level.rank]
+        parent = level.parent.expand_as(token)
+        nodes = growth.add(token, parent)
+        if len(level.inner):
+            growth.descend(token[:, level.inner].clamp_min(0), parent[:, level.inner], nodes[:, level.inner])
+    return probs
 
 
 def _sampled(probs: Float[Tensor, "K V"], width: int, depth: int, replacement: bool, rng: Rng) -> Int[Tensor, "K C"]:
@@ -179,60 +261,68 @@ def candidates(
 
     The scores are the nodes' cumulative log-probabilities, 0 at the root.
     """
-    depth = min(context.room, head.max_depth, config.depth)
-    return _confident(Growth(head, state, level, context), config, depth)
+    growth, scores = _confident(head, state, level, config, [context])
+    return growth.trees()[0], scores[0]
 
 
-def _confident(growth: Growth, config: TreeConfig, depth: int) -> tuple[DraftTree, Float[Tensor, "N"]]:
+def _confident(
+    head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context]
+) -> tuple[Growth, Float[Tensor, "B N"]]:
+    growth = Growth(head, state, level, contexts)
+    depth = min(max(context.room for context in contexts), head.max_depth, config.depth)
     scores = (_dynamic if config.kind == "dynamic" else _best_first)(growth, config, depth)
-    return growth.tree(), torch.cat(scores)
+    return growth, torch.cat(scores, 1)
 
 
-def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "K"]]:
+def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
     """Expand the top_k most probable nodes of each level; return the levels' scores."""
-    score = growth.level.logits.new_zeros(1, dtype=torch.float32)  # cumulative log-probability of the level's nodes
+    score = torch.zeros(
+        growth.nodes.shape, device=growth.nodes.device
+    )  # cumulative log-probability of the level's nodes
     scores = [score]
-    width = min(config.top_k, growth.level.logits.shape[-1])
     for step in range(depth):
-        best = growth.scores().float().log_softmax(-1).topk(width)
-        reached = (score[:, None] + best.values).flatten()
-        token = best.indices.flatten()
-        parent = torch.arange(len(score), device=token.device).repeat_interleave(width)
+        log_probs = growth.scores().float().log_softmax(-1)
+        best = log_probs.topk(min(config.top_k, log_probs.shape[-1]))
+        reached = (score[..., None] + best.values).flatten(1)
+        token = growth.tokens(best.indices).flatten(1)
+        parent = torch.arange(score.shape[1], device=token.device)[:, None].expand(best.indices.shape[1:])
+        parent = parent.flatten().expand_as(token)
         nodes = growth.add(token, parent)
         scores.append(reached)
         if step + 1 < depth:
-            pick = reached.topk(min(width, len(reached))).indices
-            growth.descend(token[pick], parent[pick], nodes[pick])
-            score = reached[pick]
+            score, pick = reached.topk(min(config.top_k, reached.shape[1]))
+            growth.descend(token.gather(1, pick), parent.gather(1, pick), nodes.gather(1, pick))
     return scores
 
 
-def _best_first(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "K"]]:
+def _best_first(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
     """Draft the nodes that best-first search would, a whole level at a time; return the levels' scores.
 
     Best-first search expands the most probable node not yet expanded until the budget is spent, which yields the
     `nodes` most probable nodes of the whole tree. No child is more probable than its parent, so a node's children
     can be among them only if fewer than `nodes` - 1 of the nodes known so far are better than it. To expand exactly
     those of each level finds the same tree in one call a level, and ends by itself where no node is left to expand.
+    Of several sequences each expands as many as the one with the most: the others' are never among their best.
     """
-    score = growth.level.logits.new_zeros(1, dtype=torch.float32)
+    score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
     scores = [score]
-    best = score[:0]  # the nodes - 1 best scores so far
-    width = min(config.nodes, growth.level.logits.shape[-1])
+    best = score[:, :0]  # the nodes - 1 best scores so far
     for step in range(depth):
-        top = growth.scores().float().log_softmax(-1).topk(width)
-        reached = (score[:, None] + top.values).flatten()
-        reached, pick = reached.topk(min(config.nodes, len(reached)))
-        token, parent = top.indices.flatten()[pick], pick // width
+        log_probs = growth.scores().float().log_softmax(-1)
+        width = min(config.nodes, log_probs.shape[-1])
+        top = log_probs.topk(width)
+        reached, pick = (score[..., None] + top.values).flatten(1).topk(min(config.nodes, score.shape[1] * width))
+        token, parent = growth.tokens(top.indices).flatten(1).gather(1, pick), pick // width
         nodes = growth.add(token, parent)
         scores.append(reached)
-        so_far = torch.cat([best, reached])
-        best = so_far.topk(min(config.nodes - 1, len(so_far))).values
-        count = int((reached >= best[-1]).sum()) if len(best) else 0  # reached falls, so they come first
+        so_far = torch.cat([best, reached], 1)
+        best = so_far.topk(min(config.nodes - 1, so_far.shape[1])).values
+        # Scores fall along a level, so those to expand come first.
+        count = int((reached >= best[:, -1:]).sum(1).max()) if best.shape[1] else 0
         if count == 0 or step + 1 == depth:
             break
-        growth.descend(token[:count], parent[:count], nodes[:count])
-        score = reached[:count]
+        growth.descend(token[:, :count], parent[:, :count], nodes[:, :count])
+        score = reached[:, :count]
     return scores
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from huggingface_hub import HfApi
-from peft import PeftConfig, PeftModel
 from safetensors import safe_open
-from transformers import PreTrainedModel
 
 from heads.common.errors import one_line
 from heads.common.target_config import MOST_PARTS, UNFIT
@@ -66,7 +65,9 @@ def check(adapter: str, quantize: str | None) -> None:
     find(adapter)
 
 
-def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedModel, Adapter]:
+def merge(
+    model: "transformers.PreTrainedModel", path: str, adapter: str
+) -> tuple["transformers.PreTrainedModel", Adapter]:
     """Merge an adapter into a loaded model.
 
     Args:
@@ -87,14 +88,16 @@ def merge(model: PreTrainedModel, path: str, adapter: str) -> tuple[PreTrainedMo
     try:
         digest = fingerprint(checkpoint.fingerprint(model, path), folder)
         check_config(read_config(folder), folder / WEIGHTS, [name for name, _ in model.named_modules()])
-        config: Any = PeftConfig.from_pretrained(str(folder))
+        import peft
+
+        config: Any = peft.PeftConfig.from_pretrained(str(folder))
         if config.is_prompt_learning:
             raise ValueError(f"{config.peft_type.value} adds tokens, not weights, and cannot be merged")
-        wrapped: Any = PeftModel(model, config)
+        wrapped: Any = peft.PeftModel(model, config)
         report: Any = wrapped.load_adapter(str(folder), "default", torch_device=str(model.device))
         if odd := [*report.missing_keys, *report.unexpected_keys]:
             raise ValueError(f"only one of both has {odd[0]}")
-        merged: PreTrainedModel = wrapped.merge_and_unload()
+        merged: Any = wrapped.merge_and_unload()
     except (*UNFIT, re.error) as error:
         reason = one_line(error)[:300]
         raise ValueError(

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 from heads.common.errors import one_line
@@ -69,7 +70,7 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
     if cached_file(checkpoint, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None:
         raise ValueError(f"it holds an {ADAPTER} too: move the adapter out, and give it as model.adapter")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     files = tensor_files(checkpoint)
     shards = {*files.values()}
     count, size = sum(weight.numel() for weight in model.parameters()), sum(file.stat().st_size for file in shards)
@@ -125,7 +126,7 @@ def _shards(index: Path) -> dict[str, str]:
     return shards
 
 
-def fingerprint(model: PreTrainedModel, checkpoint: str) -> str:
+def fingerprint(model: "transformers.PreTrainedModel", checkpoint: str) -> str:
     """Hash a few values of every parameter in bf16, so that the same weights in any float dtype agree.
 
     Weights that were quantised while loading count as they stand in the checkpoint, so that a head of the target is
@@ -144,7 +145,7 @@ def fingerprint(model: PreTrainedModel, checkpoint: str) -> str:
     return prefix + digest(few)
 
 
-def fingerprint_on_disk(model: PreTrainedModel, checkpoint: str) -> str:
+def fingerprint_on_disk(model: "transformers.PreTrainedModel", checkpoint: str) -> str:
     """Return the same of a model whose weights are not loaded, from its checkpoint.
 
     Raises:

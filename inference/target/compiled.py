@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 from torch.nn.functional import pad
 
 from inference.target.cache import BatchPass, Pool, roomy
@@ -74,7 +73,7 @@ class Compiled:
         """
         try:
             return self.compiled(token, position, mask, rows.keys, rows.values, rows.columns, layers)
-        except TorchDynamoException as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(getattr(error, "inner_exception", error)).strip().split("\n")[0]
             raise ValueError(
                 f"{self.target.name}: torch.compile fails on its passes ({reason}): give engine.compile=false"

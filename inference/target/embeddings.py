@@ -1,9 +1,10 @@
 """A target's embedding and lm_head: what a head needs of it besides its features."""
 
 import torch
+import transformers
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from heads.base import LayerShape
 
@@ -11,7 +12,7 @@ from heads.base import LayerShape
 class TargetEmbeddings(nn.Module):
     """The target's embedding and lm_head, frozen; what a head needs of the target besides its features."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: "transformers.PreTrainedModel") -> None:
         super().__init__()
         config = model.config.get_text_config()
         self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -8,9 +8,10 @@ import logging
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from heads.common.target_config import UNFIT, read_target_config, reason
 from heads.formats.store import TargetSpec
@@ -33,7 +34,11 @@ class EmbeddingsOnly:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, chosen_device: torch.device
+        self,
+        model: "transformers.PreTrainedModel",
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        chosen_device: torch.device,
     ) -> None:
         self.name, self.tokenizer, self.device = name, tokenizer, chosen_device
         self.config: Any = model.config.get_text_config()
@@ -68,7 +73,7 @@ class EmbeddingsOnly:
             if getattr(config, "quantization_config", None) is not None:
                 raise ValueError("its weights are quantised")
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, **remote)
+                model = transformers.AutoModelForCausalLM.from_config(config, **remote)
             model.tie_weights()
             count = model.config.get_text_config().num_hidden_layers
             parts = [model.get_input_embeddings(), model.get_output_embeddings(), final_norm(model.base_model, count)]

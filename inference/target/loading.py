@@ -13,17 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    QuantoConfig,
-    TorchAoConfig,
-)
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from heads.common.errors import panicked
 from heads.common.target_config import UNFIT, read_target_config, reason
@@ -47,13 +39,13 @@ class Method(NamedTuple):
 
 
 def _quanto(_dtype: torch.dtype) -> Any:
-    return QuantoConfig(weights="int8")
+    return transformers.QuantoConfig(weights="int8")
 
 
 def _torchao(_dtype: torch.dtype) -> Any:
     from torchao.quantization import Int8WeightOnlyConfig
 
-    return TorchAoConfig(Int8WeightOnlyConfig())
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
 
 
 def _llm_int8(_dtype: torch.dtype) -> Any:
@@ -61,11 +53,11 @@ def _llm_int8(_dtype: torch.dtype) -> Any:
     # (arXiv 2208.07339) a token's logits would depend on the nodes beside it.
     # It says so at every layer of every pass in another dtype than float16, and float32 is the gate's.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
 def _nf4(dtype: torch.dtype) -> Any:
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
 METHODS = {
@@ -107,7 +99,7 @@ def load(
     trust_remote_code: bool,
     quantize: str | None,
     where: Placement = HERE,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple["transformers.PreTrainedModel", PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer.
 
     Args:
@@ -145,12 +137,12 @@ def load(
         if not trust_remote_code:
             check_files(path, configured)
         safe = {"use_safetensors": True}  # a pickle can hold code
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **safe, **remote, **options
         )
         if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up at random
             raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
-        model: PreTrainedModel = loaded[0]
+        model: transformers.PreTrainedModel = loaded[0]
     if not options:
         move: Any = model.to  # transformers wraps it in a way that hides its arguments
         return move(device), tokenizer
@@ -189,7 +181,9 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
 def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     check_tokenizer(path)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+        path, trust_remote_code=trust_remote_code
+    )
     tokenizer("a b")  # a damaged one loads, and fails at a text
     return tokenizer
 
@@ -218,7 +212,7 @@ def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]
         raise ValueError(f"model.path={path}: no {what} loads from there ({reason(error)})") from error
 
 
-def _check(model: PreTrainedModel, path: str, quantize: str | None) -> None:
+def _check(model: "transformers.PreTrainedModel", path: str, quantize: str | None) -> None:
     """Check that what should be quantised is, and that what a head reads is not.
 
     Raises:
@@ -236,7 +230,7 @@ def _check(model: PreTrainedModel, path: str, quantize: str | None) -> None:
         )
 
 
-def method_of(model: PreTrainedModel) -> str | None:
+def method_of(model: "transformers.PreTrainedModel") -> str | None:
     """Return what transformers calls the quantisation that a model is loaded with; None for none."""
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None:

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import transformers
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from heads import rows
 from heads.base import Features
@@ -81,7 +82,7 @@ class Switch(NamedTuple):
         return max(prefixes) < self.length or min(prefixes) >= self.length + self.renewed
 
 
-def switch_of(model: PreTrainedModel) -> Switch | None:
+def switch_of(model: "transformers.PreTrainedModel") -> Switch | None:
     """Return where a model's rope switches; None where it does not."""
     config: Any = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -90,7 +91,7 @@ def switch_of(model: PreTrainedModel) -> Switch | None:
     if not lengths:
         return None
     model_type: Any = type(model)
-    renews = model_type.prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    renews = model_type.prepare_inputs_for_generation is not transformers.GenerationMixin.prepare_inputs_for_generation
     return Switch(min(lengths), renews and hasattr(config, "original_max_position_embeddings"))
 
 
@@ -132,7 +133,7 @@ class TargetModel:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "transformers.PreTrainedModel",
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         adapter: Adapter | None = None,

@@ -11,10 +11,10 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
 
 ATTENTION = "headstart_documents"
 BLOCK = 1024  # queries at a time, under a window
@@ -41,7 +41,7 @@ class Packing(NamedTuple):
         return len(spans) > rows or any(window is not None and window < longest for window in self.windows)
 
 
-def packing(model: PreTrainedModel) -> Packing | None:
+def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     """Return how a model's attention runs over documents; None where it does something of its own."""
     config: Any = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
@@ -50,6 +50,7 @@ def packing(model: PreTrainedModel) -> Packing | None:
     able = getattr(model, "_supports_attention_backend", False) and config._attn_implementation == "sdpa"
     if not able or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window is None):
         return None
+    transformers.AttentionInterface.register(ATTENTION, _attend)
     return Packing(config, tuple(window if kind == SLIDING else None for kind in kinds))
 
 
@@ -123,6 +124,3 @@ def within(
             )
         )
     return torch.cat(parts, 2)
-
-
-AttentionInterface.register(ATTENTION, _attend)

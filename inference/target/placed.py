@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from accelerate.utils import align_module_device
 from safetensors import SafetensorError
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from heads.common.target_config import read_target_config
 from inference.target.checkpoint import FEW, digest, fingerprint, fingerprint_on_disk
@@ -37,22 +36,20 @@ class Placed(NamedTuple):
     together: bool
 
 
-def on_one_device(model: PreTrainedModel, name: str) -> Placed:
+def on_one_device(model: "transformers.PreTrainedModel", name: str) -> Placed:
     """Return a model that lies whole on one device."""
     return Placed(model.device, TargetEmbeddings(model), fingerprint(model, name), None, together=False)
 
 
-def placed(model: PreTrainedModel, where: Placement, path: str, device: torch.device, trust: bool) -> Placed:
+def placed(
+    model: "transformers.PreTrainedModel", where: Placement, path: str, device: torch.device, trust: bool
+) -> Placed:
     """Return a model that transformers has placed; every process calls it where passes take all of them.
 
     Raises:
         ValueError: nothing of it was cut up where that was asked for.
     """
-    if (
-        where.together
-        and where.group_size > 1
-        and not any(isinstance(weight, DTensor) for weight in model.parameters())
-    ):
+    if where.together and where.group_size > 1 and not any(map(_is_sharded, model.parameters())):
         raise ValueError(
             f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
         )
@@ -82,11 +79,11 @@ def _whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, submodule in module.named_modules():
         with align_module_device(submodule):
             for name, value in list(submodule.named_parameters(recurse=False)):
-                full = value.full_tensor() if isinstance(value, DTensor) else value
+                full = value.full_tensor() if _is_sharded(value) else value
                 yield f"{prefix}.{name}".lstrip("."), full.detach()
 
 
-def _fingerprint(model: PreTrainedModel, path: str) -> str:
+def _fingerprint(model: "transformers.PreTrainedModel", path: str) -> str:
     """Return the fingerprint; from the checkpoint's files, or where their names are others, from the weights."""
     if getattr(model, "hf_quantizer", None) is not None:
         return fingerprint(model, path)
@@ -97,13 +94,15 @@ def _fingerprint(model: PreTrainedModel, path: str) -> str:
         return digest({name: value.flatten()[:FEW].clone() for name, value in _whole(model) if name in names})
 
 
-def _embeddings(model: PreTrainedModel, config: Any, device: torch.device, trust: bool) -> TargetEmbeddings:
+def _embeddings(
+    model: "transformers.PreTrainedModel", config: Any, device: torch.device, trust: bool
+) -> TargetEmbeddings:
     """Return the embeddings: the model's own where they are whole and on the device, else whole copies there."""
     originals = [model.get_input_embeddings(), model.get_output_embeddings()]
     if all(_is_here(module, device) for module in originals):
         return TargetEmbeddings(model)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     skeleton.tie_weights()
     copies = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
     tied = copies[0].weight is copies[1].weight
@@ -120,7 +119,13 @@ def _embeddings(model: PreTrainedModel, config: Any, device: torch.device, trust
 
 def _is_here(module: nn.Module, device: torch.device) -> bool:
     """Return whether all of a module lies whole on a device."""
-    return all(not isinstance(parameter, DTensor) and parameter.device == device for parameter in module.parameters())
+    return all(not _is_sharded(parameter) and parameter.device == device for parameter in module.parameters())
+
+
+def _is_sharded(weight: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(weight, DTensor)
 
 
 def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:

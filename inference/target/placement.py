@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
+from transformers import PreTrainedConfig
 
 from heads.common.target_config import read_target_config
 
@@ -205,6 +204,8 @@ def options(where: Placement, path: str, device: torch.device, dtype: torch.dtyp
         check_shape(config.get_text_config(), where.group_size, path)
         return _tensor_parallel(where.group_size, world // where.group_size, device)
     if where.placement == FSDP:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
         return {"distributed_config": DistributedConfig(fsdp_size=world)}
     if where.placement == DEVICE_MAP:
         if device.type == "cpu":
@@ -215,12 +216,14 @@ def options(where: Placement, path: str, device: torch.device, dtype: torch.dtyp
     if where.placement == OFFLOAD:
         config = read_target_config(path, trust)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+            skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
         return {"device_map": dict(_offloaded(skeleton, where, str(device), dtype))}
     return {}
 
 
 def _tensor_parallel(size: int, copies: int, device: torch.device) -> dict[str, Any]:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
     if copies == 1:
         return {"distributed_config": DistributedConfig(tp_size=size)}
     if "dp_replicate_size" in DistributedConfig.__dataclass_fields__:
@@ -231,7 +234,9 @@ def _tensor_parallel(size: int, copies: int, device: torch.device) -> dict[str, 
 
 def mesh(size: int, device: torch.device) -> Any:
     """Return all processes as copies x tensor-parallel groups; the processes of a group follow each other."""
-    return init_device_mesh(device.type, (_world() // size, size), mesh_dim_names=("copy", "tp"))
+    return torch.distributed.device_mesh.init_device_mesh(
+        device.type, (_world() // size, size), mesh_dim_names=("copy", "tp")
+    )
 
 
 def devices_of(where: Placement, device: torch.device) -> list[int]:
@@ -255,7 +260,7 @@ def devices_of(where: Placement, device: torch.device) -> list[int]:
 
 
 def _offloaded(
-    skeleton: PreTrainedModel, where: Placement, device: str, dtype: torch.dtype
+    skeleton: "transformers.PreTrainedModel", where: Placement, device: str, dtype: torch.dtype
 ) -> Iterator[tuple[str, str]]:
     """Yield each part's name and place: layers off the device but for the first ones, all else on it."""
     count = skeleton.config.get_text_config().num_hidden_layers

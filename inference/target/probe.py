@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from inference.target.model import TargetModel
 from inference.target.packed import FULL, SLIDING
@@ -202,7 +202,7 @@ def _close(actual: Tensor | None, expected: Tensor | None) -> bool:
     return bool((actual - expected).abs().max() < TOLERANCE * expected.std().clamp_min(1e-6))
 
 
-def windows(model: PreTrainedModel, context: int) -> dict[str, int]:
+def windows(model: "transformers.PreTrainedModel", context: int) -> dict[str, int]:
     """Return the windows and chunks that sequences of up to `context` tokens outgrow, by their configuration's keys."""
     values: dict[str, Any] = vars(model.config.get_text_config())
     return {

@@ -2,7 +2,8 @@
 
 from functools import cached_property
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from inference.target import adapter as adapters
 from inference.target import loading, probe
@@ -23,7 +24,7 @@ class Target(TargetModel):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "transformers.PreTrainedModel",
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         adapter: Adapter | None = None,

@@ -211,7 +211,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("data.text.cache.ArrowWriter.write", full)
+    monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write", full)
     with pytest.raises(ValueError, match=r"data\.cache=.*No space left on device"):
         load_samples(cached, chat)
     assert [path for path in Path(str(cached.cache)).iterdir() if path.is_dir()] == []

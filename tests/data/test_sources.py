@@ -113,14 +113,14 @@ def test_a_parquet_file_of_one_huge_group_is_read_in_parts(tmp_path: Path, monke
         asked.append(named["batch_size"])
         return load_dataset(*args, **named)
 
-    monkeypatch.setattr("data.text.files.datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset", load)
     assert len(read(str(tmp_path / "a.parquet"))) == 3 * BATCH
     assert asked == [BATCH]
 
     def full(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("data.text.files.datasets.load_dataset", full)
+    monkeypatch.setattr("datasets.load_dataset", full)
     with pytest.raises(ValueError, match=r"a\.parquet: record 0 cannot be read \(MemoryError\)"):
         read(str(tmp_path / "a.parquet"))
 
@@ -333,7 +333,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], Se
     def start(records: Any) -> Served:
         served = Served(records)
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
-        monkeypatch.setattr("data.text.sources.datasets.load_dataset", served.load)
+        monkeypatch.setattr("datasets.load_dataset", served.load)
         monkeypatch.setattr("data.text.sources.HfApi", lambda: served)
         return served
 

@@ -11,10 +11,10 @@ import torch
 from omegaconf import OmegaConf
 
 from data.batches import Batches, Packed
-from data.features.coding import States, Wanted, compute, join, split, to_row
+from data.features.coding import FeatureRequest, States, compute, join, split, to_row
 from data.features.extract import extract
 from data.features.extraction import spec_of
-from data.features.source import FeaturesConfig, Given, Live
+from data.features.source import FeaturesConfig, Live, TrainingInput
 from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
 from data.features.stored import Fallback, Stored
 from data.features.writer import StoreWriter
@@ -64,18 +64,18 @@ def made(target: Target, packed: Packed, store: FeatureStore, rows: list[int]) -
 def stored(
     store: FeatureStore, of: Batches, fallback: Fallback | None = None, layers: tuple[int, ...] = LAYERS
 ) -> Stored:
-    return Stored(store, of, Wanted(layers, torch.float32), torch.device("cpu"), 3, fallback)
+    return Stored(store, of, FeatureRequest(layers, torch.float32), torch.device("cpu"), 3, fallback)
 
 
 def fallback(target: Target, store: FeatureStore, writer: StoreWriter | None = None) -> Fallback:
     return Fallback(lambda token, document: compute(target, token, document, store.spec), writer)
 
 
-def steps(source: Any, count: int) -> list[Given]:
+def steps(source: Any, count: int) -> list[TrainingInput]:
     return [micro.read() for step in range(count) for micro in source(step)]
 
 
-def same(ours: list[Given], theirs: list[Given], share: float) -> None:
+def same(ours: list[TrainingInput], theirs: list[TrainingInput], share: float) -> None:
     """Check features against others; they may differ by a share of each state's largest value."""
     assert len(ours) == len(theirs) > 0
     for (a, _), (b, _) in zip(ours, theirs, strict=True):

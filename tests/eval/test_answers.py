@@ -13,7 +13,7 @@ from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.verification.sample import GREEDY
-from tests import toys
+from tests import drafting, toys
 from tests.eval.stubs import generation
 from tests.inference.test_stream import tokenizer
 
@@ -48,11 +48,11 @@ def naive(head: Any, token: list[int], temperature: float) -> list[float]:
     for place, depth in zip(PLACES, DEPTHS, strict=True):
         root = len(PROMPT) + place - depth
         rows = Features(*(part[:, :root] for part in features))
-        state, level = head.extend(None, rows, whole[1 : root + 1])
+        state, level = drafting.extend(head, None, rows, whole[1 : root + 1])
         for below in range(1, depth):
             path = torch.ones(1, below, dtype=torch.bool)
-            level = head.expand(state, level, whole[root + below][None], torch.tensor([0]), path)
-        found.append(float((level.logits[0] / temperature).softmax(-1)[whole[root + depth]]))
+            level = drafting.expand(head, state, level, whole[root + below][None], torch.tensor([0]), path)
+        found.append(float((drafting.logits(head, level)[0] / temperature).softmax(-1)[whole[root + depth]]))
     return found
 
 

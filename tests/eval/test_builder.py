@@ -9,13 +9,13 @@ from eval.inputs.texts import Text
 from eval.measures import metrics
 from eval.measures.builder import Request, Source, text_results
 from eval.measures.metrics import Passes
-from eval.measures.results import TEACHER_FORCED, Row, Session
+from eval.measures.results import TEACHER_FORCED, Measurement, Row
 from eval.offline.teacher_forced import Overlap, expected
 
-SESSION = Session("tiny", 1.0, 1, 0, 0, conversations=[0, 1], tier=TEACHER_FORCED)
+SESSION = Measurement("tiny", 1.0, 1, 0, 0, conversations=[0, 1], tier=TEACHER_FORCED)
 
 
-def rows(each: list[Passes], session: Session = SESSION) -> list[Row]:
+def rows(each: list[Passes], session: Measurement = SESSION) -> list[Row]:
     return text_results(Source("eagle", "token", "chain-4"), session, [Request(passes) for passes in each])
 
 

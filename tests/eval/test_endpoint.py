@@ -8,9 +8,11 @@ import pytest
 
 from data.text.records import parse
 from eval.endpoint.client import Answer, Request, requests_of
-from eval.endpoint.counters import Verified
-from eval.endpoint.rows import Runs, Session, Timed, differs, row_of, text_gate
+from eval.endpoint.counters import verified
+from eval.endpoint.rows import Runs, Timed, differs, row_of, text_gate
+from eval.inputs.workloads import by_category
 from eval.measures.losslessness import UNCHECKED
+from eval.measures.results import Measurement
 from eval.report.reading import read_report, report_of
 from eval.run import evaluate
 from tests.eval.endpoint_server import DEPTH, MODEL, Served, key_of, words
@@ -201,13 +203,13 @@ def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.Ca
 def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> None:
     """All requests alike, so that the intervals are points: ten tokens after the first, in a quarter of the time."""
     asked = [Request(str(i), "", i, "", {}) for i in range(4)]
-    of = Session("log", 0.0, 1, 0, 0, asked)
-    drafts = Verified(5, 5, 10, (5,))
+    session = Measurement("log", 0.0, 1, 0, 0, conversations=range(4))
+    drafts = verified(5, 10, 5, (5,))
 
     def runs(latency_s: float) -> Runs:
         return Runs([[Timed(Answer("x", 11, latency_s, 1.0, drafts), 1.0, drafts)] for _ in asked], [drafts] * 4)
 
-    row = row_of("endpoint", runs(2.0), runs(5.0), UNCHECKED, of, ("", [0, 1, 2, 3]))
+    row = row_of("endpoint", runs(2.0), runs(5.0), UNCHECKED, session, next(session.parts(4)))
     assert (row.tokens_per_second, row.speedup, row.speedup_ci) == (10.0, 4.0, (4.0, 4.0))
     assert (row.whole_tokens_per_second, row.whole_speedup, row.whole_speedup_ci) == (5.5, 2.5, (2.5, 2.5))
     assert row.by_request["speedup"]["p50"] == 4.0
@@ -215,6 +217,5 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
 
 
 def test_requests_without_a_category_join_those_of_the_category_other() -> None:
-    requests = [Request(str(i), category, i, "", {}) for i, category in enumerate(["", "a", "other"])]
-    assert Session("log", 0.0, 1, 0, 0, requests).categories() == {"other": [0, 2], "a": [1]}
-    assert Session("log", 0.0, 1, 0, 0, requests[::2]).categories() == {}
+    assert by_category(["", "a", "other"]) == {"other": [0, 2], "a": [1]}
+    assert by_category(["", "other"]) == {}

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from eval.endpoint.counters import Counters, Verified, between, of_reply, read_counters, restarted, together
+from eval.endpoint.counters import Counters, between, of_reply, read_counters, restarted, verified
+from eval.measures.metrics import Passes, ratio, together
 from tests.eval.endpoint_server import passes, sglang_page, vllm_page
 
 VLLM = """\
@@ -47,6 +48,10 @@ def read(page: str) -> Counters:
     found = read_counters(page)
     assert found is not None
     return found
+
+
+def tau(counts: Passes) -> float | None:
+    return ratio(counts.tokens, counts.steps)
 
 
 def test_vllms_counters_are_summed_over_engines_and_reasons() -> None:
@@ -94,23 +99,23 @@ def test_vllms_differences_in_our_terms() -> None:
     before = read(VLLM)
     after = replace(before, drafts=70.0, draft_tokens=210.0, accepted=95.0, by_depth=(53.0, 27.0, 15.0))
     whole = between(before, after, 30)
-    assert whole == Verified(10, 20, 30, (8, 7, 5))
-    assert whole.tau == 3.0  # vLLM's mean acceptance length: 1 + 20 / 10
+    assert whole == verified(10, 30, 20, (8, 7, 5))
+    assert tau(whole) == 3.0  # vLLM's mean acceptance length: 1 + 20 / 10
 
 
 def test_passes_without_a_draft_count_as_passes() -> None:
     before = read(VLLM)
     after = replace(before, drafts=70.0, draft_tokens=210.0, accepted=95.0, by_depth=(53.0, 27.0, 15.0))
     # Of 60 tokens the drafts account for 30: 20 accepted, and one for each of their 10 passes.
-    assert between(before, after, 60) == Verified(40, 20, 30, (8, 7, 5))
-    assert between(before, after, 60).tau == 1.5
+    assert between(before, after, 60) == verified(40, 30, 20, (8, 7, 5))
+    assert tau(between(before, after, 60)) == 1.5
 
 
 def test_sglangs_differences_in_our_terms() -> None:
     before = read(SGLANG)
-    assert between(before, replace(before, drafts=60.0), 25) == Verified(10, 15, 30, ())
+    assert between(before, replace(before, drafts=60.0), 25) == verified(10, 30, 15, ())
     assert between(before, replace(before, drafts=60.0, width=None), 25).drafted is None
-    assert between(replace(before, drafts=None), replace(before, drafts=10.0), 25).tau == 2.5
+    assert tau(between(replace(before, drafts=None), replace(before, drafts=10.0), 25)) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -138,10 +143,10 @@ def test_a_reply_of_vllms_tells_of_its_drafts() -> None:
         "num_spec_steps": 4, "num_accepted_draft_tokens": 6, "num_draft_tokens": 12, "num_spec_tokens": 3,
     }  # fmt: skip
     reply = {"metrics": {"speculative_decoding": told}}
-    assert of_reply(reply, 10) == Verified(4, 6, 12, (3, 2, 1))
-    assert of_reply(reply, 13) == Verified(7, 6, 12, (3, 2, 1))  # and three passes without a draft
-    assert of_reply({"metrics": {"speculative_decoding": told | {"acceptance_histogram": [4]}}}, 10) == Verified(
-        4, 6, 12, ()
+    assert of_reply(reply, 10) == verified(4, 12, 6, (3, 2, 1))
+    assert of_reply(reply, 13) == verified(7, 12, 6, (3, 2, 1))  # and three passes without a draft
+    assert of_reply({"metrics": {"speculative_decoding": told | {"acceptance_histogram": [4]}}}, 10) == verified(
+        4, 12, 6, ()
     )
 
 
@@ -150,7 +155,7 @@ def test_a_reply_of_sglangs_tells_of_its_drafts() -> None:
         "spec_accept_length": 2.5, "spec_verify_ct": 4, "spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 12,
         "spec_correct_drafts_histogram": [1, 1, 1, 1],
     }  # fmt: skip
-    assert of_reply({"choices": [{"meta_info": told}]}, 10) == Verified(4, 6, 12, (3, 2, 1))
+    assert of_reply({"choices": [{"meta_info": told}]}, 10) == verified(4, 12, 6, (3, 2, 1))
 
 
 @pytest.mark.parametrize(
@@ -177,11 +182,11 @@ def test_a_reply_that_tells_nothing_or_what_cannot_be(reply: dict[str, Any]) -> 
 
 
 def test_a_sum_does_not_tell_what_a_part_does_not() -> None:
-    known, unknown = Verified(4, 6, 12, (3, 2, 1)), Verified(2, 3, None, ())
-    assert together([known, Verified(3, 1, 6, (1,))]) == Verified(7, 7, 18, (4, 2, 1))
-    assert together([known, Verified(1, 0, 0, ())]) == Verified(5, 6, 12, (3, 2, 1))
-    assert together([known, unknown]) == Verified(6, 9, None, ())
-    assert together([]).tau is None
+    known, unknown = verified(4, 12, 6, (3, 2, 1)), verified(2, None, 3, ())
+    assert together([known, verified(3, 6, 1, (1,))]) == verified(7, 18, 7, (4, 2, 1))
+    assert together([known, verified(1, 0, 0, ())]) == verified(5, 12, 6, (3, 2, 1))
+    assert together([known, unknown]) == verified(6, None, 9, ())
+    assert tau(together([])) is None
 
 
 def test_the_server_of_these_tests_drafts_in_several_ways() -> None:

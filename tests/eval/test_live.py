@@ -11,7 +11,7 @@ from data.text.prompts import Prompt
 from eval.live import hf, interleaved
 from eval.live.interleaved import interleave, measure, rows
 from eval.measures.losslessness import Divergence, Gate
-from eval.measures.results import Session
+from eval.measures.results import Measurement
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.plain import Plain
 from inference.target.target import Target
@@ -157,7 +157,7 @@ def session_rows(gate: Gate, temperature: float = 0.0, hf: bool = True) -> dict[
     }
     if hf:
         runs["hf"] = [[generation(7, seconds=4.0)] * 3 for _ in PROMPTS]
-    session = Session("tiny", temperature, 1, 123, 0)
+    session = Measurement("tiny", temperature, 1, 123, 0)
     made = rows(runs, {"eagle": Ranked(torch.device("cpu"))}, {"eagle": gate}, session)
     return {row.drafter: asdict(row) for row in made}
 
@@ -201,7 +201,7 @@ def test_turns_of_a_dialogue_are_resampled_together() -> None:
         name: [[generation(n, [(0, 0)] * (n // 2), n * s)] for n in tokens]
         for name, s in (("plain", 2.0), ("ranked", 1.5))
     }
-    session = Session("tiny", 0.0, 1, 123, 0, categories={"a": [0, 1], "b": [2, 3]})
+    session = Measurement("tiny", 0.0, 1, 123, 0, categories={"a": [0, 1], "b": [2, 3]})
     found = {
         groups: rows(runs, drafters, {"ranked": GREEN}, replace(session, conversations=groups))
         for groups in ((), (0, 1, 2, 3), (0, 0, 2, 2))
@@ -220,7 +220,7 @@ def test_each_category_is_compared_with_its_own_prompts_plain_runs_all_of_them()
         "ranked": [[generation(7, [(2, 1)] * 3, seconds)] for seconds in ranked],
         "hf": [[generation(7, seconds=2 * seconds)] for seconds in plain],
     }
-    session = Session("tiny", 0.0, 1, 123, 0, categories={"a": [0, 2], "b": [1, 3]}, conversations=(0, 1, 2, 3))
+    session = Measurement("tiny", 0.0, 1, 123, 0, categories={"a": [0, 2], "b": [1, 3]}, conversations=(0, 1, 2, 3))
     found = rows(runs, {"ranked": Ranked(torch.device("cpu"))}, {"ranked": GREEN}, session)
     told = {(row.drafter, row.category): row for row in found}
     for category, slow, fast in (("", 16.0, 3.0), ("a", 5.0, 1.5), ("b", 11.0, 1.5)):

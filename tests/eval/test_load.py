@@ -14,7 +14,7 @@ from eval.config import eval_config
 from eval.live import interleaved, request_rate
 from eval.live.request_rate import Served, arrivals, latency_interval, latency_ratio, measure, serve, throughput, waited
 from eval.measures.losslessness import Divergence, Gate
-from eval.measures.results import Row, Session
+from eval.measures.results import Measurement, Row
 from eval.run import evaluate
 from inference.batch import Batch, Running
 from inference.decode import Generation, Settings, speculate
@@ -177,7 +177,7 @@ def test_throughput_runs_from_the_first_arrival_to_the_last_end() -> None:
 def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]] | None = None) -> list[Row]:
     """Return the rows of a session under load."""
     rounds = {"plain": PLAIN, "eagle": FAST}
-    session = Session("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)
+    session = Measurement("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)
     drafters = {"eagle": Plain(torch.device("cpu"))}
     return waited(
         interleaved.rows(request_rate.generations(rounds), drafters, {"eagle": gate}, session), rounds, session
@@ -202,7 +202,7 @@ def test_categories_have_the_latencies_of_their_own_requests() -> None:
 
 def test_turns_of_one_conversation_are_drawn_together() -> None:
     rounds = {"plain": PLAIN, "eagle": FAST}
-    session = Session("tiny", 0.0, 1, 0, 0, conversations=[3, 3], request_rate=2.0)
+    session = Measurement("tiny", 0.0, 1, 0, 0, conversations=[3, 3], request_rate=2.0)
     made = interleaved.rows(
         request_rate.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session
     )

@@ -48,9 +48,11 @@ def test_plain_decoding_has_tau_one() -> None:
 
 
 def test_speed_is_a_ratio_of_sums_without_the_prefill() -> None:
-    assert metrics.tokens_per_second([LONG, SHORT]) == 10 / 2.5
+    assert metrics.speed(metrics.decoding([LONG, SHORT])) == 10 / 2.5
     plain = [generation(8, seconds=7.0), generation(4, seconds=1.0)]
-    assert metrics.speedup([LONG, SHORT], plain) == pytest.approx((10 / 2.5) / (10 / 8))
+    assert metrics.over(metrics.decoding([LONG, SHORT]), metrics.decoding(plain)) == pytest.approx(
+        (10 / 2.5) / (10 / 8)
+    )
 
 
 def test_headroom_hides_the_shorter_of_drafting_and_verifying() -> None:
@@ -67,10 +69,10 @@ def test_nothing_decoded_is_none_and_not_a_division_by_zero() -> None:
     ended = [generation(1, seconds=0.0), generation(1, seconds=0.0)]
     found = metrics.acceptance(ended)
     assert (found.steps, found.tau, found.tau_request_mean) == (0, None, None)
-    assert metrics.tokens_per_second(ended) is None
-    assert metrics.speedup(ended, ended) is None
+    assert metrics.speed(metrics.decoding(ended)) is None
+    assert metrics.over(metrics.decoding(ended), metrics.decoding(ended)) is None
     assert metrics.tau_interval(ended, 0) is None
-    assert metrics.speedup_interval(ended, ended, 0) is None
+    assert metrics.paired_interval(metrics.decoding(ended), metrics.decoding(ended), 0) is None
 
 
 def test_a_prompt_that_ended_at_once_leaves_the_request_mean_alone() -> None:
@@ -98,7 +100,7 @@ def test_pairing_cancels_what_slows_a_request_for_both() -> None:
     times = [0.1, 3.0, 0.7, 20.0, 1.3]
     fast = [generation(11, seconds=time / 2) for time in times]
     slow = [generation(11, seconds=time) for time in times]
-    assert metrics.speedup_interval(fast, slow, 0) == pytest.approx((2.0, 2.0))
+    assert metrics.paired_interval(metrics.decoding(fast), metrics.decoding(slow), 0) == pytest.approx((2.0, 2.0))
 
 
 TURNS = [generation(1 + tokens, [(4, 0)] * 5, seconds=tokens / 7) for tokens in (5, 11, 13, 17, 19, 6)]
@@ -158,4 +160,4 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
 def test_end_to_end_the_prefills_token_and_seconds_count_too() -> None:
     runs = [replace(generation(6, [(0, 0)] * 5, seconds=1.0), prefill_s=0.5) for _ in range(2)]
     assert metrics.speed(metrics.end_to_end(runs)) == pytest.approx(6 / 1.5)
-    assert metrics.tokens_per_second(runs) == pytest.approx(5 / 1.0)
+    assert metrics.speed(metrics.decoding(runs)) == pytest.approx(5 / 1.0)

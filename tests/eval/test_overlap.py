@@ -13,7 +13,7 @@ from heads.base import Features
 from inference.decode import Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.verification.sample import Sampling, distribution
-from tests import toys
+from tests import drafting, toys
 
 HOT = Settings(40, Sampling(3.0, 0, 1.0))  # at which a random head and target agree now and then
 PROMPTS = [toys.prompt(i, 12) for i in range(8)]
@@ -89,7 +89,7 @@ def test_shares_are_of_the_laws_of_every_row_by_itself() -> None:
         for made in range(1, text.generated):
             root = text.start + made - 1  # the token a step begins after
             rows = Features(*(part[:, :root] for part in features))
-            state, level = head.extend(None, rows, token[1 : root + 1])
+            state, level = drafting.extend(head, None, rows, token[1 : root + 1])
             for depth in range(3):
                 place = root + 1 + depth
                 if place >= len(token):
@@ -97,7 +97,7 @@ def test_shares_are_of_the_laws_of_every_row_by_itself() -> None:
                     assert found.common[made - 1, depth].isnan()
                     continue
                 p = distribution(target.embeddings.logits(features.last[0, place - 1]), sampling)
-                q = distribution(level.logits[0], sampling)
+                q = distribution(drafting.logits(head, level)[0], sampling)
                 ratio = (q[token[place]] / p[token[place]]).clamp_max(1)
                 torch.testing.assert_close(found.share[made - 1, depth], ratio, atol=1e-5, rtol=1e-4)
                 torch.testing.assert_close(
@@ -107,5 +107,5 @@ def test_shares_are_of_the_laws_of_every_row_by_itself() -> None:
                 seen += 1
                 if depth < 2:
                     path = torch.ones(1, depth + 1, dtype=torch.bool)
-                    level = head.expand(state, level, token[place][None], torch.tensor([0]), path)
+                    level = drafting.expand(head, state, level, token[place][None], torch.tensor([0]), path)
     assert seen > 20

@@ -16,7 +16,7 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, best_n
-from tests import toys
+from tests import drafting, toys
 
 SETTINGS = Settings(36, GREEDY)
 # Heads of one family are replayed alike, and each takes long.
@@ -84,16 +84,16 @@ def naive(head: Any, text: Text) -> torch.Tensor:
     hits, seen = torch.zeros(DEPTH, 5, dtype=torch.float64), torch.zeros(DEPTH, 1, dtype=torch.float64)
     for root in range(text.start, len(token) - 1):
         rows = Features(*(part[:, :root] for part in features))
-        state, level = head.extend(None, rows, token[1 : root + 1])
+        state, level = drafting.extend(head, None, rows, token[1 : root + 1])
         for depth in range(min(DEPTH, len(token) - 1 - root)):
             wanted = token[root + 1 + depth]
-            rank = level.logits[0].argsort(descending=True).tolist().index(int(wanted))
+            rank = drafting.logits(head, level)[0].argsort(descending=True).tolist().index(int(wanted))
             seen[depth] += 1
             if rank < 5:
                 hits[depth, rank] += 1
             if depth + 1 < DEPTH:
                 path = torch.ones(1, depth + 1, dtype=torch.bool)
-                level = head.expand(state, level, wanted[None], torch.tensor([0]), path)
+                level = drafting.expand(head, state, level, wanted[None], torch.tensor([0]), path)
     return hits / seen
 
 

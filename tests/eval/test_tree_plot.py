@@ -5,8 +5,8 @@ from itertools import combinations
 import pytest
 from omegaconf import OmegaConf
 
-from eval.report.plots import tree as tree_plot
-from eval.report.plots.tree import GAP, LABEL, Box
+from eval.report import tree_plot
+from eval.report.tree_plot import GAP, LABEL, Box
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from inference.drafters.policy import TreeConfig
@@ -23,7 +23,7 @@ def large() -> dict[Path, float]:
 def drawn(share: dict[Path, float]) -> tuple[tree_plot.Spec, dict[str, tree_plot.Record]]:
     """Return the plot of a tree, and its nodes by name."""
     found = {"label": "static", "note": "", "steps": 9, "paths": [*map(list, share)], "accepted": [*share.values()]}
-    spec = tree_plot.tree("medusa", found).spec
+    spec = tree_plot.tree("medusa", found)[0].spec
     return spec, {node["node"]: node for node in spec["data"]["values"]}
 
 

@@ -15,7 +15,7 @@ from eval import tune
 from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
 from eval.live.interleaved import PLAIN
-from eval.measures.cost_model import Costs, Prediction, Replayed, Step, draft_key
+from eval.measures.cost_model import Costs, Prediction, Replayed, ReplayedStep, draft_key
 from eval.run import main, tuned
 from eval.tune import Bench, TunePlan, halves, keep, merged, ranked
 from eval.tuning import costs, grid
@@ -220,7 +220,7 @@ def test_a_target_that_cannot_share_a_pass_says_so_first(run: Path, monkeypatch:
 
 
 def replayed(*accepted: int) -> Replayed:
-    return Replayed([Step(0, 2, each) for each in accepted], sum(accepted) + len(accepted))
+    return Replayed([ReplayedStep(0, 2, each) for each in accepted], sum(accepted) + len(accepted))
 
 
 def costs_of(tree: TreeConfig, verify: dict[int, float], batch: int = 1) -> Costs:

@@ -11,8 +11,9 @@ import pytest
 from data.text import benchmarks
 from data.text.prompts import Prompt, load_prompts, save_prompts
 from data.text.records import IDS
+from eval.config import Selection
 from eval.inputs import workloads
-from eval.inputs.workloads import Selection, load_workload, read_workload, short_name
+from eval.inputs.workloads import load_workload, read_workload, short_name
 from inference.target.target import Target
 from tests import toys
 from tests.eval.small import run_main

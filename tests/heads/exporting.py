@@ -12,7 +12,7 @@ from heads import HEADS
 from heads.base import DraftHead
 from heads.formats.published.export import Served, export
 from inference.target.target import Target
-from tests import toys
+from tests import drafting, toys
 from tests.heads import foreign
 
 LAYERS = 8
@@ -68,12 +68,12 @@ def chain(head: Any, steps: int) -> list[Tensor]:
     of, token, drafted = target(), torch.tensor([TOKENS[:-1]]), head
     assert isinstance(drafted, DraftHead)
     features = of.features(token, torch.zeros_like(token), head.feature_layers)
-    state, level = drafted.extend(None, features, torch.tensor(TOKENS[1:]))
-    found = [level.logits[0]]
+    state, level = drafting.extend(drafted, None, features, torch.tensor(TOKENS[1:]))
+    found = [drafting.logits(drafted, level)[0]]
     for step in range(1, steps):
         token, parent = found[-1].argmax()[None], torch.tensor([0])
-        level = drafted.expand(state, level, token, parent, torch.ones(1, step, dtype=torch.bool))
-        found.append(level.logits[0])
+        level = drafting.expand(drafted, state, level, token, parent, torch.ones(1, step, dtype=torch.bool))
+        found.append(drafting.logits(drafted, level)[0])
     return found
 
 

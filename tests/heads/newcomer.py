@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Embeddings, Features, Level
 from heads.common.ranges import Parts
-from heads.rows import drafted_token
+from heads.rows import drafted_token, last_valid, of_parents
 
 
 class Newcomer(nn.Module):
@@ -52,18 +52,30 @@ class Newcomer(nn.Module):
             drafts.append(Draft(state))
         return drafts
 
-    def extend(self, state: None, features: Features, token: Int[Tensor, "T"]) -> tuple[None, Level]:
+    def extend(
+        self,
+        state: None,
+        features: Features,
+        token: Int[Tensor, "B T"],
+        count: Int[Tensor, "B"] | None = None,
+    ) -> tuple[None, Level]:
         """Score depth 1 from the last row."""
         del state
-        return None, self._level(features.last[0, -1:], token[-1:])
+        return None, self._level(last_valid(features.last, count), last_valid(token, count))
 
     def expand(
-        self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+        self,
+        state: None,
+        level: Level,
+        token: Int[Tensor, "B N"],
+        parent: Int[Tensor, "B N"],
+        mask: Bool[Tensor, "B N M"],
+        depth: int,
     ) -> Level:
         """Score the next depth."""
-        del state, mask
-        return self._level(level.hidden[parent], token)
+        del state, mask, depth
+        return self._level(of_parents(level.hidden, parent), token)
 
     def _level(self, before: Tensor, token: Tensor) -> Level:
         hidden = self.step(before, token)
-        return Level(self.score(hidden, 1), hidden, ())
+        return Level(self.score(hidden, 1), hidden)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from heads import HEADS
 from heads.base import DraftHead, Level
 from heads.formats.published import load_published
-from tests import toys
+from tests import drafting, toys
 
 Tensors = dict[str, Tensor]
 DECODER = {
@@ -264,11 +264,13 @@ def drafts(head: Any) -> list[Tensor]:
     target, token = toys.target(), torch.tensor([toys.prompt(4, 9)])
     features = target.features(token, torch.zeros_like(token), head.feature_layers)
     drafted: DraftHead = head
-    state, root = drafted.extend(None, features, torch.tensor([*token[0, 1:].tolist(), 3]))
+    state, root = drafting.extend(drafted, None, features, torch.tensor([*token[0, 1:].tolist(), 3]))
     eye = torch.eye(2, dtype=torch.bool)
-    first: Level = drafted.expand(state, root, torch.tensor([3, 5]), torch.tensor([0, 0]), eye)
-    second = drafted.expand(state, first, torch.tensor([7, 8]), torch.tensor([1, 0]), torch.cat([eye.flip(0), eye], 1))
-    return [root.logits, first.logits, second.logits]
+    first: Level = drafting.expand(drafted, state, root, torch.tensor([3, 5]), torch.tensor([0, 0]), eye)
+    second = drafting.expand(
+        drafted, state, first, torch.tensor([7, 8]), torch.tensor([1, 0]), torch.cat([eye.flip(0), eye], 1)
+    )
+    return [drafting.logits(drafted, level) for level in (root, first, second)]
 
 
 def refusal(folder: Path) -> str:

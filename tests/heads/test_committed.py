@@ -12,11 +12,11 @@ from heads import rows
 from heads.base import Features
 from heads.common.typed import typed
 from heads.formats.store import CONFIG, load_head, save_head
-from heads.modules.vocab import scatter_logits
+from heads.modules.kv_cache import SPARE
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.verification.sample import GREEDY
-from tests import toys
+from tests import drafting, toys
 from tests.inference.model_free import Recorder
 
 DOUBLE = torch.float64
@@ -49,13 +49,13 @@ def test_unroll_looks_back_as_far_as_drafting(name: str, length: int) -> None:
     drafts, following = made.unroll(packed, depths), rows.next_token(packed.token)[0]
     everything = head(name, None).unroll(packed, depths)
     for t in range(9):
-        state, level = made.extend(None, part(packed, 0, t + 1), following[: t + 1])
+        state, level = drafting.extend(made, None, part(packed, 0, t + 1), following[: t + 1])
         for depth in range(1, depths + 1):
-            found = scatter_logits(made.vocab, made.score(drafts[depth - 1].state[0, t], depth))
-            torch.testing.assert_close(found, level.logits[0], rtol=1e-9, atol=1e-9)
+            found = made.score(drafts[depth - 1].state[0, t], depth)
+            torch.testing.assert_close(found, level.logits[0, 0], rtol=1e-9, atol=1e-9)
             if depth < depths:
                 token, mask = packed.token[0, t + 1 + depth][None], torch.ones(1, depth, dtype=torch.bool)
-                level = made.expand(state, level, token, torch.zeros(1, dtype=torch.long), mask)
+                level = drafting.expand(made, state, level, token, torch.zeros(1, dtype=torch.long), mask)
     same = torch.isclose(drafts[0].state, everything[0].state).all(-1)[0]
     # As far as all of a text is seen it makes no difference; behind, it does, and more so through further layers.
     # A block's first slot stands two positions behind the row, its last, which the first may see, five.
@@ -69,17 +69,15 @@ def test_rows_out_of_sight_are_dropped_and_positions_go_on(name: str) -> None:
     made = head(name, 4)
     packed = features(made)
     following = rows.next_token(packed.token)[0]
-    whole, expected = made.extend(None, packed, following)
+    whole, expected = drafting.extend(made, None, packed, following)
     state = level = None
     for start, end in ((0, 5), (5, 6), (6, 13), (13, 14)):
-        state, level = made.extend(state, part(packed, start, end), following[start:end])
-        context = getattr(state, "context", state)
-        assert {key.shape[2] for pair in context.layers for key in pair} == {min(end, 4)}
-        assert context.length == end
-        assert context.position().tolist() == list(range(max(0, end - 4), end))
+        state, level = drafting.extend(made, state, part(packed, start, end), following[start:end])
+        assert state.length.tolist() == [end]
+        assert state.sees(torch.tensor([[end - 1]]), torch.tensor([end - 1])).sum() == min(end, 4)
     assert level is not None
     torch.testing.assert_close(level.logits, expected.logits, rtol=1e-9, atol=1e-9)
-    assert getattr(whole, "context", whole).length == 14
+    assert whole.length.tolist() == [14]
 
 
 def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
@@ -90,7 +88,10 @@ def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
     expected = autoregress(target, prompt, Settings(60, GREEDY)).tokens
     recorder: Any = Recorder(HeadDrafter(made, toys.TREES["dynamic"], "eagle"))
     assert speculate(target, recorder, prompt, Settings(60, GREEDY)).tokens == expected
-    assert recorder.state.state.length > 150
+    cache = recorder.state.state
+    assert int(cache.length) > 150
+    assert cache.ring == 12 + SPARE
+    assert all(buffer.shape[2] <= 12 + 2 * SPARE for pair in cache.layers for buffer in pair)
 
 
 def test_a_length_below_one_is_refused() -> None:

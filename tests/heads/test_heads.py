@@ -11,8 +11,7 @@ from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerShape
 from heads.modules.layers import Block, masked_attention
 from heads.modules.rope import Rope, Rotary, scaling_of
-from heads.modules.vocab import scatter_logits
-from tests import toys
+from tests import drafting, toys
 
 
 def features(length: int = 14, layers: tuple[int, ...] = ()) -> Features:
@@ -38,15 +37,15 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
             following = rows.next_token(alone.token)[0]
             for t in range(len(where) - 1):
                 upto = Features(*(part[:, : t + 1] for part in alone))
-                state, level = head.extend(None, upto, following[: t + 1])
+                state, level = drafting.extend(head, None, upto, following[: t + 1])
                 for depth in range(1, min(depths, len(where) - 1 - t) + 1):
-                    found = scatter_logits(head.vocab, head.score(drafts[depth - 1].state[b, where[t]], depth))
-                    torch.testing.assert_close(found, level.logits[0], rtol=1e-9, atol=1e-9)
+                    found = head.score(drafts[depth - 1].state[b, where[t]], depth)
+                    torch.testing.assert_close(found, level.logits[0, 0], rtol=1e-9, atol=1e-9)
                     compared += 1
                     if t + 1 + depth < len(where) and depth < depths:
                         token = alone.token[0, t + 1 + depth][None]
                         mask = torch.ones(1, depth, dtype=torch.bool)
-                        level = head.expand(state, level, token, torch.zeros(1, dtype=torch.long), mask)
+                        level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), mask)
     assert compared > 60
 
 
@@ -55,11 +54,11 @@ def test_extending_piece_by_piece_equals_at_once(name: str) -> None:
     head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
     packed = Features(*(part[:1, :6] for part in features(layers=head.feature_layers)))
     following = rows.next_token(packed.token)[0]
-    _, whole = head.extend(None, packed, following)
+    _, whole = drafting.extend(head, None, packed, following)
     state, level = None, None
     for start, end in ((0, 3), (3, 4), (4, 6)):
         piece = Features(*(part[:, start:end] for part in packed))
-        state, level = head.extend(state, piece, following[start:end])
+        state, level = drafting.extend(head, state, piece, following[start:end])
     assert level is not None
     torch.testing.assert_close(level.logits, whole.logits, rtol=1e-9, atol=1e-9)
 
@@ -69,17 +68,17 @@ def test_tree_nodes_see_their_ancestors_alone(name: str) -> None:
     """A node's law in a tree equals its law in the chain of its path."""
     head: DraftHead = toys.head(name, toys.target("llama", torch.float64))
     packed = Features(*(part[:1, :6] for part in features(layers=head.feature_layers)))
-    state, root = head.extend(None, packed, rows.next_token(packed.token)[0])
+    state, root = drafting.extend(head, None, packed, rows.next_token(packed.token)[0])
     eye = torch.eye(2, dtype=torch.bool)
-    first = head.expand(state, root, torch.tensor([3, 5]), torch.tensor([0, 0]), eye)
-    both = head.expand(
-        state, first, torch.tensor([7, 8]), torch.tensor([1, 0]), torch.cat([eye[torch.tensor([1, 0])], eye], 1)
+    first = drafting.expand(head, state, root, torch.tensor([3, 5]), torch.tensor([0, 0]), eye)
+    both = drafting.expand(
+        head, state, first, torch.tensor([7, 8]), torch.tensor([1, 0]), torch.cat([eye[torch.tensor([1, 0])], eye], 1)
     )
     one = torch.ones(1, 1, dtype=torch.bool)
     zero = torch.zeros(1, dtype=torch.long)
-    chain = head.expand(state, root, torch.tensor([5]), zero, one)
-    chain = head.expand(state, chain, torch.tensor([7]), zero, torch.ones(1, 2, dtype=torch.bool))
-    torch.testing.assert_close(both.logits[0], chain.logits[0], rtol=1e-9, atol=1e-9)
+    chain = drafting.expand(head, state, root, torch.tensor([5]), zero, one)
+    chain = drafting.expand(head, state, chain, torch.tensor([7]), zero, torch.ones(1, 2, dtype=torch.bool))
+    torch.testing.assert_close(both.logits[0, 0], chain.logits[0, 0], rtol=1e-9, atol=1e-9)
 
 
 LLAMA3 = {

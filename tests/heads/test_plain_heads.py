@@ -17,7 +17,7 @@ from heads.base import DraftHead, Features
 from heads.formats.custom_generate import bundle
 from heads.formats.custom_generate.reading import load
 from heads.formats.layer_ids import STATES as IDS
-from tests import toys
+from tests import drafting, toys
 from tests.heads import exporting
 from tests.heads.shipped import CHAIN, published
 from tests.heads.test_export import CASES, Case, masked
@@ -35,12 +35,12 @@ def close(one: Tensor, other: Tensor) -> None:
 def drafted(head: Any, features: Features, token: Tensor, state: Any) -> tuple[Any, list[Tensor]]:
     """Return our own head's logits of a greedy chain behind new rows."""
     assert isinstance(head, DraftHead)
-    state, level = head.extend(state, features, token)
-    found = [level.logits[0]]
+    state, level = drafting.extend(head, state, features, token)
+    found = [drafting.logits(head, level)[0]]
     for step in range(1, STEPS):
         token, parent = found[-1].argmax()[None], torch.tensor([0])
-        level = head.expand(state, level, token, parent, torch.ones(1, step, dtype=torch.bool))
-        found.append(level.logits[0])
+        level = drafting.expand(head, state, level, token, parent, torch.ones(1, step, dtype=torch.bool))
+        found.append(drafting.logits(head, level)[0])
     return state, found
 
 

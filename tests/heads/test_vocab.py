@@ -8,7 +8,11 @@ import torch
 from heads.base import DraftVocabulary
 from heads.modules.fusion import chosen_layers
 from heads.modules.vocab import DraftLmHead, draft_vocabulary, prune
-from tests import toys
+from inference.drafters.policy import TreeConfig, grow
+from inference.protocol import Context
+from inference.verification.rng import Generator
+from inference.verification.sample import GREEDY
+from tests import drafting, toys
 
 
 def test_the_most_frequent_tokens_are_chosen_and_found_again() -> None:
@@ -68,10 +72,15 @@ def test_what_is_not_drafted_is_never_drafted() -> None:
     target = toys.target()
     head: Any = toys.head("hass", target)
     packed = target.features(torch.tensor([toys.prompt(1, 8)]), torch.zeros(1, 8, dtype=torch.long), ())
-    _, level = head.extend(None, packed, torch.tensor(toys.prompt(2, 8)))
-    assert level.logits.shape == (1, toys.VOCAB)
-    assert level.logits.isfinite().sum() == 30
-    assert set(level.logits[0].topk(30).indices.tolist()) == set(head.vocab.ids.tolist())
+    state, level = drafting.extend(head, None, packed, torch.tensor(toys.prompt(2, 8)))
+    assert level.logits.shape == (1, 1, 30)
+    logits = drafting.logits(head, level)
+    assert logits.shape == (1, toys.VOCAB)
+    assert logits.isfinite().sum() == 30
+    context = Context([3], GREEDY, Generator(0, torch.device("cpu")), 1)
+    [proposal] = grow(head, state, level, TreeConfig("dynamic", 1, 30, 30, [], []), [context])
+    assert sorted(proposal.tree.token[1:].tolist()) == head.vocab.ids.tolist()
+    assert set(logits[0].topk(30).indices.tolist()) == set(head.vocab.ids.tolist())
 
 
 @pytest.mark.parametrize(

@@ -80,16 +80,17 @@ class Afresh:
     """The naive reference: a model that reads every path anew from the first token, without a cache."""
 
     max_depth = 100
+    vocab = None
 
     def __init__(self, model: Any, context: list[int]) -> None:
         self.model, self.paths = model, [context]
 
     def logits(self) -> Level:
         rows = [self.model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1] for path in self.paths]
-        return Level(torch.stack(rows), torch.zeros(len(rows), 0), ())
+        return Level(torch.stack(rows)[None], torch.zeros(1, len(rows), 0))
 
-    def expand(self, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor) -> Level:
-        self.paths = [[*self.paths[p], t] for p, t in zip(parent.tolist(), token.tolist(), strict=True)]
+    def expand(self, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor, depth: int) -> Level:
+        self.paths = [[*self.paths[p], t] for p, t in zip(parent[0].tolist(), token[0].tolist(), strict=True)]
         return self.logits()
 
 
@@ -105,7 +106,7 @@ def test_every_draft_is_that_of_a_model_without_a_cache(near: str, tree: str) ->
         reference = Afresh(model, context)
         room = len(whole) - len(context) - 1
         rng = Generator(0, torch.device("cpu"))
-        expected = grow(reference, None, reference.logits(), config, Context(context, GREEDY, rng, room)).tree
+        expected = grow(reference, None, reference.logits(), config, [Context(context, GREEDY, rng, room)])[0].tree
         assert proposal.tree.token.tolist() == expected.token.tolist()
         assert proposal.tree.parent.tolist() == expected.parent.tolist()
         accepted.append(matched(expected, whole[len(context) :]))

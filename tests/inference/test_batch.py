@@ -40,6 +40,7 @@ def head(name: str, target: Target, tree: str) -> HeadDrafter:
 SOURCES: dict[str, Callable[[Target, str], Drafter]] = {
     "plain": lambda target, _: Plain(target.device),
     "eagle": lambda target, _: head("eagle", target, "dynamic"),
+    "injected": lambda target, _: head("eagle3 injected", target, "best_first"),
     "medusa": lambda target, _: head("medusa", target, "static"),
     "sampled": lambda target, _: head("eagle", target, "sampled"),
     "chain": lambda target, _: head("eagle", target, "chain"),

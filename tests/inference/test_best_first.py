@@ -21,6 +21,7 @@ class TableHead:
     """The law of a node's children is a row of a table, by depth and, unless `blind`, by the node's token."""
 
     max_depth = 5
+    vocab = None
 
     def __init__(self, seed: int, sharpness: float, blind: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -30,11 +31,11 @@ class TableHead:
         self.calls: list[int] = []
 
     def root(self, token: int) -> Level:
-        return Level(self.table[0, token][None], torch.zeros(1, 1), ())
+        return Level(self.table[0, token][None, None], torch.zeros(1, 1, 1))
 
-    def expand(self, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor) -> Level:
-        self.calls.append(len(token))
-        return Level(self.table[int(mask[0].sum()), token], torch.zeros(len(token), 1), ())
+    def expand(self, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor, depth: int) -> Level:
+        self.calls.append(token.shape[1])
+        return Level(self.table[depth, token], torch.zeros(*token.shape, 1))
 
     def law(self, path: tuple[int, ...]) -> list[float]:
         return self.table[len(path) - 1, path[-1]].log_softmax(-1).tolist()
@@ -57,7 +58,7 @@ def searched(head: TableHead, root: int, depth: int, nodes: int) -> set[tuple[in
 def grown(head: TableHead, root: int, depth: int, nodes: int, room: int = 9) -> set[tuple[int, ...]]:
     config = TreeConfig("best_first", depth, 0, nodes, [], [])
     context = Context([root], GREEDY, Generator(0, torch.device("cpu")), room)
-    tree = grow(head, None, head.root(root), config, context).tree
+    tree = grow(head, None, head.root(root), config, [context])[0].tree
     token, embeddings = (
         tree.token.tolist(),
         {path[: i + 1] for path in map(tuple, trees.paths(tree)) for i in range(len(path))},
@@ -96,7 +97,7 @@ def test_what_a_larger_budget_drafts_holds_every_smaller_tree() -> None:
     everything, score = candidates(head, None, head.root(0), TreeConfig("best_first", 5, 0, 40, [], []), context)
     for nodes in (3, 8, 20):
         config = TreeConfig("best_first", 5, 0, nodes, [], [])
-        alone = grow(head, None, head.root(0), config, context).tree
+        alone = grow(head, None, head.root(0), config, [context])[0].tree
         cut, _ = trees.best_n(everything, score, nodes)
         assert sorted(cut.token.tolist()) == sorted(alone.token.tolist())
 
@@ -114,6 +115,6 @@ def test_a_penalty_pulls_down_what_stands_before_a_node_the_root_among_it(kind: 
     config = TreeConfig(kind, 4, 1, 1 if kind == "best_first" else 4, [], [])
     for penalty, drafted in ((1.0, [0, 0, 0, 0, 0]), (2.0, [0, 1, 2, 3, 4])):
         context = Context([0], Sampling(0.0, 0, 1.0, 0.0, penalty), Generator(0, torch.device("cpu")), 9)
-        token = grow(head, None, head.root(0), config, context).tree.token.tolist()
+        token = grow(head, None, head.root(0), config, [context])[0].tree.token.tolist()
         assert token == drafted[: len(token)]
         assert len(token) == (2 if kind == "best_first" else 5)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from heads.common.target_config import read_target_config
@@ -90,7 +91,7 @@ def test_a_library_that_panics_is_one_line(folder: Path, monkeypatch: pytest.Mon
     def panic(*_: object, **__: object) -> None:
         raise PanicException("out of range\nin Rust")
 
-    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", panic)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
     assert "no causal LM with tokenizer loads from there (out of range)" in refusal(folder)
     with pytest.raises(ValueError, match="out of range"):
         loading.load_tokenizer(str(folder), trust_remote_code=False)

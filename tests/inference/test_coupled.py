@@ -203,7 +203,7 @@ def test_policies_race_their_laws_against_the_noise_of_each_depth(tree: str) -> 
     for seed in range(8):
         rng = Coupled(seed, CPU, lambda: len(enumeration.PROMPT))
         context = Context(list(enumeration.PROMPT), sampling, rng, 2)
-        tree_, q, *_ = grow(tables, None, tables.level([()]), enumeration.TREES[tree], context)
+        tree_, q, *_ = grow(tables, None, tables.level([()]), enumeration.TREES[tree], [context])[0]
         assert q is None
         path, *_ = decide(tree_, tables.scores(tree_, sampling), None, sampling, rng, "coupled")
         assert not children(tree_)[path[-1]]

@@ -85,7 +85,7 @@ def test_the_assistants_cache_is_that_of_the_text(near: str, monkeypatch: pytest
         update(state, commit)
         if state.ready is None:
             assert state.assistant.level is not None
-            logits = state.assistant.level.logits
+            logits = state.assistant.level.logits[0]
         else:
             logits = state.ready.answers[0]
             adopted.append(len(state.runner.token))
@@ -148,7 +148,7 @@ def test_the_laws_are_those_that_the_tokens_are_drawn_from(tmp_path: Path) -> No
         rng = enumeration.Replay(scripts.pop())
         state = source.start(text)
         logits = state.runner.read(text)
-        state.assistant.level = Level(logits, logits[:, :0], ())
+        state.assistant.level = Level(logits[None], logits[None, :, :0])
         made = state.propose(Context(text, Sampling(1.0, 0, 1.0), rng, 4))
         scripts += rng.open
         _, first, second = made.tree.token.tolist()

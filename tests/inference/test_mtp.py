@@ -18,7 +18,7 @@ from inference.drafters.mtp import MtpDrafter
 from inference.drafters.mtp_module import load_mtp
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
-from tests import toys
+from tests import drafting, toys
 
 TOKENS = 24
 WIDTH, INNER, HEADS, GROUPS, HEAD = 32, 48, 4, 2, 8
@@ -124,19 +124,19 @@ def test_a_chain_is_the_formulas_written_out(tmp_path: Path, naming: str, sharde
     head = load_mtp(target, str(path))
     text = toys.prompt(5, 9)
     rows = features(target, text[:-1])
-    state, level = head.extend(None, rows, torch.tensor(text[1:]))
+    state, level = drafting.extend(head, None, rows, torch.tensor(text[1:]))
     w = {name: tensor.double() for name, tensor in weights().items()}
     embedded = [target.embeddings.embed(torch.tensor(text[1:]))]
     states = rows.last[0]
     true = states
     for depth in range(1, 4):
         found = written_out(w, torch.cat(embedded), states)
-        torch.testing.assert_close(level.logits[0], target.embeddings.logits(found[-1]), rtol=ROTARY, atol=ROTARY)
-        token = level.logits[0].argmax()[None]
+        torch.testing.assert_close(level.logits[0, 0], target.embeddings.logits(found[-1]), rtol=ROTARY, atol=ROTARY)
+        token = level.logits[0, 0].argmax()[None]
         embedded.append(target.embeddings.embed(token))
         states = torch.cat([true, found[len(true) - 1 :]])  # drafted rows read the module's own states
         seen = torch.ones(1, depth, dtype=torch.bool)
-        level = head.expand(state, level, token, torch.zeros(1, dtype=torch.long), seen)
+        level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), seen)
 
 
 def test_unroll_and_the_trainable_head_agree_with_the_checkpoints_module(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers.modeling_layers import MtpModel
 
 from inference.drafters.mtp_module import load_mtp
 from inference.target.target import Target
-from tests import toys
+from tests import drafting, toys
 from tests.inference.test_mtp import WIDTH, features, rms
 
 SINGLE = 1e-4
@@ -72,7 +72,7 @@ def test_a_mixture_of_experts_is_the_targets_own_layer(tmp_path: Path, make: obj
     target, made = mixture(tmp_path, model, layer)
     text = toys.prompt(5, 9)
     rows = features(target, text[:-1])
-    _, level = load_mtp(target, str(tmp_path)).extend(None, rows, torch.tensor(text[1:]))
+    _, level = drafting.extend(load_mtp(target, str(tmp_path)), None, rows, torch.tensor(text[1:]))
     # transformers' layer under its own causal attention, between the formulas written out.
     embedding = rms(target.embeddings.embed(torch.tensor(text[1:])), made["enorm"])
     x = torch.cat([embedding, rms(rows.last[0], made["hnorm"])], -1) @ made["eh_proj"].T
@@ -80,7 +80,7 @@ def test_a_mixture_of_experts_is_the_targets_own_layer(tmp_path: Path, make: obj
     shut = torch.full((1, 1, 8, 8), float("-inf")).triu(1)
     out = layer.eval()(x[None], attention_mask=shut, position_embeddings=rotary)
     expected = target.embeddings.logits(rms(out[0, -1], made["shared_head.norm"]))
-    torch.testing.assert_close(level.logits[0], expected, rtol=SINGLE, atol=SINGLE)
+    torch.testing.assert_close(level.logits[0, 0], expected, rtol=SINGLE, atol=SINGLE)
 
 
 def test_the_module_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
@@ -94,12 +94,11 @@ def test_the_module_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
         theirs.layers[0].get_parameter(f"{own}.weight").data = made[name]
     text = toys.prompt(5, 9)
     rows, head = features(target, text[:-1]), load_mtp(target, str(tmp_path))
-    state, level = head.extend(None, rows, torch.tensor(text[1:]))
+    state, level = drafting.extend(head, None, rows, torch.tensor(text[1:]))
     position, embedding = torch.arange(8)[None], target.embeddings.embed(torch.tensor([text[1:]]))
     hidden = theirs.layers[0](
         embedding, rows.last, target.base.rotary_emb(embedding, position), None, position, past_key_values=None
     )
-    torch.testing.assert_close(level.hidden, hidden[0, -1:], rtol=SINGLE, atol=SINGLE)
-    assert (
-        head.expand(state, level, torch.tensor([3]), torch.tensor([0]), torch.ones(1, 1).bool()).logits.isfinite().all()
-    )
+    torch.testing.assert_close(level.hidden[0], hidden[0, -1:], rtol=SINGLE, atol=SINGLE)
+    level = drafting.expand(head, state, level, torch.tensor([3]), torch.tensor([0]), torch.ones(1, 1).bool())
+    assert level.logits.isfinite().all()

@@ -17,7 +17,7 @@ from inference.verification import tree as trees
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, LookAhead
-from tests import toys
+from tests import drafting, toys
 
 TOKENS = 36
 # Losslessness does not depend on the head: each drafts in one tree, and two of them, level by level and all depths at
@@ -119,9 +119,9 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
     root = length
     while root < end - 1:
         rows = Features(*(part[:, :root] for part in features))
-        state, level = head.extend(None, rows, torch.tensor(token[1 : root + 1]))
+        state, level = drafting.extend(head, None, rows, torch.tensor(token[1 : root + 1]))
         context = Context(token[: root + 1], GREEDY, Generator(0, target.device), end - root - 2)
-        drafted = grow(head, state, level, tree, context).tree
+        drafted = grow(head, state, level, tree, [context])[0].tree
         below, node = trees.children(drafted), 0
         accepted = 0
         while True:

@@ -197,7 +197,7 @@ def test_every_tree_and_its_acceptance_follow_from_the_finished_text() -> None:
             room = end - root - 2
             drafted = Drafted(laws[root - 1][: max(room, 1)])
             context = Context(token[: root + 1], GREEDY, Generator(0, target.device), room)
-            tree = grow(drafted, None, drafted.level(1, 1), config, context).tree
+            tree = grow(drafted, None, drafted.level(1, 1), config, [context])[0].tree
             assert root not in proposed or all(a.equal(b) for a, b in zip(tree, proposed[root], strict=True))
             node, count, below = 0, 0, trees.children(tree)
             while True:

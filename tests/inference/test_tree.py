@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from heads.base import Level
 from heads.common.resolvers import ROOT
@@ -124,6 +125,7 @@ class Watching:
     """
 
     max_depth = 4
+    vocab = None
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -132,13 +134,14 @@ class Watching:
 
     def answer(self) -> Level:
         logits = torch.randn(len(self.level), toys.VOCAB, generator=self.generator)
-        return Level(logits, logits[:, :0], ())
+        return Level(logits[None], logits[None, :, :0])
 
-    def expand(self, state: Any, level: Level, token: torch.Tensor, parent: torch.Tensor, mask: torch.Tensor) -> Level:
-        drafted = zip(token.tolist(), parent.tolist(), strict=True)
+    def expand(self, state: Any, level: Level, token: Tensor, parent: Tensor, mask: Tensor, depth: int) -> Level:
+        drafted = zip(token[0].tolist(), parent[0].tolist(), strict=True)
         self.level = [(*self.level[above], each) for each, above in drafted]
         self.rows += self.level
-        assert mask.tolist() == [[row == path[: len(row)] for row in self.rows] for path in self.level]
+        assert {len(path) for path in self.level} == {depth}
+        assert mask[0].tolist() == [[row == path[: len(row)] for row in self.rows] for path in self.level]
         return self.answer()
 
 
@@ -147,7 +150,7 @@ class Watching:
 def test_a_drafted_row_sees_its_own_path_and_no_sibling(name: str, temperature: float) -> None:
     head = Watching()
     context = Context([3, 5], Sampling(temperature, 0, 1.0), Generator(0, torch.device("cpu")), 4)
-    grown = grow(head, None, head.answer(), toys.TREES[name], context).tree
+    grown = grow(head, None, head.answer(), toys.TREES[name], [context])[0].tree
     assert len(head.rows) > (0 if name == "chain" else 3)
     below = {tuple(grown.token[path[1:]].tolist()) for path in trees.paths(grown)}
     assert len(below) == len(trees.paths(grown))  # so paths are told apart by their tokens

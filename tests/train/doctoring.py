@@ -31,8 +31,8 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import ROW
-from train.release.doctor import TEMPLATE, DoctorConfig, examine
-from train.release.doctor.config import CheckupConfig
+from train.release.config import CheckupConfig, DoctorConfig
+from train.release.doctor import TEMPLATE, examine
 from train.release.doctor.finding import WRONG, Finding
 from train.release.doctor.trials import Moved
 

@@ -23,7 +23,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
 from train.adapt import adapt
 from train.config import RunConfig, run_config
-from train.step import Stepper
+from train.step import Loss, Stepper
 
 BEFORE, AFTER = 3, 3  # steps, with what is kept of the run between
 CASES: dict[str, tuple[str, list[str]]] = {
@@ -56,7 +56,8 @@ def stepper(run: RunConfig, case: str, accelerator: Accelerator) -> Stepper:
     packed = Packed(token, torch.zeros_like(token), torch.ones_like(token))
     batches = Batches(packed, 5, 2, 0, accelerator.process_index, accelerator.num_processes)
     source, width = Live(target, batches, made.feature_layers), target.embeddings.hidden_size
-    return Stepper(run.trainer, run.objective, run.launcher, accelerator, head, source, width)
+    loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
+    return Stepper(run.trainer, run.launcher, accelerator, loss, source, width)
 
 
 def losses(step: Stepper, first: int, count: int) -> list[float]:

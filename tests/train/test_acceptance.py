@@ -19,7 +19,7 @@ from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
-from tests import toys
+from tests import drafting, toys
 from tests.eval.stubs import ROW
 from train.acceptance import AcceptanceEvaluator
 from train.config import RunConfig, run_config
@@ -56,15 +56,15 @@ def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
         )
         for root in range(len(prompt), len(token) - 1):
             upto = Features(*(part[:, :root] for part in every))
-            state, level = made.extend(None, upto, torch.tensor(token[1 : root + 1]))
+            state, level = drafting.extend(made, None, upto, torch.tensor(token[1 : root + 1]))
             right = True
             for depth in range(1, min(4, len(token) - 1 - root) + 1):
-                right &= int(level.logits[0].argmax()) == token[root + depth]
+                right &= int(drafting.logits(made, level)[0].argmax()) == token[root + depth]
                 hits[depth - 1], rows[depth - 1] = hits[depth - 1] + right, rows[depth - 1] + 1
                 if depth < 4:
                     path = torch.ones(1, depth, dtype=torch.bool)
                     following = torch.tensor(token[root + depth : root + depth + 1])
-                    level = made.expand(state, level, following, torch.zeros(1, dtype=torch.long), path)
+                    level = drafting.expand(made, state, level, following, torch.zeros(1, dtype=torch.long), path)
     torch.testing.assert_close(torch.tensor(evaluator.estimate(head)), hits / rows)
     assert evaluator.estimate(head) == evaluator.estimate(head)
 

@@ -21,7 +21,7 @@ from tests.train.hub_server import Hub, Repo, become
 from tests.train.publishing import VALUES
 from train import publish
 from train.publish import PublishConfig, write_folder
-from train.release.doctor import against, report
+from train.release.doctor import examined, report
 from train.release.doctor.examined import read
 from train.release.doctor.finding import OK, UNKNOWN, WRONG, Finding, meant_for, written
 
@@ -141,13 +141,13 @@ def test_no_value_of_another_kind_stops_it(
     value: Any, form: str | None, tmp_path: Path, ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = untrained(ward, tmp_path / "head", form)
-    whole, load = (folder / "config.json").read_text(), against.load
+    whole, load = (folder / "config.json").read_text(), examined.load_target
     loaded = load(ward.target.name, read(str(folder)), "float32", False)
     for key in json.loads(whole):
         if key != "format":
             change(folder, config=set_to(**{key: value}))
             names_target = key in ("target", "speculators_config")
-            monkeypatch.setattr(against, "load", load if names_target else lambda *_: loaded)
+            monkeypatch.setattr(examined, "load_target", load if names_target else lambda *_: loaded)
             assert examine(asked(folder, ward.target, False))
             (folder / "config.json").write_text(whole)
     (folder / "report.json").write_text(json.dumps(value))

@@ -85,8 +85,8 @@ def test_total_variation_is_half_the_distance_of_the_laws() -> None:
         ({"losses": {"ce": 0.0}}, "no loss has a weight"),
         ({"depths": 0}, "objective.depths is 0"),
         ({"anchors": 0}, "objective.anchors is 0"),
-        ({"depth_weights": "linear"}, "choose decay or dpace"),
-        ({"normalize": "batch"}, "choose token or sequence"),
+        ({"depth_weights": "linear"}, "choose decay, dpace"),
+        ({"normalize": "batch"}, "choose token, sequence"),
     ],
 )
 def test_bad_numbers_are_named(change: dict[str, object], said: str) -> None:

@@ -106,7 +106,7 @@ def test_a_head_that_has_drafted_can_be_trained(name: str) -> None:
     target.embeddings._some = None
     features, mask = batch(made.feature_layers, torch.float64)
     with torch.inference_mode():
-        made.extend(None, Features(*(part[:1] for part in features)), features.token[0])
+        made.extend(None, Features(*(part[:1] for part in features)), features.token[:1])
     loss, _ = loss_of(made, made.unroll(features, 4), features, mask, replace(CONFIG, depths=4))
     loss.backward()
     assert all(p.grad is not None for key, p in made.named_parameters() if not key.startswith("confidence"))

@@ -119,7 +119,7 @@ def test_what_cannot_be_planned_is_said_in_one_line(overrides: list[str], named:
         ("device.type=tpu", "device.type is 'tpu'"),
         ("device.mfu=0", "device.mfu is 0"),
         ("device.memory_gb=-1", "device.memory_gb is -1"),
-        ("device.slack=-1", "device.slack -1"),
+        ("device.slack=-1", "device.slack is -1"),
         ("launcher.strategy=zero9", "launcher.strategy is 'zero9'"),
         ("model.placement=moon", "model.placement is 'moon'"),
     ],

@@ -17,11 +17,11 @@ from data.batches import Batch, Batches, pack
 from data.text.masks import Sample
 from heads.common.resolvers import ROOT, register_resolvers
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.contrib.stream_layers import Streams, load_streams
+from inference.drafters.contrib.stream_layers import Streams
 from inference.drafters.contrib.streams import StreamsDrafter
 from inference.verification.sample import GREEDY
 from tests import toys
-from train.streams import StreamLoop, StreamsRunConfig, anchors, stream_sums, streams_config, train
+from train.streams import StreamsRunConfig, anchors, loop_of, stream_sums, streams_config, train
 
 SMALL = [
     "data.length=32", "data.held_out=4", "data.max_tokens=64", "model.dtype=float32", "model.device=cpu",
@@ -116,11 +116,14 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     torch.manual_seed(0)
     streams = Streams(run.streams, target)
     prompts = [text[:7] for text in texts]
-    loop = StreamLoop(
+    run = replace(run, trainer=replace(run.trainer, eval_prompts=4, eval_tokens=count))
+    loop = loop_of(
         run, Accelerator(cpu=True), target, streams, Batches(pack(samples, 32), 4, 4, 0, 0, 1), prompts, resolved
     )
-    loop.run = replace(run, trainer=replace(run.trainer, eval_prompts=4, eval_tokens=count))
-    before = loop.acceptance_length(load(run, target, tmp_path, loop))
+    assert loop.evaluator is not None
+    untrained = loop.evaluator.tau(loop.kept_head.decoding(loop.step.state.weights()))
+    assert untrained is not None
+    before = untrained["tau"]
     loop.train()
     after = loop.progress["best_tau"]
     assert (before, after) > (0, 0)
@@ -129,13 +132,6 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     made = speculate(target, drafter, prompts[0], Settings(count, GREEDY))
     assert made.tokens == texts[0][7:]
     assert made.tau > 1.5
-
-
-def load(run: StreamsRunConfig, target: Any, folder: Path, loop: StreamLoop) -> Streams:
-    """Return a decoding copy of the untrained streams, by way of the disk."""
-    loop.measure(0)
-    loop.progress |= {"best_tau": 0.0}
-    return load_streams(folder, target)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import all_gather, get_rank, get_world_size
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 
@@ -26,6 +25,8 @@ def held(p: Tensor) -> Tensor:
 
 def whole(p: Tensor, shard: Tensor) -> Tensor:
     """Gather the whole of a tensor that is sharded as parameter `p` is from each process's `shard`."""
+    from torch.distributed.tensor import DTensor
+
     if isinstance(shard, DTensor):
         full: Tensor = shard.full_tensor()
         return full
@@ -40,6 +41,8 @@ def whole(p: Tensor, shard: Tensor) -> Tensor:
 @torch.no_grad()
 def put(p: Tensor, shard: Tensor, value: Tensor) -> None:
     """Write this process's part of a whole `value` to a `shard` that is sharded as parameter `p` is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     value = value.to(shard.device)
     if isinstance(shard, DTensor):
         shard.copy_(distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None))

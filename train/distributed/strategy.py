@@ -17,9 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import LauncherConfig
@@ -100,7 +97,10 @@ class Fsdp2:
     """
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
-        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.tensor import DTensor
+
+        mesh = torch.distributed.device_mesh.init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         self.module: Any = fully_shard(loss, mesh=mesh)
         if not isinstance(self.module, FSDPModule) or not all(isinstance(p, DTensor) for p in loss.parameters()):
             raise fell_back("fsdp2", self.module)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+import transformers
+from transformers import AutoConfig, PretrainedConfig
 
 from heads.base import LayerShape
 from heads.common.target_config import UNFIT, read_target_config, reason
@@ -116,7 +117,7 @@ def target_shape(model: ModelConfig) -> TargetShape:
     config = configuration(model)
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+            built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
         built.tie_weights()
     except UNFIT as error:
         raise ValueError(

@@ -1,10 +1,12 @@
-"""The type of conf/publish.yaml."""
+"""The types of conf/publish.yaml: what publishing reads of it, and what the doctor reads."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from huggingface_hub.utils._validators import validate_repo_id
+from omegaconf import DictConfig, OmegaConf
 
+from heads.common.ranges import Count
 from heads.formats.hub import REPO
 from heads.formats.published.export import assert_known
 from inference.target.config import DTYPES
@@ -46,3 +48,53 @@ class PublishConfig:
             )
         if self.tag is not None and (not TAG.fullmatch(self.tag) or ".." in self.tag or self.tag == "main"):
             raise ValueError(f"tag is {self.tag!r}: give letters, digits, '.', '_' and '-', such as v1, or null")
+
+
+@dataclass(frozen=True)
+class CheckupConfig:
+    """The measurement of acceptance.
+
+    Attributes:
+        workload: prompts as eval/run.py takes them; None: the run's own held-out ones, else the bundled ones.
+        prompts: how many of them.
+        max_new_tokens: of each answer, at most; a report's own limit is kept where it is lower.
+        depth: of the chain, where no report says which tree was measured.
+        dtype: of the target and the head; auto: the fast one of the device.
+        measure: whether to load the target's layers at all.
+    """
+
+    workload: str | None
+    prompts: Count
+    max_new_tokens: Count
+    depth: Count
+    dtype: str
+    measure: bool
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """The keys of conf/publish.yaml that the doctor reads: head, target, and the engine to check for (None: all)."""
+
+    doctor: str
+    target: str | None
+    format: str | None
+    checkup: CheckupConfig
+
+    def __post_init__(self) -> None:
+        if self.format is not None:
+            assert_known(self.format)
+
+
+ALONE = ("doctor", "checkup")  # keys that publishing does not read
+
+
+def doctor_part(cfg: DictConfig) -> DictConfig:
+    """Return the keys of conf/publish.yaml that the doctor reads."""
+    selected: DictConfig = OmegaConf.masked_copy(cfg, [field.name for field in fields(DoctorConfig)])
+    return selected
+
+
+def publish_part(cfg: DictConfig) -> DictConfig:
+    """Return the keys of conf/publish.yaml that publishing reads."""
+    selected: DictConfig = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in ALONE])
+    return selected

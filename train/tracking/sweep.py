@@ -16,7 +16,7 @@ from rich.table import Table
 from eval.measures.results import LIVE
 from eval.report.columns import SWEEP, results
 from eval.report.reading import read_report
-from eval.report.text import rich_table, texts, titles
+from eval.report.text import rich_table
 from eval.report.view import results_of
 
 TABLE, WIDTH = "table.json", 140
@@ -101,8 +101,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """Return the table for the terminal."""
     overall = results_of({"rows": rows})
     measured = results([replace(one, failed=one.failed or one.row.get("failed", False)) for one in overall], SWEEP)
-    body = [[*_cost(row), *cells] for row, cells in zip(rows, texts(measured), strict=True)]
-    return rich_table("the runs of this multirun", [*COST, *titles(measured)], body)
+    body = [[*_cost(row), *cells] for row, cells in zip(rows, measured.texts(), strict=True)]
+    return rich_table("the runs of this multirun", [*COST, *measured.titles()], body)
 
 
 def _cost(row: dict[str, Any]) -> list[str]:

@@ -20,11 +20,9 @@ from markupsafe import Markup
 from eval.measures.losslessness import WITHHELD
 from eval.measures.results import LIVE
 from eval.report.columns import drafter_of, flattened
-from eval.report.notes import notes_of
-from eval.report.sections import firsts, sections
-from eval.report.tables import shown, shown_interval
+from eval.report.sections import firsts, notes_of, sections
 from eval.report.text import title
-from eval.report.view import PAGE, Record, Result, results_of
+from eval.report.view import PAGE, Record, Result, results_of, shown, shown_interval
 
 HERE = Path(__file__).parent
 BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Features, Level
+from heads.modules.vocab import scatter_logits
 
 
 class Drafts:
@@ -37,14 +38,19 @@ class Drafts:
         Returns:
             The logits (V,) of the token behind the last row, minus infinity for tokens that a head never drafts.
         """
-        self.state, self.level = self.head.extend(self.state, features, token)
+        self.state, self.level = self.head.extend(self.state, features, token[None])
         self.drafted = 0
-        return self.level.logits[0]
+        return self.logits()
 
     def draft(self, token: Tensor) -> Tensor:
         """Take the token (1,) that was drafted last; return the logits (V,) of the one behind it."""
         self.drafted += 1
-        path = torch.ones(1, self.drafted, dtype=torch.bool, device=token.device)
-        self.level = self.head.expand(self.state, self.level, token, torch.zeros_like(token), path)
+        path = torch.ones(1, 1, self.drafted, dtype=torch.bool, device=token.device)
+        above = torch.zeros_like(token)[None]
+        self.level = self.head.expand(self.state, self.level, token[None], above, path, self.drafted)
+        return self.logits()
+
+    def logits(self) -> Tensor:
+        """Return the level's logits over the model's vocabulary."""
         assert self.level is not None
-        return self.level.logits[0]
+        return scatter_logits(self.head.vocab, self.level.logits[0, 0])

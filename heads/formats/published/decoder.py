@@ -1,10 +1,11 @@
 """The numbers of a Llama-like decoder layer, from the shapes of its tensors and the keys that only config.json has."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from heads.base import Embeddings
 from heads.formats.published.plan import Source
-from heads.modules.rope import SCALINGS, scaling_of
+from heads.modules.rope import SCALINGS, Rope, scaling_of
 
 # The defaults of transformers for a Llama's config.json; published heads are, and run on these.
 THETA, EPS = 10000.0, 1e-6
@@ -45,14 +46,22 @@ def decoder(source: Source, layer: str, embeddings: Embeddings) -> dict[str, Any
     return {**sizes, "length": None, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
 
 
+def positions_of(config: Mapping[str, Any], default: float | None = None) -> Rope | None:
+    """Return the rotary positions of a config.json, `default` being the base where it names none; None without one.
+
+    Base and scaling stand side by side in older files and together in newer ones.
+    """
+    parameters = config.get("rope_parameters") or {}
+    theta = config.get("rope_theta") or parameters.get("rope_theta") or default
+    return None if theta is None else Rope(float(theta), scaling_of(config.get("rope_scaling") or parameters))
+
+
 def _rope(source: Source) -> dict[str, Any]:
-    """Return base and scaling, which stand side by side in older files and together in newer ones."""
-    parameters = source.config.get("rope_parameters") or {}
-    theta = float(source.config.get("rope_theta") or parameters.get("rope_theta") or THETA)
-    scaling = scaling_of(source.config.get("rope_scaling") or parameters)
-    if scaling is not None and scaling["rope_type"] not in SCALINGS:
-        raise source.refusal(f"rope_scaling of type {scaling['rope_type']}")
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    rope = positions_of(source.config, THETA)
+    assert rope is not None
+    if rope.scaling is not None and rope.scaling["rope_type"] not in SCALINGS:
+        raise source.refusal(f"rope_scaling of type {rope.scaling['rope_type']}")
+    return {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
 
 
 def _check_options(source: Source, layer: str) -> None:

@@ -15,11 +15,14 @@ from torch import Tensor
 from heads.base import Embeddings
 from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, as_outputs
 from heads.formats.published.decoder import decoder
-from heads.formats.published.exporting import Export, layer_shapes
+from heads.formats.published.exporting import EngineClass, Export, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
 from heads.formats.published.written import KNOWN, OFFSETS, Foreign, Shapes
 from heads.modules.fusion import DFLASH_LAYERS
 
+DSPARK = "Qwen3DSparkModel"
+FOUND = f"DFlashDraftModel|{DSPARK}"
+CLASS = EngineClass(["DFlashDraftModel"], "qwen3", {"vllm": FOUND, "sglang": FOUND})
 NAMES = {
     "fusion.fc.weight": "fc.weight",
     "before.weight": "markov_head.markov_w1.weight",
@@ -124,8 +127,8 @@ def engines(source: Export) -> Foreign:
         )
     outputs, order = source.outputs()
     config = {
-        "architectures": ["DFlashDraftModel" if markov is None else "Qwen3DSparkModel"],
-        "model_type": "qwen3",
+        "architectures": CLASS.architectures if markov is None else [DSPARK],
+        "model_type": CLASS.model_type,
         "torch_dtype": source.dtype,
         "num_hidden_layers": options.layers,
         **source.decoder(),

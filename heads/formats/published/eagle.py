@@ -11,9 +11,14 @@ import torch
 
 from heads.base import Embeddings
 from heads.formats.published.decoder import decoder
-from heads.formats.published.exporting import EMBEDDING, Export, layer_shapes
+from heads.formats.published.exporting import EMBEDDING, EngineClass, Export, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width
 from heads.formats.published.written import Foreign, Shapes
+
+CLASS = EngineClass(["LlamaForCausalLMEagle", "LlamaForCausalLM"], "llama", {
+    "vllm": r"(Llama|Llama4|MiniCPM|Cohere|Mistral|MistralLarge3)ForCausalLM",  # which prepends Eagle to it
+    "sglang": r".*ForCausalLMEagle",
+})  # fmt: skip
 
 
 def matches(names: Set[str]) -> bool:
@@ -49,8 +54,8 @@ def engines(source: Export) -> Foreign:
         raise source.refusal("a bias of fc, bias=true", "which vLLM drops; train with head.bias=false")
     tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0]) if bias is None else bias
     config = {
-        "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": CLASS.architectures,
+        "model_type": CLASS.model_type,
         "torch_dtype": source.dtype,
         "num_hidden_layers": source.config.layers,
         **source.decoder(),

@@ -18,7 +18,7 @@ from torch import Tensor
 from heads.base import Embeddings
 from heads.formats.layer_ids import STATES, as_outputs, as_states
 from heads.formats.published.decoder import decoder
-from heads.formats.published.exporting import Export, layer_shapes
+from heads.formats.published.exporting import EngineClass, Export, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
 from heads.formats.published.written import KNOWN, OFFSETS, Foreign, Shapes
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
@@ -30,6 +30,11 @@ NORMED_RESIDUAL = ("vllm", "speculators")  # the formats of engines that know it
 # Targets for which SGLang takes ids for outputs, as otherwise, only if the first is 1, and else for inputs.
 COUNTED_BY_FIRST = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
 VERSION = "0.9.0"  # of speculators, whose format this is
+CLASS = EngineClass(["LlamaForCausalLMEagle3"], "llama", {
+    "vllm": r"LlamaForCausalLM|.*Eagle3.*",
+    "sglang": r"LlamaForCausalLMEagle3|Eagle3DeepseekV2ForCausalLM",
+    "trtllm": r"LlamaForCausalLM|LlamaForCausalLMEagle3|.*Deepseek.*",
+})  # fmt: skip
 
 
 def matches(names: Set[str]) -> bool:
@@ -90,21 +95,21 @@ def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[
         ValueError: config.json contradicts itself, or is silent where the fc does not join three.
     """
     nested: dict[str, Any] = source.config.get("eagle_config") or {}
-    inputs, outputs = source.config.get(STATES), nested.get(STATES)
-    if inputs is None and outputs is None:
-        inputs = nested.get("layer_ids")
-    listed = inputs if inputs is not None else outputs
+    states, outputs = source.config.get(STATES), nested.get(STATES)
+    if states is None and outputs is None:
+        states = nested.get("layer_ids")
+    listed = states if states is not None else outputs
     if listed is None:
         if joined != EAGLE3_LAYERS:
             raise source.error(f"fc.weight joins {joined} layers and config.json does not name them in {STATES}")
         return None
-    meant = as_outputs(inputs) if inputs is not None else list(listed)
-    if inputs is not None and outputs is not None and outputs not in (meant, inputs):
-        raise source.error(f"{STATES} is {inputs} and within eagle_config {outputs}: not the same layers; correct it")
+    meant = as_outputs(states) if states is not None else list(listed)
+    if states is not None and outputs is not None and outputs not in (meant, states):
+        raise source.error(f"{STATES} is {states} and within eagle_config {outputs}: not the same layers; correct it")
     default = default_layers(EAGLE3_LAYERS, embeddings.num_layers)
     usual = listed == default or as_outputs(listed) == default
-    if inputs is not None and inputs == outputs and not usual:
-        raise source.error(f"{STATES} is {inputs} at both places, which count differently; leave one")
+    if states is not None and states == outputs and not usual:
+        raise source.error(f"{STATES} is {states} at both places, which count differently; leave one")
     if usual and meant != default:
         log.warning("%s: %s is %s, the default layers as the other convention counts them; these are taken",
                     source.folder, STATES, listed)  # fmt: skip
@@ -168,8 +173,8 @@ def engines(source: Export) -> Foreign:
         )
     decoder = {"num_hidden_layers": options.layers, **source.decoder()}
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": CLASS.architectures,
+        "model_type": CLASS.model_type,
         "torch_dtype": source.dtype,
         **decoder,
         "draft_vocab_size": source.draft_vocab(),
@@ -202,8 +207,8 @@ def authors(source: Export) -> Foreign:
     if outputs != (fixed := default_layers(EAGLE3_LAYERS, source.embeddings.num_layers)):
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": CLASS.architectures,
+        "model_type": CLASS.model_type,
         "torch_dtype": source.dtype,
         "num_hidden_layers": 1,
         "bias": False,

@@ -12,11 +12,24 @@ from torch import Tensor
 
 from heads.base import Embeddings, LayerShape, layer_shape
 from heads.formats.published.written import KNOWN, OFFSETS, Shapes
-from heads.modules.rope import Rope, scaling_of
 
 log = logging.getLogger(__name__)
 
 EMBEDDING = "embed_tokens.weight"
+
+
+class EngineClass(NamedTuple):
+    """The class by which engines read a format.
+
+    Attributes:
+        architectures: the names that config.json has.
+        model_type: its `model_type`.
+        found: the names by which each engine finds the class, as a regular expression.
+    """
+
+    architectures: list[str]
+    model_type: str
+    found: dict[str, str]
 
 
 class Served(NamedTuple):
@@ -154,13 +167,6 @@ class Export(NamedTuple):
     def dtype(self) -> str:
         """The exported dtype as config.json names it."""
         return str(self.served.dtype).removeprefix("torch.")
-
-    def target_positions(self) -> Rope:
-        """Return the target's own rotary positions."""
-        config = self.served.config
-        parameters = config.get("rope_parameters") or {}
-        theta = config.get("rope_theta") or parameters.get("rope_theta") or 10000.0
-        return Rope(float(theta), scaling_of(config.get("rope_scaling") or parameters))
 
 
 def written(value: Any) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings, LayerShape
-from heads.formats.published.decoder import EPS, THETA, decoder
+from heads.formats.published.decoder import EPS, THETA, decoder, positions_of
 from heads.formats.published.exporting import EMBEDDING, Export, layer_shapes
 from heads.formats.published.plan import Plan, Source, check_width
 from heads.formats.published.written import Foreign, Shapes
@@ -119,7 +119,11 @@ def authors(source: Export) -> Foreign:
     if options.prefix:
         positions = Rope(options.rope_theta, options.rope_scaling)
         values = (*source.shape, *positions, options.norm_eps)
-        target = (*source.embeddings.layer, *source.target_positions(), served.get("rms_norm_eps", options.norm_eps))
+        target = (
+            *source.embeddings.layer,
+            *(positions_of(served, THETA) or ()),
+            served.get("rms_norm_eps", options.norm_eps),
+        )
         for name, mine, theirs in zip(
             (*LayerShape._fields, "rope_theta", "rope_scaling", "norm_eps"), values, target, strict=True
         ):
@@ -145,11 +149,8 @@ def _tensors(source: Export) -> dict[str, Tensor]:
 
 
 def _shapes(source: Export, config: dict[str, Any]) -> Shapes:
-    width, full, prefix = (
-        source.embeddings.hidden_size,
-        source.embeddings.vocab_size,
-        config["hydra_head_arch"] == "prefix-mlp",
-    )
+    width, full = source.embeddings.hidden_size, source.embeddings.vocab_size
+    prefix = config["hydra_head_arch"] == "prefix-mlp"
     expected = Shapes()
     for i in range(config["hydra_num_heads"]):
         for j, number in enumerate(_block_numbers(config["hydra_num_layers"], prefix)):

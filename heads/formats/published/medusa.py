@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings
-from heads.formats.published.exporting import Export
+from heads.formats.published.exporting import EngineClass, Export
 from heads.formats.published.plan import Plan, Source, check_width, drafted
 from heads.formats.published.written import Foreign, Shapes
 
 AUTHORS, VLLM = "{0}.{1}.linear.{2}", "blocks.{0}.layers.{1}.{2}"
+CLASS = EngineClass(["MedusaModel"], "medusa", {"vllm": "MedusaModel"})
 LM_HEAD = {AUTHORS: "{{0}}.{layers}.weight", VLLM: "lm_heads.{{0}}.weight"}
 BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
 
@@ -86,8 +87,8 @@ def engines(source: Export) -> Foreign:
     source.refuse(draft_vocab=None)
     options, shared = source.config, source.config.lm_head == "shared"
     config = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
+        "architectures": CLASS.architectures,
+        "model_type": CLASS.model_type,
         "torch_dtype": source.dtype,
         "hidden_size": source.embeddings.hidden_size,
         "vocab_size": source.embeddings.vocab_size,

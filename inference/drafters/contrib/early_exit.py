@@ -64,17 +64,17 @@ class EarlyExit(Drafter, DrafterState):
             return Proposal(trees.root(context.token[-1], self.parts.target.device))
         drafting = Drafting(self.parts, self.config.exit_layer, context.cache)
         level = drafting.begin(context.token[-1])
-        proposal = grow(drafting, None, level, self.config.tree, context)
+        [proposal] = grow(drafting, None, level, self.config.tree, [context])
         return proposal._replace(entered=drafting.finish(proposal.tree))
 
 
 class Drafting:
     """One step's drafted rows: run, cached behind the committed ones, and at the end brought into the tree's order.
 
-    A tree policy grows from it as from a head. `Level.drafted` holds the level's row numbers, counted from the root's.
+    A tree policy grows from it as from a head. `level` holds the level's row numbers, counted from the root's.
     """
 
-    max_depth = 2**31
+    max_depth, vocab = 2**31, None
 
     def __init__(self, parts: Parts, layers: int, cache: TargetCache) -> None:
         self.parts, self.layers, self.cache = parts, layers, cache
@@ -83,6 +83,7 @@ class Drafting:
         self.number: dict[tuple[int, int], int] = {}  # of the row of (its parent's number, its token)
         self.position = torch.arange(self.prefix, device=self.device)  # of all cached rows of the first layers
         self.hidden: list[Tensor] = []
+        self.level = range(0)
 
     @property
     def count(self) -> int:
@@ -97,11 +98,18 @@ class Drafting:
         )
 
     def expand(
-        self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+        self,
+        state: None,
+        level: Level,
+        token: Int[Tensor, "1 N"],
+        parent: Int[Tensor, "1 N"],
+        mask: Bool[Tensor, "1 N M"],
+        depth: int,
     ) -> Level:
         """Run the next tree level; every node sees the root besides what `mask` says."""
-        above = level.drafted[0][parent].tolist()
-        return self.run(token, above, self.prefix + mask.sum(-1), torch.cat([mask.new_ones(len(mask), 1), mask], 1))
+        above = [self.level[index] for index in parent[0].tolist()]
+        position = torch.full_like(token[0], self.prefix + depth)
+        return self.run(token[0], above, position, torch.cat([mask.new_ones(mask.shape[1], 1), mask[0]], 1))
 
     def finish(self, tree: DraftTree) -> Entered:
         """Run the tree's nodes that were not expanded, and leave the rows of its nodes alone, in their order."""
@@ -135,4 +143,5 @@ class Drafting:
         )
         self.position = torch.cat([self.position, position])
         self.hidden.append(hidden)
-        return Level(logits, hidden, (torch.arange(first, first + len(token), device=self.device),))
+        self.level = range(first, first + len(token))
+        return Level(logits[None], hidden[None])

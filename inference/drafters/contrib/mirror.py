@@ -164,7 +164,7 @@ class MirrorState(DrafterState):
             depth = self._depth(context, 0)
             if depth < 1 or source.level is None:
                 return Proposal(root(context.token[-1], device))
-            chain = self._chain(source.level.logits, runner.ROOT, depth, context, ())
+            chain = self._chain(source.level.logits[0], runner.ROOT, depth, context, ())
             self._draft({(): chain}, lambda _: True)
         self.outcome, self.chains = None, {}
         if self.config.outcomes:

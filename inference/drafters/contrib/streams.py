@@ -64,7 +64,7 @@ class StreamsState(DrafterState):
         """Grow the tree that the last pass has drafted, and let the streams of its nodes ride along."""
         proposal = Proposal(trees.root(context.token[-1], self.device))
         if self.drafted is not None:
-            proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, context)
+            proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, [context])[0]
         return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.room))
 
     def look_ahead(self, tree: DraftTree, room: int) -> LookAhead | None:
@@ -87,17 +87,25 @@ class StreamsState(DrafterState):
 class Drafted:
     """The logits that one node's streams gave, by depth; what a tree grows from."""
 
+    vocab = None
+
     def __init__(self, logits: Float[Tensor, "G V"]) -> None:
         self.logits = logits
         self.max_depth = len(logits)
 
     def level(self, depth: int, nodes: int) -> Level:
         """Return the logits of the tokens at `depth`, the same under every node."""
-        logits = self.logits[depth - 1].expand(nodes, -1)
-        return Level(logits, logits[:, :0], ())
+        logits = self.logits[depth - 1].expand(1, nodes, -1)
+        return Level(logits, logits[..., :0])
 
     def expand(
-        self, state: None, level: Level, token: Int[Tensor, "N"], parent: Int[Tensor, "N"], mask: Bool[Tensor, "N M"]
+        self,
+        state: None,
+        level: Level,
+        token: Int[Tensor, "1 N"],
+        parent: Int[Tensor, "1 N"],
+        mask: Bool[Tensor, "1 N M"],
+        depth: int,
     ) -> Level:
         """Score the next depth: streams know nothing of the tokens that are drafted before."""
-        return self.level(int(mask[0].sum()) + 1, len(token))
+        return self.level(depth + 1, token.shape[1])

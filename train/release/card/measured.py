@@ -5,7 +5,7 @@ from typing import Any
 
 from eval.measures.results import LIVE
 from eval.report.columns import CARD, results
-from eval.report.tables import grid
+from eval.report.text import grid
 from eval.report.view import Cell, results_of
 from train.release.card.text import escaped
 
@@ -30,7 +30,7 @@ def section(report: dict[str, Any], plots: Mapping[str, str]) -> str:
         return f"{NONE}\n\n{shown}".strip()
     table = results(live, CARD)
     body = [[_text(cell) for cell in line] for line in table.lines]
-    parts = grid([head.title for head in table.heads], body), LEGEND, how(report), shown
+    parts = grid(table.titles(), body), LEGEND, how(report), shown
     return "\n\n".join(text for text in parts if text)
 
 

@@ -6,11 +6,9 @@ They lie on an opaque white ground, so that they read the same on a light and on
 import json
 from typing import Any, NamedTuple
 
-import vl_convert
-
 from eval.live import extras
-from eval.report.plots import results as plots
-from eval.report.plots.results import Plot, Spec
+from eval.report import plots
+from eval.report.plots import Plot, Spec
 from train.release.card.facts import Facts
 from train.release.card.measured import clocked
 
@@ -41,8 +39,8 @@ def pictures_of(facts: Facts) -> dict[str, Picture]:
     plots_by_name: dict[str, list[Plot]] = {}
     if report["rows"]:
         for key, title in (("tau", "τ"), ("speedup", "speedup")):
-            plots_by_name[key] = [plot for plot in [plots.with_intervals(report, key, title)] if plot is not None]
-        plots_by_name["acceptance"] = [plot for plot in [plots.acceptance(report)] if plot is not None]
+            plots_by_name[key] = plots.with_intervals(report, key, title)
+        plots_by_name["acceptance"] = plots.acceptance(report)
     plots_by_name["training"] = plots.training({"training": _curves(facts)})
     return {f"plots/{name}.png": _picture(shown) for name, shown in plots_by_name.items() if shown}
 
@@ -68,6 +66,8 @@ def _picture(plots_shown: list[Plot]) -> Picture:
         "config": CONFIG,
         **(specs[0] if len(specs) == 1 else {"vconcat": specs, "resolve": {"scale": {"color": "independent"}}}),
     }
+    import vl_convert
+
     png = vl_convert.vegalite_to_png(json.dumps(whole), scale=SCALE)
     return Picture(". ".join(plot.caption for plot in plots_shown), bytes(png))
 

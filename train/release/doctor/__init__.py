@@ -4,20 +4,14 @@ It examines a head in our own form or in any foreign one that is read here, dama
 engine makes of them, and by measurement whether the head drafts best as its files declare it and as its card says. It
 reads and never writes.
 
-config.py      its types
-examined.py    the head's files, from disk or the Hub
-against.py     the target, as far as it loads
+examined.py    the head's files, from disk or the Hub, and the target as far as it loads
 finding.py     the findings of a check, for the terminal
-tensors.py     files, names, shapes, values, dtype
-options.py     the keys by which engines find a class, or stumble
-belongs.py     whether it belongs to this target: weights, tokenizer, template
-vocabulary.py  drafted tokens, lm_head, embedding
+declared.py    whose target it is; the keys of config.json by which engines find a class, or stumble
+tensors.py     files, names, shapes, values, dtype; drafted tokens, lm_head, embedding
 layers.py      the layers that its config.json names
 positions.py   rotary positions and length
 trials.py      the head run on other layers, tokens and positions
-measured.py    findings from the trials
-card.py        the measured acceptance against the card's
-checkup.py     all checks by measurement, in one go
+checkup.py     findings from the trials, and the measured acceptance against the card's
 """
 
 from collections.abc import Callable
@@ -26,14 +20,13 @@ from typing import Any
 from heads.common.errors import one_line
 from heads.formats.hub import load_found
 from heads.formats.store import CONFIG, WEIGHTS
-from train.release.doctor import against, belongs, checkup, examined, layers, options, positions, tensors, vocabulary
-from train.release.doctor.against import Against
-from train.release.doctor.belongs import TEMPLATE
-from train.release.doctor.config import DoctorConfig, other_part, part
-from train.release.doctor.examined import Examined
-from train.release.doctor.finding import WRONG, Finding, Findings, meant_for, unknown, written
+from train.release.config import DoctorConfig
+from train.release.doctor import checkup, declared, examined, layers, positions, tensors
+from train.release.doctor.declared import TEMPLATE
+from train.release.doctor.examined import Against, Examined
+from train.release.doctor.finding import WRONG, Finding, Findings, meant_for, ok, unknown, written
 
-__all__ = ["CHECKS", "TEMPLATE", "DoctorConfig", "examine", "other_part", "part", "report"]
+__all__ = ["CHECKS", "TEMPLATE", "examine", "report"]
 
 # The checks that are skipped where a file cannot be read.
 NEEDED = {
@@ -44,23 +37,31 @@ NEEDED = {
 # The checks of the files, in the order of the report; those by measurement follow.
 CHECKS: dict[str, Callable[[Examined, Against], Findings]] = {
     "files": tensors.readable,
-    "target": belongs.target,
-    "tokenizer": belongs.tokenizer,
-    "chat template": belongs.template,
-    "architectures": options.architectures,
-    "name": options.named,
+    "target": declared.target,
+    "tokenizer": declared.tokenizer,
+    "chat template": declared.template,
+    "architectures": declared.architectures,
+    "name": declared.named,
     "tensors": tensors.names,
     "values": tensors.values,
     "dtype": tensors.dtype,
-    "keys": options.keys,
-    "said twice": positions.twice,
-    "biases": options.biases,
-    "vocabulary": vocabulary.vocabulary,
-    "lm_head": vocabulary.lm_head,
-    "embedding": vocabulary.embedding,
+    "keys": declared.keys,
+    "said twice": declared.twice,
+    "biases": declared.biases,
+    "vocabulary": tensors.vocabulary,
+    "lm_head": tensors.lm_head,
+    "embedding": tensors.embedding,
     "layers": layers.declared,
     "rope": positions.theta,
     "length": positions.length,
+}
+
+# What the checks that yield faults alone say where they find none.
+FAULTLESS = {
+    "values": "all finite, no matrix all zero",
+    "keys": "none that engines stumble over",
+    "said twice": "nothing is said twice and differently",
+    "biases": "those that the files hold",
 }
 
 
@@ -74,11 +75,11 @@ def examine(config: DoctorConfig) -> list[Finding]:
         ValueError: there is no head, no target, or no workload of the name that is given.
     """
     head = examined.read(config.doctor)
-    target = against.load(config.target, head, config.checkup.dtype, config.checkup.measure)
+    target = examined.load_target(config.target, head, config.checkup.dtype, config.checkup.measure)
     findings = []
-    for name, check in CHECKS.items():
+    for name in CHECKS:
         unread = [file for file, names in NEEDED.items() if name in names and file in head.trouble]
-        results = [unknown(f"{unread[0]} cannot be read")] if unread else _checked(check, head, target)
+        results = [unknown(f"{unread[0]} cannot be read")] if unread else _checked(name, head, target)
         findings += [finding._replace(check=name) for finding in results]
     loaded, why = _loaded(head, target)
     if target.embeddings is not None:
@@ -100,10 +101,11 @@ def report(config: DoctorConfig) -> tuple[str, int]:
     return written(findings), int(any(finding.verdict == WRONG for finding in findings))
 
 
-def _checked(check: Callable[[Examined, Against], Findings], head: Examined, target: Against) -> list[Finding]:
+def _checked(name: str, head: Examined, target: Against) -> list[Finding]:
     """Return the findings of a check; an error on a config.json of unexpected types becomes a finding."""
     try:
-        return list(check(head, target))
+        findings = list(CHECKS[name](head, target))
+        return [ok(FAULTLESS[name])] if name in FAULTLESS and not findings else findings
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         return [unknown(f"the check stumbled over a value of another kind ({one_line(error)})")]
 

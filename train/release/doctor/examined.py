@@ -1,22 +1,35 @@
-"""Reading the head to examine: errors are recorded, not raised, and nothing is checked."""
+"""The head and the target of an examination: errors are recorded, not raised, and nothing is checked."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
+from data.text.files import content_hash
 from eval.report.reading import read_report
+from heads.base import Embeddings
 from heads.common.errors import one_line
+from heads.common.target_config import read_target_config
 from heads.common.untrusted import parse_json, parse_yaml, regular
-from heads.formats.hub import hub_errors, resolve_head
+from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published import FORMATS
+from heads.formats.published.decoder import positions_of
 from heads.formats.published.files import PREFIX, stored_tensors
-from heads.formats.store import CONFIG, WEIGHTS, last_good
+from heads.formats.store import CONFIG, WEIGHTS, TargetSpec, last_good
 from heads.formats.weights import read_weights
+from heads.modules.rope import Rope
+from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.loading import load_tokenizer
+from inference.target.target import Target
+
+log = logging.getLogger(__name__)
 
 OWN = "headstart"  # the form of our own heads; other forms are keys of heads.formats.published.FORMATS
 PROMPTS = "prompts.jsonl"
@@ -24,23 +37,16 @@ BY_ARCHITECTURE = {"Eagle3": "eagle3", "EAGLE3": "eagle3", "Eagle": "eagle", "Me
                    "DSpark": "dflash"}  # fmt: skip
 
 
-def _json(path: Path) -> Any:
-    return _parsed(path, parse_json)
-
-
-def _yaml(path: Path) -> Any:
-    return _parsed(path, parse_yaml)
-
-
-def _parsed(path: Path, parse: Callable[[bytes], Any]) -> Any:
+def _parsed(parse: Callable[[bytes], Any], path: Path) -> Any:
     try:
         return parse(regular(path).read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); download or write it again") from None
 
 
-SIDES = {
-    "report.json": read_report, "tokenizer_reference.json": _json, "provenance.json": _json, "config.yaml": _yaml,
+SIDES: dict[str, Callable[[Path], Any]] = {
+    "report.json": read_report, "tokenizer_reference.json": partial(_parsed, parse_json),
+    "provenance.json": partial(_parsed, parse_json), "config.yaml": partial(_parsed, parse_yaml),
 }  # fmt: skip
 
 
@@ -148,7 +154,7 @@ def read(run_or_repo: str) -> Examined:
         path = next((parent / name for parent in folders if (parent / name).is_file()), None)
         return {} if path is None else taken(name, parse, path)
 
-    config = taken(CONFIG, _json, last_good(folder) / CONFIG)
+    config = taken(CONFIG, partial(_parsed, parse_json), last_good(folder) / CONFIG)
     is_own = "format" in config
     weights, parent = (read_weights, last_good(folder) / WEIGHTS) if is_own else (stored_tensors, folder)
     tensors = taken(WEIGHTS, weights, parent)
@@ -156,3 +162,118 @@ def read(run_or_repo: str) -> Examined:
     in_run = [parent for parent in (folder, folder.parent) if local and (parent / "head").is_dir()]
     prompts = next((str(parent / PROMPTS) for parent in in_run if (parent / PROMPTS).is_file()), None)
     return Examined(run_or_repo, folder, config, tensors, report, reference, origin, run, prompts, trouble)
+
+
+@dataclass(frozen=True)
+class Against:
+    """The target.
+
+    Attributes:
+        path: folder or Hub id.
+        config: its text model's config.json.
+        tokenizer: None where none loads.
+        model: the whole of it, its embedding and lm_head alone, or None where neither loads.
+        why: the reason that not all of it loads.
+    """
+
+    path: str
+    config: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase | None
+    model: Target | EmbeddingsOnly | None
+    why: str
+
+    @property
+    def whole(self) -> Target | None:
+        """The target with its layers."""
+        return self.model if isinstance(self.model, Target) else None
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        """Its embedding and lm_head."""
+        return None if self.model is None else self.model.embeddings
+
+    @property
+    def spec(self) -> TargetSpec | None:
+        """The identity that a head must agree with."""
+        return None if self.model is None else self.model.spec
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers it has."""
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def width(self) -> int:
+        """Its hidden size."""
+        return int(self.config["hidden_size"])
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens it knows, padding included."""
+        return self.embeddings.vocab_size if self.embeddings is not None else int(self.config["vocab_size"])
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens that a text may have, None where it does not say."""
+        length = self.config.get("max_position_embeddings")
+        return length if isinstance(length, int) else None
+
+    @property
+    def rope(self) -> Rope | None:
+        """Its rotary positions, None where it has none."""
+        return positions_of(self.config)
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """The hash of its tokenizer.json."""
+        file = cached_file(self.path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        return None if file is None else content_hash(Path(file))
+
+
+def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> Against:
+    """Load the target, as far as it loads.
+
+    Args:
+        given: its folder or Hub id, None for the one that the head's files name.
+        head: the head.
+        dtype: of its weights.
+        measure: whether its layers are needed.
+
+    Raises:
+        ValueError: no target is named, or there is none.
+    """
+    name = given or head.said_target
+    if name is None:
+        raise ValueError(f"{head.name}: its files do not say its target; give target=FOLDER or target=OWNER/NAME")
+    path = target_path(str(Path(name).expanduser()) if given else name)
+    try:
+        config: Any = read_target_config(path, trust_remote_code=False).get_text_config()
+    except ValueError as error:
+        raise ValueError(
+            f"target={path}: no model there ({one_line(error).split('. ')[0]}); give target=FOLDER or target=OWNER/NAME"
+        ) from None
+    values = config.to_dict()
+    values |= {key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
+    values["max_position_embeddings"] = getattr(config, "max_position_embeddings", None)
+    adapter = head.part("target").get("adapter")
+    model, why = _weights(path, dtype, adapter if isinstance(adapter, str) else None, measure)
+    tokenizer = None if model is None else model.tokenizer
+    if tokenizer is None:
+        try:
+            tokenizer = load_tokenizer(path, False)
+        except ValueError as error:
+            log.warning("%s", error)
+    return Against(path, values, tokenizer, model, why)
+
+
+def _weights(path: str, dtype: str, adapter: str | None, measure: bool) -> tuple[Target | EmbeddingsOnly | None, str]:
+    why = "checkup.measure is false"
+    if measure or adapter is not None:
+        try:
+            return Target.load(path, dtype, adapter=adapter), ""
+        except (ValueError, OSError) as error:
+            why = f"the target does not load ({one_line(error)})"
+    try:
+        return EmbeddingsOnly.load(path, "float32", "cpu", False), why
+    except ValueError:
+        return None, why

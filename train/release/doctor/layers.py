@@ -9,8 +9,7 @@ from typing import Any
 from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, STATES, as_outputs, as_states
 from heads.formats.published.eagle3 import COUNTED_BY_FIRST
 from heads.modules.fusion import EAGLE3_LAYERS, chosen_layers, default_layers
-from train.release.doctor.against import Against
-from train.release.doctor.examined import OWN, Examined
+from train.release.doctor.examined import OWN, Against, Examined
 from train.release.doctor.finding import Findings, ok, wrong
 
 WITHIN = f"eagle_config.{STATES}"

@@ -5,17 +5,12 @@ from typing import Any
 from heads.formats.published.decoder import THETA
 from heads.formats.store import CONFIG
 from heads.modules.rope import SCALINGS, Rope, scaling_of
-from train.release.doctor.against import Against
-from train.release.doctor.examined import OWN, Examined
+from train.release.doctor.examined import OWN, Against, Examined
 from train.release.doctor.finding import Findings, ok, unknown, wrong
 
 ROTATED = ("eagle3", "eagle", "dflash")
 LENGTH = "max_position_embeddings"
 SILENT_LENGTH = 2048  # the default of transformers for a Llama
-TWICE = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-    "vocab_size", "rope_theta", "rope_scaling", LENGTH,
-)  # fmt: skip
 
 
 def ropes(config: dict[str, Any]) -> dict[str, Rope]:
@@ -108,17 +103,3 @@ def length(head: Examined, against: Against) -> Findings:
         )
     else:
         yield ok(f"{limit} tokens, the target reads {context}")
-
-
-def twice(head: Examined, _against: Against) -> Findings:
-    """Whether keys that config.json has twice agree."""
-    inner = head.part("transformer_layer_config")
-    odd = [key for key in TWICE if key in inner and key in head.config and inner[key] != head.config[key]]
-    for key in odd:
-        yield wrong(
-            f"{key} is {head.config[key]}, and within transformer_layer_config {inner[key]}",
-            "vLLM, SGLang and TensorRT-LLM read the one and speculators the other",
-            "set both to the one that it was trained with",
-        )
-    if not odd:
-        yield ok("nothing is said twice and differently")

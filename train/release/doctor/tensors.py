@@ -1,19 +1,21 @@
-"""Checks of the tensors: readable, those of the format, and with finite values."""
+"""Checks of the tensors: readable, those of the format, finite; the draft's vocabulary, its lm_head, the embedding."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from heads import HEADS
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3
+from heads.formats.published.written import KNOWN, OFFSETS
 from heads.formats.store import CONFIG, WEIGHTS, read_config
 from heads.formats.store import head_config as own_config
 from heads.formats.weights import outline
 from heads.modules.fusion import EAGLE3_LAYERS
-from train.release.doctor.against import Against
-from train.release.doctor.examined import OWN, Examined
-from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
+from train.release.doctor.declared import PRUNED
+from train.release.doctor.examined import OWN, Against, Examined
+from train.release.doctor.finding import WRONG, Finding, Findings, ok, unknown, wrong
 
 EXPORT = "write it again: python train/publish.py run=… format=…"
 LOST = "train again from an earlier checkpoint, or export again from a good one"
@@ -24,6 +26,9 @@ FEW = 3  # names that are shown
 CHAINED = ("eagle", "eagle3", "dflash")  # the forms that engines read by names without a prefix
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 DTYPES = {"float32", "bfloat16", "float16"}
+LM_HEAD, IDS = "lm_head.weight", "vocab.ids"
+TELLING = 64  # numbers that all increase are ids, for offsets stay equal over tokens with neighbouring ids
+WRONG_TOKENS = "every draft is another token than the head means: nothing is accepted, without an error"
 
 
 def readable(head: Examined, _against: Against) -> Findings:
@@ -140,23 +145,18 @@ def _few(names: list[str]) -> str:
 
 def values(head: Examined, _against: Against) -> Findings:
     """Whether every tensor holds finite numbers that are not all zero."""
-    odd = False
     for name, tensor in sorted(head.tensors.items()):
         if not tensor.is_floating_point():
             continue
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
-            odd = True
             yield wrong(
                 f"{name} holds {bad} values that are NaN or infinite of {tensor.numel()}",
                 "engines load it and no draft of its is accepted",
                 LOST,
             )
         elif tensor.ndim > 1 and not bool(tensor.any()):
-            odd = True
             yield wrong(f"{name} is all zero", "what it reads is lost: drafts are not accepted", LOST)
-    if not odd:
-        yield ok("all finite, no matrix all zero") if head.tensors else unknown("no tensors were read")
 
 
 def dtype(head: Examined, against: Against) -> Findings:
@@ -203,3 +203,180 @@ def loads(why: str) -> Finding:
         return ok("headstart loads it for this target")
     trouble, _, remedy = why.rpartition("; ")
     return wrong(trouble or why, "headstart refuses it, so that nothing can be measured", remedy if trouble else EXPORT)
+
+
+def vocabulary(head: Examined, against: Against) -> Findings:
+    """Whether the drafted tokens are tokens of the target, and the maps between both vocabularies agree."""
+    full = against.vocabulary
+    if head.form == OWN:
+        ids = head.tensors.get(IDS)
+        if ids is None:
+            yield ok(f"all {full} tokens")
+        elif not bool((ids.diff() > 0).all()) or int(ids.min()) < 0 or int(ids.max()) >= full:
+            yield wrong(
+                f"{IDS} does not increase from 0 to {full - 1}", WRONG_TOKENS, "train again, or from a checkpoint"
+            )
+        else:
+            yield ok(f"{len(ids)} of {full} tokens")
+        return
+    if head.form not in PRUNED:
+        yield ok(f"all {full} tokens")
+        return
+    declared, offset, mask = head.layer.get("draft_vocab_size"), head.stripped.get(OFFSETS), head.stripped.get(KNOWN)
+    if head.form == "eagle3" and "draft_vocab_size" not in head.config:
+        yield wrong(
+            f"{CONFIG} has no draft_vocab_size",
+            "SGLang stops with an AttributeError, TensorRT-LLM does not take it for EAGLE-3",
+            f'set "draft_vocab_size": {full if offset is None else len(offset)} in {CONFIG}',
+            "sglang", "trtllm",
+        )  # fmt: skip
+    silent = full if offset is None else len(offset)
+    size = declared if isinstance(declared, int) else silent if "draft_vocab_size" not in head.layer else full
+    if offset is None:
+        if size < full:
+            yield wrong(
+                f"draft_vocab_size is {size} of {full} and there is no {OFFSETS}",
+                f"vLLM takes the first {size} tokens for the drafted ones: {WRONG_TOKENS}",
+                f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its index",
+            )
+        else:
+            yield ok(f"all {full} tokens")
+        return
+    maps = _maps(offset.long(), mask, size, full)
+    yield from maps if "draft_vocab_size" in head.layer else (finding for finding in maps if finding.verdict == WRONG)
+
+
+def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings:
+    """Check the offsets, and the mask beside them."""
+    slot = torch.arange(len(offset))
+    ids = slot + offset
+    if size >= full and len(offset) >= full:
+        yield wrong(
+            f"{OFFSETS} is there though all {full} tokens are drafted",
+            "vLLM refuses the head (ValueError)",
+            f"remove {OFFSETS} and {KNOWN} from {WEIGHTS}",
+            "vllm",
+        )
+    elif len(offset) != size:
+        yield wrong(
+            f"{OFFSETS} has {len(offset)} entries and draft_vocab_size is {size}",
+            "engines stop at its shape",
+            f'set "draft_vocab_size": {len(offset)} in {CONFIG}, if lm_head has as many rows',
+        )
+    elif _absolute(offset, mask, full):
+        yield wrong(
+            f"{OFFSETS} holds the tokens' ids themselves, not their offsets",
+            f"every engine adds the index to it, so that {WRONG_TOKENS}",
+            f"subtract torch.arange({len(offset)}) from {OFFSETS} in {WEIGHTS}",
+        )
+    elif not bool((ids.diff() > 0).all()) or int(ids.min()) < 0 or int(ids.max()) >= full:
+        yield wrong(
+            f"{OFFSETS} leads to ids that do not increase from 0 to {full - 1}",
+            f"engines draft tokens twice or none of the target's, and stop or gather out of bounds; {WRONG_TOKENS}",
+            f"write {OFFSETS} again: entry i is the id of drafted token i less i, in the order of lm_head's rows",
+        )
+    elif mask is not None and not _same(ids, mask, full):
+        yield wrong(
+            f"{KNOWN} does not name the tokens that {OFFSETS} leads to",
+            "speculators and trainers that go on with it drop other tokens than the head drafts",
+            f"write {KNOWN} again: true at the {len(ids)} ids, {full} entries",
+            "speculators",
+        )
+    else:
+        yield ok(f"{len(ids)} of {full} tokens, by offsets that increase")
+
+
+def _absolute(offset: Tensor, mask: Tensor | None, full: int) -> bool:
+    """Say whether these are ids: increasing, of the vocabulary, and by the mask or by their range no offsets."""
+    if not len(offset) or not bool((offset.diff() > 0).all()) or int(offset.min()) < 0 or int(offset.max()) >= full:
+        return False
+    if mask is not None and len(mask) == full:
+        return _same(offset, mask, full)
+    return int(offset[-1]) + len(offset) - 1 >= full or len(offset) >= TELLING
+
+
+def _same(ids: Tensor, mask: Tensor, full: int) -> bool:
+    return len(mask) == full and torch.equal(mask.bool().nonzero()[:, 0], ids)
+
+
+def lm_head(head: Examined, against: Against) -> Findings:
+    """Whether the lm_head that an engine uses is the one that was trained."""
+    weight = head.stripped.get(LM_HEAD)
+    yield from list(_lm_head_faults(head, weight, against.vocabulary)) or [
+        ok("the target's" if weight is None else "its own")
+    ]
+
+
+def _lm_head_faults(head: Examined, weight: Tensor | None, full: int) -> Findings:
+    if head.form in PRUNED and head.config.get("tie_word_embeddings"):
+        yield wrong(
+            "tie_word_embeddings is true",
+            "SGLang puts the embedding in the lm_head's place: nothing is accepted, or it stops at the shape",
+            f'set "tie_word_embeddings": false in {CONFIG}',
+            "sglang",
+        )
+    if head.form == "eagle" and weight is not None and head.architectures:
+        yield wrong(
+            f"{LM_HEAD} is there, and EAGLE-1 has none",
+            "vLLM refuses the head (ValueError), SGLang takes the target's in its place",
+            f"remove {LM_HEAD} from {WEIGHTS}; where it was trained, train with head.lm_head=shared",
+            "vllm", "sglang",
+        )  # fmt: skip
+    if head.form == "eagle3":
+        yield from _of_eagle3(weight, head.layer.get("draft_vocab_size"), full, OFFSETS in head.stripped)
+
+
+def _of_eagle3(weight: Tensor | None, declared: Any, full: int, pruned: bool) -> Findings:
+    if weight is not None:
+        size = declared if isinstance(declared, int) else full
+        if weight.shape[0] != size:
+            yield wrong(
+                f"{LM_HEAD} has {weight.shape[0]} rows and draft_vocab_size is {declared}",
+                "engines stop at its shape",
+                f'set "draft_vocab_size": {weight.shape[0]} in {CONFIG}'
+                + ("" if pruned or weight.shape[0] == full else f", and add {OFFSETS}"),
+            )
+    elif isinstance(declared, int) and declared < full:
+        yield wrong(
+            f"{LM_HEAD} is missing and {declared} of {full} tokens are drafted",
+            "vLLM and SGLang leave it as memory happened to be: nothing is accepted, without an error",
+            "export it again: python train/publish.py run=… format=… writes the rows of the target's",
+        )
+    elif isinstance(declared, int):
+        yield wrong(
+            f"{LM_HEAD} is missing and draft_vocab_size is {declared}, the number of all tokens",
+            "SGLang makes it random: accept rate 0.00, without an error",
+            f'set "draft_vocab_size": null in {CONFIG}, or add the target\'s lm_head as {LM_HEAD}',
+            "sglang",
+        )
+
+
+def embedding(head: Examined, against: Against) -> Findings:
+    """Whether an embedding that is shipped is the target's."""
+    shipped = {name: tensor for name, tensor in head.tensors.items() if name.endswith("embed_tokens.weight")}
+    if not shipped:
+        yield ok("none is shipped; engines take the target's")
+        return
+    if against.embeddings is None:
+        yield unknown(f"the target's weights do not load here ({against.why})")
+        return
+    table = against.embeddings.head_weight()
+    every = torch.arange(against.embeddings.vocab_size, device=table.device)
+    target = against.embeddings.embed(every).detach().float().cpu()
+    for name, tensor in shipped.items():
+        if tensor.shape != target.shape:
+            yield wrong(
+                f"{name} is {tuple(tensor.shape)}, the target's {tuple(target.shape)}",
+                "engines stop at its shape",
+                f"remove {name} from {WEIGHTS}: engines take the target's; is this its target?",
+            )
+        elif not torch.allclose(tensor.float(), target, rtol=2e-2, atol=2e-2 * float(target.std())):
+            yield wrong(
+                f"{name} is not the target's embedding",
+                "vLLM keeps it and drafts from it, SGLang takes the target's: fine in the one, nothing accepted in the "
+                "other",
+                f"remove {name} from {WEIGHTS}: engines take the target's",
+                "vllm",
+            )
+        else:
+            yield ok(f"{name} is the target's")

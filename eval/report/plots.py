@@ -1,4 +1,7 @@
-"""The page's plots of results, as Vega-Lite specifications: plain dicts with their data inside."""
+"""The page's plots, as Vega-Lite specifications: plain dicts with their data inside.
+
+Each function returns the plots that a report has numbers for.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,14 +15,8 @@ from eval.report.view import Record, results_of
 Spec = dict[str, Any]
 Records = list[dict[str, Any]]
 
-VARYING = (
-    "report",
-    "workload",
-    "category",
-    "temperature",
-    "batch_size",
-    "request_rate",
-)  # values that distinguish sessions
+# Values that distinguish sessions.
+VARYING = ("report", "workload", "category", "temperature", "batch_size", "request_rate")
 BAR = 26  # pixels of a horizontal bar, with its gap
 TALL = 260
 KINDS = {"N": "nominal", "O": "ordinal", "Q": "quantitative"}
@@ -36,8 +33,8 @@ class Plot:
     spec: Spec
 
 
-def plot(caption: str, data: Records, layers: Sequence[Spec], height: int = TALL) -> Plot:
-    """Return a plot of layers over the same records, as wide as the page lets it."""
+def plot(caption: str, data: Records, layers: Sequence[Spec], height: int = TALL) -> list[Plot]:
+    """Return a plot of layers over the same records, as wide as the page lets it; none without records."""
     spec = {
         "data": {"values": data},
         "width": "container",
@@ -45,7 +42,7 @@ def plot(caption: str, data: Records, layers: Sequence[Spec], height: int = TALL
         "autosize": {"type": "fit-x", "contains": "padding"},
         "layer": list(layers),
     }
-    return Plot(caption, spec)
+    return [Plot(caption, spec)] if data else []
 
 
 def layer(type_: str | Spec, **encoding: Any) -> Spec:
@@ -64,9 +61,9 @@ def axis(field: str, title: str | None, kind: str = "quantitative", **more: Any)
     return {**encoding, **({"sort": None} if kind == "nominal" else {}), **more}
 
 
-def whole(last: int, first: int = 1) -> Spec:
-    """Return an axis with a tick at every whole number."""
-    return {"values": list(range(first, last + 1)), "format": "d"}
+def ticks(values: Sequence[int | float], form: str = "d") -> Spec:
+    """Return an axis with a tick at every one of these values, whole numbers unless `form` is another format."""
+    return {"values": list(values), "format": form}
 
 
 def colour(field: str = "name", **more: Any) -> Spec:
@@ -85,21 +82,30 @@ def tooltip(*fields: str) -> list[Spec]:
     return encodings
 
 
+def curve(x: Spec, y: Spec, *fields: str, mark: str | Spec = LINE, **more: Any) -> Spec:
+    """Return a layer with a line for each name, with the fields of its tooltip."""
+    return layer(mark, x=x, y=y, color=colour(), tooltip=tooltip("name:N", *fields), **more)
+
+
 def bar(along: str, axes: Spec, **more: Any) -> Spec:
     """Return a layer of intervals from the field `low` to `high`, along one of the axes."""
     encoding = {along: {**axes[along], "field": "low"}, f"{along}2": {"field": "high"}}
     return layer({"type": "rule", "strokeWidth": 3, **more}, **{**axes, **encoding})
 
 
-def with_intervals(report: Record, key: str, title: str) -> Plot | None:
-    """Return a number of each row as a point, its interval as a line through it."""
-    data: Records = []
-    for name, row in named(report):
-        if row[key] is not None:
-            low, high = row[f"{key}_ci"] or (row[key], row[key])
-            data.append({"name": name, "drafter": row["drafter"], "value": row[key], "low": low, "high": high})
-    if len(data) < 2:
-        return None
+def interval(row: Record, key: str) -> dict[str, float]:
+    """Return the ends of a number's interval, which is the number itself where it has none."""
+    low, high = row[f"{key}_ci"] or (row[key], row[key])
+    return {"low": low, "high": high}
+
+
+def with_intervals(report: Record, key: str, title: str) -> list[Plot]:
+    """Return a number of each row as a point, its interval as a line through it; nothing for a single row."""
+    data: Records = [
+        {"name": name, "drafter": row["drafter"], "value": row[key], **interval(row, key)}
+        for name, row in named(report)
+        if row[key] is not None
+    ]
     axes = {
         "y": axis("name", None, "nominal"),
         "x": axis("value", title, scale={"zero": True}),
@@ -109,7 +115,7 @@ def with_intervals(report: Record, key: str, title: str) -> Plot | None:
     point = {"type": "point", "filled": True, "size": 90, "opacity": 1}
     layers = [reference("x"), bar("x", axes), layer(point, **axes, tooltip=tip)]
     caption = f"Each row's {title} with its 95% interval; the dashed line is the baseline"
-    return plot(caption, data, layers, bars(data))
+    return plot(caption, data, layers, bars(data)) if len(data) > 1 else []
 
 
 def named(report: Record) -> Iterator[tuple[str, Record]]:
@@ -127,40 +133,36 @@ def bars(data: Records) -> int:
     return BAR * len({record["name"] for record in data})
 
 
-def acceptance(report: Record) -> Plot | None:
+def acceptance(report: Record) -> list[Plot]:
     """Return P(a >= d) by depth."""
-    data = [
+    data: Records = [
         {"name": record.name, "depth": depth, "share": fraction, "after": record.row["conditional_by_depth"][depth - 1]}
         for record in results_of(clocked(report))
         for depth, fraction in enumerate(record.row["accepted_by_depth"], 1)
     ]
-    if not data:
-        return None
-    line = layer(
-        LINE,
-        x=axis("depth", "depth d", axis=whole(max(record["depth"] for record in data))),
-        y=axis("share", "P(a ≥ d)", scale=UNIT),
-        color=colour(),
-        tooltip=tooltip("name:N", "depth:Q", "share:Q .3f P(a ≥ d)", "after:Q .3f P(a ≥ d | a ≥ d - 1)"),
-    )
+    y = axis("share", "P(a ≥ d)", scale=UNIT)
+    line = curve(depths(data, "depth d"), y, "depth:Q", "share:Q .3f P(a ≥ d)", "after:Q .3f P(a ≥ d | a ≥ d - 1)")
     return plot("The share of target passes that accepted d drafted tokens or more", data, [line])
 
 
-def against(report: Record, key: str, title: str) -> Plot | None:
+def depths(data: Records, title: str = "depth") -> Spec:
+    """Return the axis of the field `depth`."""
+    return axis("depth", title, axis=ticks(range(1, max((record["depth"] for record in data), default=0) + 1)))
+
+
+def against(report: Record, key: str, title: str) -> list[Plot]:
     """Return the speedup against the batch size, the temperature or the request rate, where there are several."""
     timed = clocked(report)
     if len({row[key] for row in timed["rows"] if row.get(key) is not None}) < 2:
-        return None
-    data: Records = []
-    for name, row in lines(timed, key):
-        if row["speedup"] is not None and row["drafter"] != PLAIN:
-            low, high = row["speedup_ci"] or (row["speedup"], row["speedup"])
-            data.append({"name": name, "x": row[key], "speedup": row["speedup"], "low": low, "high": high})
-    if not data:
-        return None
+        return []
+    data: Records = [
+        {"name": name, "x": row[key], "speedup": row["speedup"], **interval(row, "speedup")}
+        for name, row in lines(timed, key)
+        if row["speedup"] is not None and row["drafter"] != PLAIN
+    ]
     scale = {"nice": False, "padding": 12, **(LOG if key != "temperature" else {})}
     axes = {
-        "x": axis("x", title, axis={"values": sorted({record["x"] for record in data}), "format": "~g"}, scale=scale),
+        "x": axis("x", title, axis=ticks(sorted({record["x"] for record in data}), "~g"), scale=scale),
         "y": axis("speedup", "speedup", scale={"zero": True}),
         "color": colour(),
     }
@@ -178,15 +180,12 @@ def lines(report: Record, key: str) -> Iterator[tuple[str, Record]]:
     others = [other for other in VARYING if other != key and len({str(row.get(other)) for row in report["rows"]}) > 1]
     for _, row in named(report):
         if row.get(key) is not None:
-            parts = [(other, row[other]) for other in others if row.get(other) not in (None, "")]
-            texts = (
-                f"{other.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}"
-                for other, value in parts
-            )
+            parts = [(other.replace("_", " "), row[other]) for other in others if row.get(other) not in (None, "")]
+            texts = (f"{name} {f'{value:g}' if isinstance(value, float) else value}" for name, value in parts)
             yield ", ".join([row["drafter"], *texts]), row
 
 
-def latencies(report: Record) -> Plot | None:
+def latencies(report: Record) -> list[Plot]:
     """Return the median and the 95th percentile of the latency against the rate, where there are several."""
     data: Records = [
         {
@@ -199,23 +198,19 @@ def latencies(report: Record) -> Plot | None:
         for percentile in PERCENTILES
     ]
     rates = sorted({record["rate"] for record in data})
-    if len(rates) < 2:
-        return None
-    line = layer(
-        LINE,
-        x=axis("rate", "requests a second", axis={"values": rates, "format": "~g"}, scale=LOG),
-        y=axis("latency", "latency, s", scale={"type": "log"}),
-        color=colour(),
+    line = curve(
+        axis("rate", "requests a second", axis=ticks(rates, "~g"), scale=LOG),
+        axis("latency", "latency, s", scale={"type": "log"}),
+        *("mark:N", "rate:Q  requests a second", "latency:Q .3f latency, s"),
         strokeDash={"field": "mark", "type": "nominal", "title": None, "legend": {"symbolType": "stroke"}},
-        tooltip=tooltip("name:N", "mark:N", "rate:Q  requests a second", "latency:Q .3f latency, s"),
     )
     caption = "Latency from the arrival to the last token against the rate of requests, median and 95th percentile"
-    return plot(caption, data, [line])
+    return plot(caption, data, [line]) if len(rates) > 1 else []
 
 
-def time_split(report: Record) -> Plot | None:
+def time_split(report: Record) -> list[Plot]:
     """Return the milliseconds of a step by part."""
-    data = [
+    data: Records = [
         {
             "name": result.name,
             "part": name,
@@ -226,8 +221,6 @@ def time_split(report: Record) -> Plot | None:
         for order, name in enumerate(("verify", "draft", "other"))
         if result.row["steps"] and result.row["tier"] == LIVE
     ]
-    if not data:
-        return None
     stacked = layer(
         "bar",
         y=axis("name", None, "nominal"),
@@ -240,7 +233,7 @@ def time_split(report: Record) -> Plot | None:
     return plot(caption, data, [stacked], bars(data))
 
 
-def breakdown(report: Record) -> Plot | None:
+def breakdown(report: Record) -> list[Plot]:
     """Return a bar as long as τ for each row: the speedup, and the loss to each cost."""
     data: Records = []
     for name, row in named(report):
@@ -249,8 +242,6 @@ def breakdown(report: Record) -> Plot | None:
             data.append({"name": name, "part": "speedup", "low": 0, "high": left[-1], "size": left[-1]})
             for cost, high, low in reversed(list(zip(COSTS, left, left[1:], strict=False))):
                 data.append({"name": name, "part": f"lost to {cost}", "low": low, "high": high, "size": high - low})
-    if not data:
-        return None
     order = ["speedup", *(f"lost to {cost}" for cost in reversed(COSTS))]
     stacked = layer(
         "bar",
@@ -267,32 +258,92 @@ def training(report: Record) -> list[Plot]:
     """Return the curves of the heads' training: the loss, the accuracy by depth, and τ with its interval."""
     curves = report.get("training", {})
     steps = [(name, step) for name, curve in curves.items() for step in curve["steps"]]
-    loss = [{"name": name, "step": step["step"], "loss": step["loss"]} for name, step in steps]
-    accuracy = [
+    loss: Records = [{"name": name, "step": step["step"], "loss": step["loss"]} for name, step in steps]
+    accuracy: Records = [
         {"name": f"{name}, depth {d}" if len(curves) > 1 else f"depth {d}", "step": step["step"], "share": fraction}
         for name, step in steps
         for d, fraction in enumerate(step["accuracy"], 1)
     ]
-    taus = [{"name": name, **record} for name, curve in curves.items() for record in curve["tau"]]
-    axes = {"x": axis("step", "step"), "y": axis("tau", "τ", scale={"zero": False}), "color": colour()}
-    plots_by_caption = {
-        "Training loss, means over stretches of steps": (loss, [over_steps("line", "loss", "loss")]),
-        "Accuracy of the drafts in training, by depth": (
-            accuracy,
-            [over_steps("line", "share", "accuracy", scale=UNIT)],
-        ),
-        "τ by the verifier while the head was trained, with its 95% interval": (
+    taus: Records = [{"name": name, **record} for name, curve in curves.items() for record in curve["tau"]]
+    x, y = axis("step", "step"), axis("tau", "τ", scale={"zero": False})
+    spans = bar("y", {"x": x, "y": y, "color": colour()}, strokeWidth=2, opacity=0.5)
+    losses = curve(x, axis("loss", "loss"), "step:Q", "loss:Q .3f", mark="line")
+    accuracies = curve(x, axis("share", "accuracy", scale=UNIT), "step:Q", "share:Q .3f", mark="line")
+    return [
+        *plot("Training loss, means over stretches of steps", loss, [losses]),
+        *plot("Accuracy of the drafts in training, by depth", accuracy, [accuracies]),
+        *plot(
+            "τ by the verifier while the head was trained, with its 95% interval",
             taus,
-            [
-                bar("y", axes, strokeWidth=2, opacity=0.5),
-                over_steps(LINE, "tau", "τ", scale={"zero": False}),
-            ],
+            [spans, curve(x, y, "step:Q", "tau:Q .3f")],
         ),
-    }
-    return [plot(caption, data, layers) for caption, (data, layers) in plots_by_caption.items() if data]
+    ]
 
 
-def over_steps(type_: str | Spec, field: str, title: str, **more: Any) -> Spec:
-    """Return a line over the training steps."""
-    tip = tooltip("name:N", "step:Q", f"{field}:Q .3f")
-    return layer(type_, x=axis("step", "step"), y=axis(field, title, **more), color=colour(), tooltip=tip)
+def trees(report: Record) -> list[Plot]:
+    """Return τ and the predicted speedup of every tree against the nodes that it drafts: the view at equal budget."""
+    plots = []
+    for name, record in report.get("other_trees", {}).items():
+        for key, title in (("tau", "τ"), ("speedup", "predicted speedup")):
+            data: Records = [dict(tree) for tree in record["trees"] if tree[key] is not None]
+            dots = layer(
+                {"type": "point", "size": 45},
+                x=axis("nodes", "drafted nodes a step"),
+                y=axis(key, title, scale={"zero": False}),
+                color=colour("family"),
+                shape=colour("family"),
+                tooltip=tooltip("family:N", "tree:N", "nodes:Q .2f", "tau:Q .2f", "speedup:Q .2f"),
+            )
+            plots += plot(f"{name}: {title} of every tree by the nodes it drafts", data, [dots])
+    return plots
+
+
+def loads(report: Record) -> list[Plot]:
+    """Return the predicted speedups by batch size of each head's own tree, and of the best for each size."""
+    data: Records = [
+        {
+            "name": f"{name}, {called}",
+            "batch": prediction["batch_size"],
+            "tree": "" if who == "own" else prediction["tree"],
+            "speedup": prediction[who],
+        }
+        for name, record in report.get("other_trees", {}).items()
+        for prediction in record.get("loads", [])
+        for who, called in (("own", "its own tree"), ("best", "best tree"))
+        if prediction[who] is not None
+    ]
+    sizes = sorted({prediction["batch"] for prediction in data})
+    x = axis("batch", "batch size", axis=ticks(sizes), scale=LOG)
+    y = axis("speedup", "predicted speedup", scale={"zero": True})
+    line = curve(x, y, "tree:N", "batch:Q", "speedup:Q .2f")
+    caption = "Predicted speedup by batch size; where a line falls below the dashed one, speculation no longer pays"
+    return plot(caption, data, [reference("y"), line]) if len(sizes) > 1 else []
+
+
+def along(report: Record) -> list[Plot]:
+    """Return acceptance by depth and rank of each head, and n-alpha with P(a >= k) of chains after every token."""
+    records = report.get("teacher_forced", {})
+    curves: Records = [
+        {"name": f"{name}, {called}", "depth": depth, "share": fraction}
+        for name, record in records.items()
+        for called, key in (("n-alpha", "n_alpha"), ("P(a≥k)", "at_every_token"))
+        for depth, fraction in enumerate(record[key], 1)
+    ]
+    line = curve(depths(curves), axis("share", "share", scale=UNIT), "depth:Q", "share:Q .3f")
+    plots = [plot for name, record in records.items() for plot in _heat(name, record)]
+    return plots + plot("n-alpha by depth n + 1, and P(a≥k) of a chain after every token", curves, [line])
+
+
+def _heat(name: str, record: Record) -> list[Plot]:
+    """Return the share of tokens by depth and rank as squares with their numbers."""
+    cells: Records = [
+        {"depth": depth, "rank": rank, "share": fraction}
+        for depth, row in enumerate(record["rank"], 1)
+        for rank, fraction in enumerate(row, 1)
+    ]
+    x, y = ({"field": field, "type": "ordinal", "axis": {"labelAngle": 0}} for field in ("rank", "depth"))
+    shade = {"field": "share", "type": "quantitative", "scale": {**UNIT, "range": [0, 0.8]}, "legend": None}
+    square = layer("rect", x=x, y=y, opacity=shade, tooltip=tooltip("depth:O", "rank:O", "share:Q .3f"))
+    number = layer({"type": "text", "fontSize": 10}, x=x, y=y, text=tooltip("share:Q .2f")[0])
+    caption = f"{name}: the share of the text's tokens by depth and rank of the guess"
+    return plot(caption, cells, [square, number], 30 * len(record["rank"]))

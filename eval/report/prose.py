@@ -1,7 +1,59 @@
-"""Notes on how to read the numbers that occur in a report."""
+"""The texts of a report: on its sections, and notes on how to read the numbers."""
 
-from eval.report.view import Record
-
+SAMPLED_CHAINS = (
+    "teacher_forced counts a chain that is sampled token by token: block verification, the rule of decoding unless "
+    "asked otherwise, accepts as much or more."
+)
+NODES = (
+    "Each node with the share of the target passes that accepted it: the fuller the node and the thicker its line, "
+    "the greater the share. Siblings stand in the order in which they were drafted."
+)
+TIERS = (
+    "One τ, measured up to three times: live by decoding; teacher_forced by one pass of target and head over the text; "
+    "replay by drafting along the text, without the target. What they count differs only where the text does, or the "
+    "rule. The intervals resample the prompts. " + SAMPLED_CHAINS
+)
+CHECKED = "Greedy output against the baseline's, token for token, in the gate's dtype."
+SAMPLED = (
+    "Under coupled noise every drafter must emit the baseline's tokens. The chi-square test draws next tokens "
+    "after fixed texts with the rule in use, as often as it takes to reject a distribution that is off by the total "
+    "variation TV with the power that is named. The control, a rule known to be broken, must be rejected each time."
+)
+TIES = (
+    "The gap is the baseline's between its two best tokens where the other first differs. What is timed is not "
+    "checked: rounding decides there, and from there on two texts differ."
+)
+LOAD = (
+    "Requests come at random, so many a second on average, and wait in a queue while as many are being answered as "
+    "the capacity says. TTFT and latency count from the arrival to the first and to the last token. The latency "
+    "ratio is the baseline's mean over the drafter's: above 1 the drafter's requests end sooner."
+)
+END_TO_END = (
+    "End to end counts all tokens over prefill and decoding together. A source whose memory is warm drafts from "
+    "the requests before, in their order, and begins every round of measurement with nothing; cold, it forgets "
+    "before every request; none, nothing outlives a request."
+)
+WITHIN = (
+    "τ, had every draft ended at that depth: the sum of P(a≥d) up to it and the bonus token, from the passes that "
+    "were made. `budget=K` measures it: then no source drafts deeper than K."
+)
+BREAKDOWN = (
+    "The breakdown leads from τ to the speedup: what would be left if only the dearer pass counted, then the draft "
+    "too, then all. The oracle has the same acceptance, its drafts and its wider passes for nothing. What would help "
+    "most is the loss that gives back most if it were a tenth smaller: the rejected share at each depth (more "
+    "acceptance), the draft, what a pass costs beyond a plain step (a smaller tree), or the rest. A smaller tree "
+    "accepts less too: tune=true weighs one against the other."
+)
+SIMULATED = (
+    "Every tree is simulated along the target's own answers and priced with what its parts cost on this device: a step "
+    "of the baseline, passes of every size, the head's drafts. The tree is chosen on half of the answers; what is "
+    "said of it is predicted for the others. Nothing was decoded with it: tune=true does, and writes the best one."
+)
+FORCED = (
+    "The share of the text's tokens by depth and by rank among the head's guesses, given the text's own tokens before "
+    "it. n-alpha is the acceptance after n drafted states, n = depth - 1: the first column at temperature 0, the mass "
+    "that both distributions share above. P(a≥k) is of a chain after every token; decoding begins only some of them."
+)
 NOTES = (
     "τ is what a target pass commits on average, its bonus token included: the tokens after the prefill's over the "
     "passes, pooled over all prompts. Intervals come from resampling the prompts, all turns of a "
@@ -26,12 +78,12 @@ NOTES = (
     "tie first differs where rounding decides between the two best tokens. A drafter that fails is given no speedup.",
     "Memory is the peak of the whole session on an accelerator, else of the whole process, all drafters together.",
 )
-SAMPLED = (
+ABOVE_0 = (
     "At temperatures above 0 lossless counts the prompts whose tokens are the baseline's under coupled noise, "
     "at batch size 1 and at every one asked for; the distribution of tokens sampled with the rule in use is tested "
     "too. That rules keep it, exact enumeration proves in the tests."
 )
-LOADED = (
+AT_A_RATE = (
     "2 req/s behind a name: requests came at random (Poisson), so many a second on average, at the same moments for "
     "the baseline and every drafter, and waited where as many were being answered as the batch holds. Arrivals bound "
     "tokens per second, so speedup there is the baseline's mean latency over the drafter's, both from the arrival."
@@ -44,12 +96,3 @@ SERVED = (
     "compares greedy texts with the baseline's, and a difference is a near tie only from where the baseline's own "
     "repeats differ on."
 )
-
-
-def notes_of(report: Record) -> tuple[str, ...]:
-    """Return the notes that a report.json needs."""
-    rows = report["rows"]
-    if report["device"].get("type") == "endpoint":
-        return (NOTES[0], NOTES[2], SERVED)
-    loaded = any(row["request_rate"] is not None for row in rows)
-    return NOTES + (SAMPLED,) * any(row["temperature"] > 0 for row in rows) + (LOADED,) * loaded

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from eval.report.plots.results import Plot, Records, Spec, axis, layer, plot, tooltip, whole
+from eval.report.plots import Plot, Records, Spec, axis, layer, plot, ticks, tooltip
 from eval.report.view import Record
 
 Path = tuple[int, ...]
@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return across and self.top < other.bottom and other.top < self.bottom
 
 
-def tree(name: str, record: Record) -> Plot:
+def tree(name: str, record: Record) -> list[Plot]:
     """Return a tree, its root on the left: the fuller a node and the thicker its edge, the more often it was accepted.
 
     Args:
@@ -64,7 +64,8 @@ def tree(name: str, record: Record) -> Plot:
 
 def layers(deepest: int, leaf_count: int, dot: float) -> list[Spec]:
     """Return the edges, the nodes and their labels; the names are classes that the page's styles know."""
-    x = axis("depth", "depth", axis={**whole(deepest, 0), "grid": False}, scale={"padding": EDGE, "nice": False})
+    depths = {**ticks(range(deepest + 1)), "grid": False}
+    x = axis("depth", "depth", axis=depths, scale={"padding": EDGE, "nice": False})
     y = axis("y", "", axis=None, scale={"domain": [-1, leaf_count - 0.5], "reverse": True, "nice": False})
     tip = tooltip("node:N  ranks", "share:Q .3f accepted", "after:Q .3f where its parent was")
     size = {"field": "share", "type": "quantitative", "legend": None}
