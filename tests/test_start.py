@@ -11,7 +11,8 @@ from heads.common.resolvers import ROOT
 
 # Together they take more CPU time than torch and the rest of a refused command.
 SLOW = ("datasets", "deepspeed", "peft", "pandas", "scipy.optimize", "vl_convert", "wandb",
-        "torch._dynamo", "torch.distributed.fsdp", "transformers.modeling_utils")  # fmt: skip
+        "torch._dynamo", "torch.distributed.fsdp", "transformers.modeling_utils",
+        "transformers.models.auto.configuration_auto")  # fmt: skip
 LOADED = f"""
 import atexit, json, runpy, sys
 slow, sys.argv = {SLOW!r}, sys.argv[1:]

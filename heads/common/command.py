@@ -5,6 +5,7 @@ processes, where `ps` shows them. None of them sees a secret: it moves into the 
 variable.
 """
 
+import gc
 import itertools
 import os
 import re
@@ -35,6 +36,8 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
 
         @wraps(task)
         def main() -> None:
+            gc.freeze()  # modules stay
+            gc.enable()
             sys.argv[1:] = without_secrets(sys.argv[1:])
             os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints its errors itself, values and all
             with user_errors():

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from accelerate.utils import align_module_device
 from safetensors import SafetensorError
 from torch import Tensor, distributed, nn
 
@@ -74,6 +73,8 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    from accelerate.utils import align_module_device
+
     # It warns that weights cut up twice, for copies and for a group, are gathered in two steps; that is no mistake.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for prefix, submodule in module.named_modules():

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from heads.base import LayerShape
 from heads.common.target_config import UNFIT, read_target_config, reason
@@ -94,7 +94,7 @@ def configuration(model: ModelConfig) -> PretrainedConfig:
     shape = dict(model.shape or {})
     if shape.pop("of", None) == model.path:
         try:
-            return AutoConfig.for_model(**shape)
+            return transformers.AutoConfig.for_model(**shape)
         except UNFIT as error:
             raise ValueError(
                 f"model.shape of {model.path}: no configuration of transformers ({reason(error)})"
