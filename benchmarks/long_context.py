@@ -27,6 +27,7 @@ from benchmarks.engine import EAGLE, SHAPE, random_target
 from eval.measures.machine import device_facts
 from eval.tuning.costs import planted
 from heads import HEADS
+from heads.common.target_config import cache_argument
 from heads.modules.kv_cache import KVCache
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -92,8 +93,9 @@ def alone(target: Target, cache: TargetCache, rows: int) -> float:
     length = cache.length
     token, position = torch.arange(rows)[None], torch.arange(length, length + rows)[None]
     base: Any = target.base
+    cached = {cache_argument(base): cache.hf}
     begin = time.perf_counter()
-    out = base(input_ids=token, position_ids=position, past_key_values=cache.hf, use_cache=True)
+    out = base(input_ids=token, position_ids=position, use_cache=True, **cached)
     target.embeddings.logits(out.last_hidden_state)
     spent = time.perf_counter() - begin
     cache.keep(length, [])

@@ -24,6 +24,7 @@ from eval.live.hf import hf_generate
 from eval.live.interleaved import HF, PLAIN, interleave, medians
 from eval.measures import metrics
 from eval.measures.machine import device_facts, synchronize
+from heads.common.target_config import cache_argument
 from inference.decode import Generation, Settings, autoregress
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -34,11 +35,11 @@ PROMPTS, TOKENS, REPEATS = 8, 96, 5
 @torch.inference_mode()
 def bare(target: Target, prompt: list[int]) -> Generation:
     """Return the greedy tokens of a loop over the model's forward: nothing is checked, and no token ends it."""
-    cache, token = DynamicCache(), torch.tensor([prompt], device=target.device)
+    token, cached = torch.tensor([prompt], device=target.device), {cache_argument(target.model): DynamicCache()}
     tokens: list[int] = []
     marks = [time.perf_counter()]
     while len(tokens) < TOKENS:
-        token = target.model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        token = target.model(token, logits_to_keep=1, **cached).logits[:, -1:].argmax(-1)
         tokens.append(token.item())
         marks.append(time.perf_counter())
     synchronize(target.device)

@@ -4,6 +4,7 @@ transformers builds a module for every layer that a config.json claims, and runs
 as an attention. So the file is checked before transformers reads it.
 """
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,11 @@ def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -
         raise ValueError(reason(error)) from error
     assert isinstance(values, dict)
     return values
+
+
+def cache_argument(module: Any) -> str:
+    """Return what a model or layer of transformers calls its cache: `past_key_values` before 5.24, `cache` since."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def reason(error: BaseException) -> str:

@@ -106,6 +106,7 @@ def test_a_head_that_was_replaced_is_read_again(folder: Path) -> None:
         ({"prompt_lookup_num_tokens": 2}, "assisted_generation does not go"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states does not go"),
         ({"past_key_values": object()}, "past_key_values does not go"),
+        ({"cache": object()}, "cache does not go"),
         ({"synced_gpus": True}, "synced_gpus does not go"),
         ({"draft_tokens": 0}, "draft_tokens is 0: give 1 or more"),
         ({"inputs": PROMPT.repeat(2, 1), "output_scores": True}, "output_scores and output_logits are given of one"),

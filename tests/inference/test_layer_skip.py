@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from heads.common.resolvers import ROOT
+from heads.common.target_config import cache_argument
 from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.contrib.layer_skip import LayerSkip
@@ -55,9 +56,9 @@ class Naive:
 
     def logits(self, text: list[int], drafted: list[int]) -> Tensor:
         cache = DynamicCache()
-        self.full(input_ids=torch.tensor([text[:-1]]), past_key_values=cache, use_cache=True)
+        self.full(input_ids=torch.tensor([text[:-1]]), use_cache=True, **{cache_argument(self.full): cache})
         for token in [text[-1], *drafted]:
-            out = self.thin(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            out = self.thin(input_ids=torch.tensor([[token]]), use_cache=True, **{cache_argument(self.full): cache})
         return out.logits[0, -1]
 
     def chain(self, text: list[int], depth: int) -> list[int]:

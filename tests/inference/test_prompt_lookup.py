@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from heads.common.target_config import cache_argument
 from inference.drafters.prompt_lookup import PromptLookup, TextIndex
 from inference.protocol import Context
 from inference.verification.sample import GREEDY
@@ -94,7 +95,7 @@ def generated(prompt: list[int], tokens: int) -> tuple[list[int], list[int]]:
     lengths = []
 
     def note(_module: Any, _args: Any, options: dict[str, Any]) -> None:
-        known = options["past_key_values"].get_seq_length()
+        known = options[cache_argument(model)].get_seq_length()
         lengths.append(known + 1 if known else len(prompt))
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)

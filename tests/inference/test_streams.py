@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.common.target_config import cache_argument
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.contrib.stream_layers import Streams
 from inference.drafters.contrib.streams import Drafted, StreamsDrafter, StreamsState
@@ -97,13 +98,13 @@ def by_hand(target: Target, streams: Streams, token: list[int]) -> Tensor:
     for name, matrices in streams.adapters.items():
         weight = base.get_submodule(name.replace("/", ".")).weight
         weight.data += scale * matrices.up.weight @ matrices.down.weight
-    cache, laws = out.past_key_values, []
+    cache, laws = out[cache_argument(base)], []
     for j in range(1, streams.config.streams + 1):
         hidden = out.hidden_states[first][:, -1:] + streams.embedding[j - 1]
         position = torch.tensor([[len(token) - 1 + j]])
         angles = base.rotary_emb(hidden, position)
         for layer in base.layers[first:]:
-            hidden = layer(hidden, position_ids=position, past_key_values=cache, position_embeddings=angles)
+            hidden = layer(hidden, position_ids=position, position_embeddings=angles, **{cache_argument(layer): cache})
         for layer in cache.layers[:first]:  # the lower layers hold no streams
             layer.keys, layer.values = layer.keys[:, :, : len(token)], layer.values[:, :, : len(token)]
         laws.append(target.embeddings.logits(base.norm(hidden))[0, 0])

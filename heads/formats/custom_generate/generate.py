@@ -22,7 +22,8 @@ from heads.formats.custom_generate.reading import Head, load
 from heads.formats.custom_generate.target import Target, decoder_layers
 
 HUB = ("revision", "token", "cache_dir", "force_download", "proxies", "local_files_only", "repo_type")
-TAKEN = {"attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep"}
+CACHE = ("past_key_values", "cache")  # before transformers 5.24, and since
+TAKEN = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", *CACHE}
 ELSE = "does not go with this custom_generate, which continues text by a draft head: leave one of them out"
 
 
@@ -124,7 +125,7 @@ def _stop_here(kwargs: dict[str, Any], tokenizer: Any) -> None:
 
 def _check(kwargs: dict[str, Any]) -> None:
     """Refuse arguments that are not read here."""
-    for name in ("assistant_model", "past_key_values", "inputs_embeds", "negative_prompt_ids", "synced_gpus"):
+    for name in ("assistant_model", *CACHE, "inputs_embeds", "negative_prompt_ids", "synced_gpus"):
         value = kwargs.get(name)
         if value is not None and value is not False:
             raise ValueError(f"{name} {ELSE}")

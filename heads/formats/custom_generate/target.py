@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from heads.base import Features, LayerShape
+from heads.common.target_config import cache_argument
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of which a cache can be cropped
 
@@ -117,8 +118,10 @@ class Target:
     def run(self, token: Tensor, scored: int) -> Seen:
         """Append tokens (T,) to the cache; return the logits of the last `scored` of them."""
         model: Any = self.model
-        keep = {"logits_to_keep": scored} if model._supports_logits_to_keep() else {}
-        out = model(input_ids=token[None], past_key_values=self.cache, use_cache=True, return_dict=True, **keep)
+        more: dict[str, Any] = {cache_argument(model): self.cache}
+        if model._supports_logits_to_keep():
+            more["logits_to_keep"] = scored
+        out = model(input_ids=token[None], use_cache=True, return_dict=True, **more)
         assert self.last is not None
         last = self.last[0].to(token.device)
         layers = [self.noted[i][0].to(token.device) for i in self.layers]
