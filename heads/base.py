@@ -149,12 +149,14 @@ class Embeddings(Protocol):
 class DraftHead(Protocol):
     """The methods every head has. A head is an nn.Module besides; `config` is its typed configuration.
 
-    `vocab` is the pruned vocabulary that logits are over, None for the target's own.
+    `vocab` is the pruned vocabulary that logits are over, None for the target's own. `keeps_rows` says that the state
+    is a `heads.modules.kv_cache.KVCache`, which a caller may bring; other heads keep nothing, or what they like.
     """
 
     config: Any
     feature_layers: tuple[int, ...]
     max_depth: int
+    keeps_rows: bool
     vocab: DraftVocabulary | None
 
     @property
@@ -182,7 +184,7 @@ class DraftHead(Protocol):
         """Decoding: commit verified rows of B sequences and score under their roots.
 
         Args:
-            state: the state from an earlier call, which this one changes; None for new sequences.
+            state: the state from an earlier call, which this one changes; None or an empty cache for new sequences.
             features: the new rows, each sequence's of one document, following the committed ones without a gap.
             token: row t's chosen next token, t+1; the last one is the root of the next tree.
             count: how many of the T rows each sequence has, at least one; None for all, as in a first call.

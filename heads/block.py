@@ -74,6 +74,8 @@ class Block(nn.Module):
         lm_head: str
         draft_vocab: Count | None
 
+    keeps_rows = True
+
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
         self.config, self.max_depth = config, config.depths

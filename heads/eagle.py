@@ -45,7 +45,7 @@ class Eagle(nn.Module):
         draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
-    max_depth = 64
+    max_depth, keeps_rows = 64, True
     injected = False
     detach = False  # whether a gradient stops where a predicted feature enters the head again
 

@@ -84,7 +84,7 @@ class Eagle3(nn.Module):
         lm_head: str
         draft_vocab: Count | None
 
-    max_depth = 64
+    max_depth, keeps_rows = 64, True
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()

@@ -120,7 +120,7 @@ class Hydra(nn.Module):
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()
-        self.config, self.max_depth = config, config.heads
+        self.config, self.max_depth, self.keeps_rows = config, config.heads, config.prefix
         self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
         width = embeddings.hidden_size
         self.prefix = Prefix(config, width, layer_shape(config, embeddings)) if config.prefix else None

@@ -44,6 +44,7 @@ class Medusa(nn.Module):
         draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
+    keeps_rows = False
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()

@@ -49,6 +49,7 @@ class Mlp(nn.Module):
         draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
+    keeps_rows = False
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__()

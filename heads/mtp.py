@@ -48,7 +48,7 @@ class Mtp(nn.Module):
         draft_vocab: Count | None
 
     feature_layers: tuple[int, ...] = ()
-    max_depth = 64
+    max_depth, keeps_rows = 64, True
     attentions = 1
     injected = False
 

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inference.limits import check_size
-from inference.protocol import DraftBatch, Drafter, Proposal
+from inference.protocol import DraftBatch, Drafter, Proposal, closing, vacant
 from inference.session import Generation, Session, Settings
+from inference.step import DeviceStep, fits
 from inference.target.target import Target
+
+TREE = 64  # entries behind a text; a larger tree enlarges the cache once
 
 
 class Running(NamedTuple):
@@ -19,9 +22,11 @@ class Running(NamedTuple):
 
 
 class Batch:
-    """The sequences being decoded, in the order of their cache slots."""
+    """The sequences being decoded, by their slots of the cache."""
 
-    def __init__(self, target: Target, drafters: Sequence[Drafter], drafts: DraftBatch | None = None) -> None:
+    def __init__(
+        self, target: Target, drafters: Sequence[Drafter], drafts: DraftBatch | None = None, capacity: int = 0
+    ) -> None:
         if len(drafters) > 1 and not target.takes_trees:
             raise ValueError(
                 f"{target.name}: {target.objection}, so sequences of different lengths cannot share a pass: give "
@@ -29,30 +34,54 @@ class Batch:
             )
         self.target, self.free, self.drafts = target, list(drafters), drafts
         self.cache = target.batch_cache(len(drafters))
-        self.running: list[Running] = []
+        self.device_step = None if drafts is None else DeviceStep(target, self.cache, drafts)
+        self.slots: list[Running | None] = []
+        self.reserve(capacity)
+
+    @property
+    def running(self) -> list[Running]:
+        """The sequences being decoded, by slot."""
+        return [sequence for sequence in self.slots if sequence is not None]
 
     def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
         """Prefill a request's prompt beside the others; return what will hold its answer."""
         began = time.perf_counter()
-        session = Session(self.target, self.free.pop(), prompt, settings, self.cache.enter())
+        self.reserve(entries(self.target, prompt, settings))
+        slot = vacant(self.slots)
+        session = Session(self.target, self.free.pop(), prompt, settings, self.cache.enter(slot))
         session.prefill()
-        self.running.append(Running(number, session, began))
+        self.slots[slot : slot + 1] = [Running(number, session, began)]
         return session.generation
 
+    def reserve(self, capacity: int) -> None:
+        """Have room for so many entries a sequence, so that nothing grows while one is decoded."""
+        self.cache.storage.reserve(capacity)
+        if self.drafts is not None:
+            self.drafts.reserve(self.cache.storage.capacity)
+
     def release(self) -> None:
-        """Let finished sequences go; the last one takes a free slot, here and in the cache."""
-        for sequence in [sequence for sequence in self.running if sequence.session.generation.finish]:
-            sequence.session.generation.latency_s = sequence.session.clock() - sequence.began
-            self.free.append(sequence.session.drafter)
-            sequence.session.state.leave()
-            self.cache.leave(sequence.session.cache)
-            last = self.running.pop()
-            if last is not sequence:
-                self.running[self.running.index(sequence)] = last
+        """Let finished sequences go; the next ones to be admitted take their slots."""
+        for slot, sequence in enumerate(self.slots):
+            if sequence is not None and sequence.session.generation.finish:
+                sequence.session.generation.latency_s = sequence.session.clock() - sequence.began
+                self.free.append(sequence.session.drafter)
+                sequence.session.state.leave()
+                self.slots[slot] = None
+
+    def close(self) -> None:
+        """Let the last sequences take the slots that nobody was admitted to."""
+        for source, slot in closing(self.slots):
+            self.cache.move(source, slot)
 
     def step(self) -> None:
         """Let every drafter propose, run one target pass over all, and commit each."""
+        self.close()
         sessions = [sequence.session for sequence in self.running]
+        if self.device_step is not None:
+            if fits(self.target, sessions):
+                self.device_step.step(sessions)
+                return
+            self.device_step.current = []
         proposals = self.propose(sessions)
         # A draft whose nodes have entered already, or whose look-ahead tokens run through other layers, shares no pass.
         unshared = any(
@@ -85,6 +114,11 @@ class Batch:
         return proposals
 
 
-def batch_of(target: Target, drafter: Drafter, size: int) -> Batch:
-    """Return a batch of `size` slots, each with a clone of the drafter."""
-    return Batch(target, *drafter.clones(size))
+def batch_of(target: Target, drafter: Drafter, size: int, requests: Sequence[tuple[list[int], Settings]] = ()) -> Batch:
+    """Return a batch of `size` slots, each with a clone of the drafter, and room for the longest of some requests."""
+    return Batch(target, *drafter.clones(size), max((entries(target, *request) for request in requests), default=0))
+
+
+def entries(target: Target, prompt: list[int], settings: Settings) -> int:
+    """Return how many entries of the cache a request needs: its text, and a tree behind it."""
+    return min(len(prompt) + settings.max_new_tokens, target.context) + TREE

@@ -10,7 +10,7 @@ from inference.batch import batch_of
 from inference.drafters.plain import Plain
 from inference.limits import check_prompt
 from inference.protocol import Drafter
-from inference.session import Generation, Session, Settings, Step
+from inference.session import Generation, Settings, Step
 from inference.target.target import Target
 
 __all__ = ["Generation", "Settings", "Step", "autoregress", "speculate"]
@@ -76,18 +76,16 @@ def speculate(
         return _several(target, drafter, list(zip(prompts, several, strict=True)), on_tokens, batch_size)
     if not shared:
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
-    session = Session(target, drafter, prompts, settings)
-    session.prefill()
-    reported = 0
+    batch, reported = batch_of(target, drafter, 1, [(prompts, settings)]), 0
+    generation = batch.admit(0, prompts, settings)
     while True:
-        generation = session.generation
         if on_tokens is not None:
             on_tokens(generation.tokens[reported:], generation.sources[reported:])
             reported = len(generation.tokens)
         if generation.finish:
             generation.latency_s = generation.prefill_s + generation.decode_s
             return generation
-        session.step()
+        batch.step()
 
 
 def _several(
@@ -100,7 +98,7 @@ def _several(
     """Decode requests in a continuous batch."""
     for prompt, _ in requests:
         check_prompt(target, prompt)
-    batch = batch_of(target, drafter, min(batch_size, len(requests)))
+    batch = batch_of(target, drafter, min(batch_size, len(requests)), requests)
     waiting = deque(enumerate(requests))
     generations: dict[int, Generation] = {}
     reported = [0] * len(requests)

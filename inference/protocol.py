@@ -1,12 +1,12 @@
 """Draft sources: a `Drafter` is the model, a `DrafterState` drafts for one sequence; and what both exchange."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead
+from heads.base import DraftHead, Features
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.stack import Entered
@@ -15,6 +15,7 @@ from inference.verification.rng import Rng
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead
 
+T = TypeVar("T")
 NONE, WARM, COLD = "none", "warm", "cold"  # how a source meets a sequence: see `Drafter.memory`
 
 
@@ -89,10 +90,50 @@ class DrafterState(Protocol):
 
 @runtime_checkable
 class DraftBatch(Protocol):
-    """Drafting for several sequences in one go."""
+    """Drafting for several sequences in one go, those that have started and not left, by slot.
+
+    A sequence that starts takes the first vacant slot; before a draft, `closing` moves the last ones into the others.
+
+    Attributes:
+        feature_layers: the target layers whose outputs `extend` reads.
+        deepest: the depth of the deepest node of any tree.
+        nodes: the most nodes of a tree, the root included.
+        chain: whether all trees are chains, so that an accepted path is their beginning.
+    """
+
+    feature_layers: tuple[int, ...]
+    deepest: int
+    nodes: int
+    chain: bool
 
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
-        """Draft for all sequences that have started and not left, in that order but for who took a leaver's slot."""
+        """Draft for all, each sampled in its own way."""
+        ...
+
+    def ranked(self, roots: Any, room: Int[Tensor, "B"], *, waits: bool) -> tuple[DraftTree, Bool[Tensor, "#B N N"]]:
+        """Return trees "B N" that are filled by rank, for sequences that are ranked alike, and their ancestors.
+
+        Args:
+            roots: `inference.drafters.policy.Roots`.
+            room: below it no node is drafted if another can be.
+            waits: whether the host may read from the device meanwhile.
+        """
+        ...
+
+    def reserve(self, capacity: int) -> None:
+        """Take note of how many rows any sequence may have, before one starts."""
+        ...
+
+    def hold(self, longest: int) -> None:
+        """Take note of how many rows the longest sequence has, or may have."""
+        ...
+
+    def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
+        """Commit the first `count` of T verified rows of each sequence; they are those of the verification pass."""
+        ...
+
+    def catch_up(self, lengths: Sequence[int]) -> None:
+        """Commit what `DrafterState.update` was given, so that the sequences have so many rows."""
         ...
 
 
@@ -142,8 +183,19 @@ class Drafter(Protocol):
         return self
 
     def clones(self, size: int) -> tuple[Sequence["Drafter"], DraftBatch | None]:
-        """Return sources for `size` sequences side by side, and what drafts for all at once; by default nothing does.
-
-        Of sources with a batch, a sequence that leaves hands its slot to the last one.
-        """
+        """Return sources for `size` sequences side by side, and what drafts for all at once, by default nothing."""
         return [self, *(self.clone() for _ in range(size - 1))], None
+
+
+def vacant(slots: Sequence[object]) -> int:
+    """Return the slot that the next sequence takes: the first without one, else one more."""
+    return next((slot for slot, sequence in enumerate(slots) if sequence is None), len(slots))
+
+
+def closing(slots: list[T | None]) -> Iterator[tuple[int, int]]:
+    """Fill vacant slots with the last sequences; yield from which slot to which each moves."""
+    while None in slots:
+        last, slot = slots.pop(), vacant(slots)
+        if last is not None:
+            slots[slot] = last
+            yield len(slots), slot

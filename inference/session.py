@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from inference.limits import check_prompt, check_size
@@ -103,16 +104,16 @@ class Session:
         self.target, self.drafter, self.settings = target, drafter, settings
         self.layers = drafter.feature_layers
         self.state: DrafterState  # the drafter's for this sequence, from the prefill on
-        self.cache = target.cache() if cache is None else cache
+        self.limit = min(settings.max_new_tokens, target.context - len(prompt))
+        self.cache = target.cache(len(prompt) + self.limit) if cache is None else cache
         self.context = list(prompt)
         self.rng: Rng = Generator(settings.seed, target.device)
         if settings.rule == COUPLED:
-            self.rng = Coupled(settings.seed, target.device, lambda: len(self.context))
+            self.rng = Coupled(settings.seed, target.device, self.context)
         self.seen: Tensor | None = None  # which tokens stand in the context, where a penalty asks for it
         if settings.sampling.repetition_penalty != 1:
             self.seen = torch.zeros(target.embeddings.vocab_size, dtype=torch.bool, device=target.device)
             self.seen[prompt] = True
-        self.limit = min(settings.max_new_tokens, target.context - len(prompt))
         self.generation = Generation()
         self.draft_s = 0.0
         self.prefix = 0  # committed cache entries before the pass at hand
@@ -132,14 +133,14 @@ class Session:
         root = trees.root(self.context[-1], self.target.device)
         scores = self.processed(_logits(out), root)
         first = decide(root, scores, None, self.settings.sampling, self.rng).token
-        self.emit([first], ["prefill"], scores)
+        self.emit([first], ["prefill"], self.gaps(scores))
         following = torch.cat([token[1:], token.new_tensor([first])])
         self.state.update(Commit(following, out, None))
         self.generation.prefill_s = self.clock() - start
 
     def begin(self) -> Context:
         """Begin a step; return what its proposal may read."""
-        room = self.limit - len(self.generation.tokens) - 1
+        room, _ = self.left
         self.prefix = self.cache.length
         if self.target.switch is not None:
             room = self.target.switch.room(self.prefix, room)
@@ -191,7 +192,7 @@ class Session:
         self.cache.keep(self.prefix, path)
         index = torch.tensor(path, device=self.target.device)
         following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])
-        committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], scores[index])
+        committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], self.gaps(scores[index]))
         committed_at = self.clock()
         if not self.generation.finish:
             rows = TargetOutput(out.hidden[:, index], out.last[:, index], None)
@@ -202,29 +203,46 @@ class Session:
         # For reports: no part of the step's time.
         ranks = trees.ranks(drafted, path[: accepted + 1]) if accepted else ()
         nodes = len(drafted.token) - 1
-        self.generation.steps.append(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
-        self.generation.decode_s += draft_s + verify_s + other_s
+        self.took(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
+
+    def took(self, step: Step) -> None:
+        """Take note of a step and its seconds."""
+        self.generation.steps.append(step)
+        self.generation.decode_s += step.draft_s + step.verify_s + step.other_s
 
     def processed(self, logits: Tensor, drafted: DraftTree) -> Tensor:
         """Return the logits "N V" after each node as its own prefix has them: penalised, and no end before its time."""
         if self.seen is not None:
             logits = penalize(logits, trees.seen_tokens(drafted, self.seen), self.settings.sampling)
-        lacking = self.settings.min_new_tokens - len(self.generation.tokens)
+        _, lacking = self.left
         if lacking > 0 and self.target.eos:
             logits = logits.clone()
             early = trees.depth(drafted) < lacking
             logits[early.nonzero(), torch.tensor(sorted(self.target.eos), device=logits.device)] = float("-inf")
         return logits
 
-    def emit(self, tokens: list[int], sources: list[str], logits: Tensor) -> int:
+    def gaps(self, logits: Float[Tensor, "N V"]) -> list[float]:
+        """Return the gap between the two largest logits of each row, if gaps are recorded."""
+        if not self.settings.gaps:
+            return []
+        top = logits.float().topk(2).values
+        gaps: list[float] = (top[:, 0] - top[:, 1]).tolist()
+        return gaps
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """How many drafted tokens may still be accepted, and how many tokens must come before an end may."""
+        made = len(self.generation.tokens)
+        return self.limit - made - 1, self.settings.min_new_tokens - made
+
+    def emit(self, tokens: list[int], sources: list[str], gaps: list[float]) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""
         generation, before = self.generation, len(self.generation.tokens)
         for i, token in enumerate(tokens):
             generation.tokens.append(token)
             generation.sources.append(sources[i])
             if self.settings.gaps:
-                top = logits[i].float().topk(2).values
-                generation.gaps.append(float(top[0] - top[1]))
+                generation.gaps.append(gaps[i])
             if token in self.target.eos:
                 generation.finish = "eos"
             elif self.stopped():

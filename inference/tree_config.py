@@ -85,3 +85,10 @@ def most_nodes(tree: TreeConfig) -> int:
         return 1 + len(tree.paths)
     widths = [1] * tree.depth if tree.kind == "chain" else tree.widths
     return sum(math.prod(widths[:depth]) for depth in range(len(widths) + 1))
+
+
+def expanded(tree: TreeConfig) -> int:
+    """Return the most nodes that a head expands for a policy's tree; of a confident one more than the tree has."""
+    if tree.kind in CONFIDENT:
+        return tree.depth * (tree.top_k if tree.kind == "dynamic" else tree.nodes)
+    return most_nodes(tree)

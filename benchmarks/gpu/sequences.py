@@ -93,7 +93,7 @@ class Sequences:
             session = Session(target, drafters[i], [0] * (self.context + 1), settings, cache)
             session.state = copy.copy(states[i]) if drafts is None else states[i]
             session.generation.tokens.append(0)
-            batch.running.append(Running(i, session, 0.0))
+            batch.slots.append(Running(i, session, 0.0))
 
         def step() -> Parts:
             wait(target.device)

@@ -105,7 +105,7 @@ def race_gap(target: Target, prompt: list[int], answer: list[int], how: Settings
     out = target.prefill(torch.tensor(session.context, device=target.device), session.cache)
     assert out.logits is not None
     logits = session.processed(out.logits[0, -1:], trees.root(session.context[-1], target.device))
-    noise = Coupled(how.seed, target.device, lambda: len(session.context))
+    noise = Coupled(how.seed, target.device, session.context)
     first, second = noise.race(distribution(logits, how.sampling))[0].double().topk(2).values.tolist()
     return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
@@ -213,7 +213,7 @@ def _samples(prefix: Prefix, settings: Settings, count: int) -> list[int]:
     proposal, logits = prefix.proposal, prefix.logits
     for i in range(count):
         if settings.rule == COUPLED:  # its noise depends on the seed, so every sample has a seed of its own
-            rng = Coupled(hashed(f"{settings.seed} law {i}"), device, lambda: start)
+            rng = Coupled(hashed(f"{settings.seed} law {i}"), device, range(start))
         if proposal.q is not None:
             proposal = session.state.propose(Context(session.context, sampling, rng, room, session.cache))
             logits = _looked_up(session, proposal, cached)

@@ -137,14 +137,14 @@ def commit(
 
     Of more rows than the cache has to spare, it is the result of the last ones.
     """
-    if cache.layers and cache.window is not None and token.shape[1] > SPARE:
+    if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
         hidden = read = start
         for first in range(0, token.shape[1], SPARE):
             piece = slice(first, first + SPARE)
             hidden, read = commit(head, cache, start[:, piece], token[:, piece], position[:, piece], count)
         return hidden, read
     # A whole prompt takes no mask of its length squared.
-    sees = cache.sees(position, position[:, -1]) if cache.layers else None
+    sees = None if cache.fresh else cache.sees(position, position[:, -1])
 
     def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         both = cache.append(i, key, value, position)

@@ -6,6 +6,8 @@ of any length brings it no distance that it was not built for, and earlier rows 
 as in Longformer (arXiv 2004.05150); a `length` of None looks at everything.
 """
 
+from copy import copy
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -24,16 +26,26 @@ class KVCache:
     columns in use, where the next tree overwrites them.
 
     Attributes:
+        first: the slot of the first sequence; others than 0 are of a cache of one sequence within a larger one.
         length: how many rows of each sequence are verified.
         longest: at least the largest of them, known without asking the device.
+        reserved: columns that are allocated at once: for the rows that the longest sequence may have, and for a tree's.
+        fresh: whether the rows that are written now are the first ones.
     """
 
-    def __init__(self, size: int, window: int | None, device: torch.device) -> None:
-        self.size, self.window = size, window
+    def __init__(self, size: int, window: int | None, device: torch.device, capacity: int = 0, tree: int = 0) -> None:
+        self.size, self.window, self.first = size, window, 0
         self.ring = UNBOUNDED if window is None else window + SPARE
         self.length = torch.zeros(size, dtype=torch.long, device=device)
-        self.longest = 0
+        self.longest, self.fresh = 0, True
+        self.reserved = min(capacity, self.ring) + tree
         self.layers: list[KeyValue] = []
+
+    def alone(self, slot: int) -> "KVCache":
+        """Return the cache of a new sequence in a slot of this one, whose buffers it writes to."""
+        one = copy(self)
+        one.first, one.longest, one.length = slot, 0, self.length[slot : slot + 1].zero_()
+        return one
 
     @property
     def columns(self) -> int:
@@ -42,6 +54,7 @@ class KVCache:
 
     def begin(self, count: int, sequences: int) -> Int[Tensor, "B T"]:
         """Make ready for `count` more rows of each of the first sequences; return their positions."""
+        self.fresh = self.longest == 0
         self.longest += count
         return self.length[:sequences, None] + torch.arange(count, device=self.length.device)
 
@@ -59,6 +72,7 @@ class KVCache:
         if position.shape[1] > self.ring:  # a long prompt: no later row looks at the first ones
             key, value, position = key[:, :, -self.ring :], value[:, :, -self.ring :], position[:, -self.ring :]
         sequence, column = torch.arange(len(position), device=position.device)[:, None], position % self.ring
+        sequence = sequence + self.first
         for buffer, new in zip(self._fit(layer, key, value, self.columns), (key, value), strict=True):
             buffer[sequence, :, column] = new.detach().transpose(1, 2)
         return self._first(layer, len(position), self.columns)
@@ -70,22 +84,13 @@ class KVCache:
         begin = self.columns + earlier
         end = begin + key.shape[2]
         for buffer, new in zip(self._fit(layer, key, value, end), (key, value), strict=True):
-            buffer[: len(new), :, begin:end] = new.detach()
+            buffer[self.first : self.first + len(new), :, begin:end] = new.detach()
         return self._first(layer, len(key), end)
 
     def drafted(self, layer: int, sequences: int, count: int) -> KeyValue:
         """Return copies of the first drafted rows."""
         key, value = self._first(layer, sequences, self.columns + count)
         return key[:, :, self.columns :].clone(), value[:, :, self.columns :].clone()
-
-    def put(self, slot: int, other: "KVCache") -> None:
-        """Take over the first sequence of another cache, as the one in `slot`."""
-        count = other.columns
-        self.length[slot] = other.length[0]
-        self.longest = max(self.longest, other.longest)
-        for layer, pair in enumerate(other.layers):
-            for buffer, rows in zip(self._fit(layer, *pair, self.columns), pair, strict=True):
-                buffer[slot, :, :count] = rows[0, :, :count]
 
     def move(self, source: int, slot: int) -> None:
         """Move a sequence into another slot."""
@@ -96,7 +101,8 @@ class KVCache:
 
     def _first(self, layer: int, sequences: int, end: int) -> KeyValue:
         key, value = self.layers[layer]
-        return key[:sequences, :, :end], value[:sequences, :, :end]
+        slots = slice(self.first, self.first + sequences)
+        return key[slots, :, :end], value[slots, :, :end]
 
     def _fit(self, layer: int, key: Tensor, value: Tensor, end: int) -> KeyValue:
         """Return a layer's buffers with at least `end` columns; they double when they are full."""
@@ -111,4 +117,5 @@ class KVCache:
 
     def _buffer(self, like: Tensor, end: int) -> Tensor:
         # Zeros: what was never written is masked, but a NaN there would come through all the same.
-        return like.new_zeros((self.size, like.shape[1], max(end, min(2 * end, self.ring) + SPARE), like.shape[3]))
+        columns = self.reserved if end <= self.reserved else max(end, min(2 * end, self.ring) + SPARE)
+        return like.new_zeros((self.size, like.shape[1], columns, like.shape[3]))

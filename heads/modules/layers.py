@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -54,9 +54,25 @@ class RMSNorm(Recomputing):
         return self.weight * functional.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
 
 
-def repeat_groups(x: Float[Tensor, "B G S E"], heads: int) -> Float[Tensor, "B H S E"]:
-    """Give every query head its group's keys or values."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+def grouped_attention(
+    query: Float[Tensor, "B H T E"],
+    key: Float[Tensor, "B G S E"],
+    value: Float[Tensor, "B G S F"],
+    mask: Shaped[Tensor, "#B 1 T S"] | None,
+    scale: float | None = None,
+) -> Float[Tensor, "B H T F"]:
+    """Attend where a boolean mask is true, or with an additive one, to all without one.
+
+    The query heads of a group become queries of one head: no key or value is copied, however many heads share it.
+    """
+    heads, groups = query.shape[1], key.shape[1]
+    if heads == groups:
+        return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    folded = query.unflatten(1, (groups, -1)).flatten(2, 3)
+    if mask is not None:
+        mask = mask.expand(-1, heads // groups, -1, -1).flatten(1, 2)[:, None]
+    out = functional.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
+    return out.unflatten(2, (heads // groups, -1)).flatten(1, 2)
 
 
 def masked_attention(
@@ -66,10 +82,7 @@ def masked_attention(
     mask: Bool[Tensor, "#B T S"],
 ) -> Float[Tensor, "B H T F"]:
     """Attend where `mask` is true."""
-    heads = query.shape[1]
-    return functional.scaled_dot_product_attention(
-        query, repeat_groups(key, heads), repeat_groups(value, heads), mask[:, None]
-    )
+    return grouped_attention(query, key, value, mask[:, None])
 
 
 class Attention(Recomputing):

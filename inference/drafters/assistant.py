@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heads.base import Level
 from inference.drafters import runner
-from inference.drafters.policy import Growth, TreeConfig, grow
+from inference.drafters.policy import ContextRoots, Growth, TreeConfig, grow
 from inference.drafters.runner import DraftModelRunner
 from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary, Vocabulary
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
@@ -154,7 +154,8 @@ class AssistantState(DrafterState):
 
         The chain ends after such a token and never without it: it stays a sample of its q.
         """
-        growth = Growth(self, None, level, [context._replace(room=depth)])
+        contexts = [context._replace(room=depth)]
+        growth = Growth(self, None, level, ContextRoots(contexts, level.logits.shape[-1], self.device))
         above = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         q: list[Tensor] = []
         while True:
@@ -165,7 +166,7 @@ class AssistantState(DrafterState):
             if len(q) == depth or int(token) in self.eos or doubts(logits, token[0], self.config.confidence):
                 break
             growth.descend(token, above, nodes)
-        return Proposal(growth.trees()[0], torch.cat([*q, torch.zeros_like(q[-1])]))
+        return Proposal(growth.trees(contexts)[0], torch.cat([*q, torch.zeros_like(q[-1])]))
 
     def expand(
         self,

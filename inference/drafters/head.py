@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from heads.base import DraftHead, Features, Level
 from heads.common.typed import typed
 from heads.formats.hub import load_found, tree_of
 from heads.modules.kv_cache import KVCache
-from inference.drafters.policy import CONFIDENT, TreeConfig, check_masks, check_tree, grow
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
+from inference.drafters.policy import CONFIDENT, TreeConfig, check_masks, check_tree, expanded, grow, most_nodes, ranked
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, closing, vacant
 from inference.target.target import Target
+from inference.verification.tree import DraftTree
 
 
 class HeadDrafter(Drafter):
@@ -92,7 +95,7 @@ class BatchedState(DrafterState):
             self.commit = commit
 
     def leave(self) -> None:
-        """Hand the slot to the last sequence."""
+        """Leave the slot to another sequence."""
         self.batch.leave(self)
 
     def propose(self, context: Context) -> Proposal:
@@ -102,74 +105,108 @@ class BatchedState(DrafterState):
 
 
 class HeadBatch:
-    """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root."""
+    """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root.
+
+    Both are buffers of all slots, written in place.
+    """
 
     def __init__(self, head: DraftHead, policy: TreeConfig, size: int) -> None:
         self.head, self.policy, self.size = head, policy, size
-        self.states: list[BatchedState] = []  # by slot
+        self.feature_layers = head.feature_layers
+        self.deepest, self.nodes = min(policy.deepest, head.max_depth), most_nodes(policy)
+        self.chain, self.capacity = policy.kind == "chain", 0
+        self.states: list[BatchedState | None] = []  # by slot
         self.cache: KVCache | None = None
-        self.level: Level | None = None
+        self.buffers: Level | None = None
+
+    def level(self, count: int) -> Level:
+        """Return the roots' level of the first sequences."""
+        assert self.buffers is not None, "draft before a prompt"
+        return self.buffers.each(lambda buffer: buffer[:count])
 
     @torch.inference_mode()
     def enter(self, state: BatchedState, commit: Commit) -> None:
-        """Take a sequence into the next slot."""
-        token = commit.token[None]
-        cache, level = self.head.extend(None, Features(token, *commit.features[:2], torch.zeros_like(token)), token)
-        self.states.append(state)
-        if cache is not None:
-            if self.cache is None:
-                self.cache = KVCache(self.size, cache.window, cache.length.device)
-            self.cache.put(len(self.states) - 1, cache)
-        if self.level is not None:
-            level = self.level.each(lambda *pair: torch.cat(pair), level)
-        self.level = level
+        """Take a sequence into the first vacant slot."""
+        token, slot = commit.token[None], vacant(self.states)
+        if self.cache is None and self.head.keeps_rows:
+            window, tree = (
+                getattr(self.head.config, "length", None),
+                max(self.head.max_depth + 1, expanded(self.policy)),
+            )
+            self.cache = KVCache(self.size, window, token.device, self.capacity, tree)
+        features = Features(token, *commit.features[:2], torch.zeros_like(token))
+        _, level = self.head.extend(self.cache and self.cache.alone(slot), features, token)
+        if self.buffers is None:
+            self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
+        self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
+        self.states[slot : slot + 1] = [state]
+
+    def leave(self, state: BatchedState) -> None:
+        """Let a sequence go."""
+        self.states[self.states.index(state)] = None
 
     @torch.inference_mode()
-    def leave(self, state: BatchedState) -> None:
-        """Let a sequence go; the last one takes its slot."""
-        slot, last = self.states.index(state), self.states.pop()
-        slots = list(range(len(self.states)))
-        if last is not state:
-            self.states[slot] = last
-            slots[slot] = len(self.states)
+    def close(self) -> None:
+        """Let the last sequences take the slots that nobody has entered."""
+        for source, slot in closing(self.states):
+            assert self.buffers is not None
             if self.cache is not None:
-                self.cache.move(len(self.states), slot)
-        assert self.level is not None
-        self.level = self.level.each(lambda rows: rows[slots]) if slots else None
+                self.cache.move(source, slot)
+            for buffer in (self.buffers.logits, self.buffers.hidden, *self.buffers.root):
+                buffer[slot].copy_(buffer[source])
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Commit what was accepted since the last draft, and grow a tree for each sequence."""
-        counts = [0 if state.commit is None else len(state.commit.token) for state in self.states]
         lengths = [len(context.token) - 1 for context in contexts]
+        self.catch_up(lengths)
+        self.hold(max(lengths))
+        return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
+
+    def ranked(self, roots: Any, room: Int[Tensor, "B"], *, waits: bool) -> tuple[DraftTree, Bool[Tensor, "#B N N"]]:
+        """Grow a tree for each sequence by rank."""
+        return ranked(self.head, self.cache, self.level(len(room)), self.policy, roots, room, waits=waits)
+
+    def catch_up(self, lengths: Sequence[int]) -> None:
+        """Commit each sequence's rows since the last draft in one call; one that has just entered has none."""
+        self.close()
+        states = [state for state in self.states if state is not None]
+        counts = [0 if state.commit is None else len(state.commit.token) for state in states]
         if any(counts):
             self.hold(max(length - count for length, count in zip(lengths, counts, strict=True)))
-            self.commit(counts)
-        self.hold(max(lengths))
-        assert self.level is not None
-        return grow(self.head, self.cache, self.level, self.policy, contexts)
+            self.extend(*_joined([state.commit for state in states], counts))
+        for state in states:
+            state.commit = None
+
+    def reserve(self, capacity: int) -> None:
+        """Take note of how many rows any sequence may have, before one enters."""
+        self.capacity = max(self.capacity, capacity)
 
     def hold(self, longest: int) -> None:
         """Tell the KV cache how long the longest sequence is."""
         if self.cache is not None:
             self.cache.longest = longest
 
-    def commit(self, counts: list[int]) -> None:
-        """Commit each sequence's rows in one call; one that has just entered has none."""
-        some = next(state.commit for state in self.states if state.commit is not None)
-        commits = [state.commit or Commit(some.token[:0], some.features, None) for state in self.states]
-        rows = [(c.token, c.features.hidden[0, : len(c.token)], c.features.last[0, : len(c.token)]) for c in commits]
-        token, hidden, last = (pad_sequence(list(tensors), batch_first=True) for tensors in zip(*rows, strict=True))
-        count = torch.tensor(counts, device=token.device)
-        features = Features(token, hidden, last, torch.zeros_like(token))
-        self.cache, level = self.head.extend(self.cache, features, token, count)
-        assert self.level is not None
-        if 0 in counts:
-            entered = (count == 0).nonzero()[:, 0]
-            level = level.each(lambda new, old: new.index_copy(0, entered, old[entered]), self.level)
-        self.level = level
-        for state in self.states:
-            state.commit = None
+    @torch.inference_mode()
+    def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
+        """Commit rows of all sequences; the level of one that has none stays."""
+        _, level = self.head.extend(self.cache, features, token, count)
+
+        def write(buffer: Tensor, new: Tensor) -> Tensor:
+            old = buffer[: len(new)]
+            return old.copy_(torch.where(count.view(-1, *[1] * (new.ndim - 1)) > 0, new, old))
+
+        assert self.buffers is not None
+        self.buffers.each(write, level)
+
+
+def _joined(commits: list[Commit | None], counts: list[int]) -> tuple[Features, Tensor, Tensor]:
+    """Return each sequence's committed rows, padded, with how many each has."""
+    some = next(commit for commit in commits if commit is not None)
+    whole = [commit or Commit(some.token[:0], some.features, None) for commit in commits]
+    rows = [(c.token, c.features.hidden[0, : len(c.token)], c.features.last[0, : len(c.token)]) for c in whole]
+    token, hidden, last = (pad_sequence(list(tensors), batch_first=True) for tensors in zip(*rows, strict=True))
+    return Features(token, hidden, last, torch.zeros_like(token)), token, torch.tensor(counts, device=token.device)
 
 
 def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:

@@ -1,9 +1,15 @@
 """No drafting: the tree is its root, and the engine decodes autoregressively."""
 
-import torch
+from collections.abc import Sequence
+from typing import Any
 
-from inference.protocol import Context, Drafter, DrafterState, Proposal
-from inference.verification.tree import root
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from heads.base import Features
+from inference.protocol import Context, DraftBatch, Drafter, DrafterState, Proposal
+from inference.verification.tree import DraftTree, root
 
 
 class Plain(Drafter, DrafterState):
@@ -21,3 +27,38 @@ class Plain(Drafter, DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Return the root alone."""
         return Proposal(root(context.token[-1], self.device))
+
+    def clones(self, size: int) -> tuple[Sequence[Drafter], DraftBatch]:
+        """Return itself for every sequence, and the batch of none."""
+        return [self] * size, PlainBatch(self)
+
+
+class PlainBatch(DraftBatch):
+    """No drafting for several sequences."""
+
+    feature_layers: tuple[int, ...] = ()
+    deepest, nodes, chain = 0, 1, True
+
+    def __init__(self, plain: Plain) -> None:
+        self.plain = plain
+
+    def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
+        """Return the roots alone."""
+        return [self.plain.propose(context) for context in contexts]
+
+    def ranked(self, roots: Any, room: Int[Tensor, "B"], *, waits: bool) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
+        """Return the roots alone."""
+        token = roots.token
+        return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool)
+
+    def reserve(self, capacity: int) -> None:
+        """Do nothing: there is no state."""
+
+    def hold(self, longest: int) -> None:
+        """Do nothing: there is no state."""
+
+    def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
+        """Do nothing."""
+
+    def catch_up(self, lengths: Sequence[int]) -> None:
+        """Do nothing."""

@@ -21,18 +21,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import DraftVocabulary, Level
+from heads.modules.vocab import scatter_logits
 from heads.rows import of_parents
 from inference.limits import check_size
 from inference.protocol import Context, Proposal
 from inference.target.target import Target
-from inference.tree_config import CONFIDENT, TreeConfig, most_nodes
+from inference.tree_config import CONFIDENT, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
 from inference.verification.rng import Coupled, Rng
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
 __all__ = [
-    "CONFIDENT", "Expander", "Growth", "TreeConfig", "candidates", "check_masks", "check_tree", "grow", "most_nodes",
+    "CONFIDENT", "Expander", "Growth", "Roots", "TreeConfig", "candidates", "check_masks", "check_tree", "expanded",
+    "grow", "most_nodes", "ranked",
 ]  # fmt: skip
 
 
@@ -60,6 +62,57 @@ class Expander(Protocol):
         ...
 
 
+@runtime_checkable
+class Roots(Protocol):
+    """The roots of B trees, and how the tokens that may follow them are ranked.
+
+    Attributes:
+        token: the roots' tokens.
+        seen: which tokens stand in each prefix, where a penalty asks for it.
+        noisy: whether tokens are ranked under coupled noise.
+    """
+
+    token: Int[Tensor, "B 1"]
+    seen: Bool[Tensor, "B 1 V"] | None
+    noisy: bool
+
+    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+        """Return logits with those of seen tokens pulled down."""
+        ...
+
+    def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
+        """Return what a level's tokens are ranked by under the noise of the positions `depth` below the roots."""
+        ...
+
+
+class ContextRoots(Roots):
+    """The roots of sequences that may be sampled each in its own way."""
+
+    def __init__(self, contexts: Sequence[Context], vocab_size: int, device: torch.device) -> None:
+        self.contexts = contexts
+        self.token = torch.tensor([context.token[-1:] for context in contexts], device=device)
+        self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, Coupled) for c in contexts)
+        self.seen = None
+        if any(context.sampling.repetition_penalty != 1 for context in contexts):
+            self.seen = torch.zeros(len(contexts), 1, vocab_size, dtype=torch.bool, device=device)
+            for seen, context in zip(self.seen, contexts, strict=True):
+                seen[:, context.token] = True
+
+    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+        """Penalise each sequence's logits by its own sampling."""
+        sequences = zip(logits, seen, self.contexts, strict=True)
+        return torch.stack([penalize(one, before, context.sampling) for one, before, context in sequences])
+
+    def raced(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
+        """Race the probs of coupled sequences; others are ranked by their logits."""
+        return torch.stack([self._raced(*pair, depth) for pair in zip(logits, self.contexts, strict=True)])
+
+    def _raced(self, logits: Float[Tensor, "N V"], context: Context, depth: int) -> Float[Tensor, "N V"]:
+        if context.sampling.temperature == 0 or not isinstance(context.rng, Coupled):
+            return logits
+        return context.rng.race(distribution(logits, context.sampling), depth).log()
+
+
 class Growth:
     """The trees that are being grown, one a sequence: their nodes so far, and which of them the head has expanded.
 
@@ -68,45 +121,27 @@ class Growth:
     under noise, is of the whole vocabulary (`full`), since probs and noise are.
     """
 
-    def __init__(
-        self, head: Expander, state: Any, level: Level, contexts: Sequence[Context], *, full: bool = False
-    ) -> None:
-        self.head, self.state, self.level, self.contexts = head, state, level, contexts
-        device, count = level.logits.device, len(contexts)
-        self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, Coupled) for c in contexts)
-        self.ids = None if head.vocab is None or full or self.noisy else head.vocab.ids  # of what `logits` are of
-        self.token = [torch.tensor([context.token[-1:] for context in contexts], device=device)]
+    def __init__(self, head: Expander, state: Any, level: Level, roots: Roots, *, full: bool = False) -> None:
+        self.head, self.state, self.level, self.roots = head, state, level, roots
+        count, device = len(roots.token), roots.token.device
+        self.ids = None if head.vocab is None or full or roots.noisy else head.vocab.ids  # of what `logits` are of
+        self.token, self.seen = [roots.token], roots.seen  # seen: what stands in the prefix of the level's nodes
         self.parent = [torch.full((count, 1), -1, device=device)]
         self.nodes = torch.zeros(count, 1, dtype=torch.long, device=device)  # tree indices of the level's nodes
         self.expanded = [self.nodes[0]]  # the same of all levels
         self.sizes, self.depth = [1], 0  # how many nodes the trees have down to each depth; the level's depth
         self.ancestors: Bool[Tensor, "B N M"] = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)
-        self.seen: Tensor | None = None  # which tokens stand in the prefix of the level's nodes, for a penalty
-        if any(context.sampling.repetition_penalty != 1 for context in contexts):
-            size = level.logits.shape[-1] if head.vocab is None else head.vocab.full_size
-            self.seen = torch.zeros(count, 1, size, dtype=torch.bool, device=device)
-            for seen, context in zip(self.seen, contexts, strict=True):
-                seen[:, context.token] = True
 
     def logits(self) -> Float[Tensor, "B N W"]:
         """Return the level's logits, penalised."""
-        logits, vocab = self.level.logits, self.head.vocab
-        if self.ids is None and vocab is not None:
-            logits = vocab.scatter(logits)
+        logits = self.level.logits if self.ids is not None else scatter_logits(self.head.vocab, self.level.logits)
         if self.seen is None:
             return logits
-        seen = self.seen if self.ids is None else self.seen[..., self.ids]
-        sequences = zip(logits, seen, self.contexts, strict=True)
-        return torch.stack([penalize(one, before, context.sampling) for one, before, context in sequences])
+        return self.roots.penalized(logits, self.seen if self.ids is None else self.seen[..., self.ids])
 
     def scores(self) -> Float[Tensor, "B N W"]:
         """Return what the level's tokens are ranked by: their logits, or the probs with their noise if coupled."""
-        return torch.stack([*map(self._raced, self.logits(), self.contexts)]) if self.noisy else self.logits()
-
-    def _raced(self, logits: Float[Tensor, "N V"], context: Context) -> Float[Tensor, "N V"]:
-        if context.sampling.temperature == 0 or not isinstance(context.rng, Coupled):
-            return logits
-        return context.rng.race(distribution(logits, context.sampling), self.depth + 1).log()
+        return self.roots.raced(self.logits(), self.depth + 1) if self.roots.noisy else self.logits()
 
     def tokens(self, index: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """Return the tokens at indices of `logits`."""
@@ -131,10 +166,18 @@ class Growth:
         if self.seen is not None:
             self.seen = of_parents(self.seen, parent).scatter(2, token[..., None], True)
 
-    def trees(self) -> list[DraftTree]:
+    def whole(self) -> DraftTree:
+        """Return the trees as grown so far, side by side "B N"."""
+        return DraftTree(torch.cat(self.token, 1), torch.cat(self.parent, 1))
+
+    def trees(self, contexts: Sequence[Context]) -> list[DraftTree]:
         """Return each sequence's tree as grown so far, without what lies deeper than its room."""
-        grown = zip(torch.cat(self.token, 1), torch.cat(self.parent, 1), self.contexts, strict=True)
+        grown = zip(*self.whole(), contexts, strict=True)
         return [DraftTree(token[: self.size(c.room)], parent[: self.size(c.room)]) for token, parent, c in grown]
+
+    def depths(self) -> Int[Tensor, "N"]:
+        """Return the depth of every node so far."""
+        return torch.cat([level.new_full(level.shape[1:], depth) for depth, level in enumerate(self.token)])
 
     def size(self, room: int) -> int:
         """Return how many nodes lie within a depth."""
@@ -160,26 +203,58 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
     depth = min(max(context.room for context in contexts), head.max_depth)
     if depth < 1:
         return [Proposal(trees.root(context.token[-1], level.logits.device)) for context in contexts]
+    roots = _roots(head, level, contexts)
     if config.kind in CONFIDENT:
-        growth, scores = _confident(head, state, level, config, contexts)
+        growth, scores = _confident(head, state, level, config, roots, depth)
         if all(context.room >= growth.deepest for context in contexts):
-            best = trees.best_n(
-                DraftTree(torch.cat(growth.token, 1), torch.cat(growth.parent, 1)), scores, config.nodes
-            )
+            best = trees.best_n(growth.whole(), scores, config.nodes)
             return [Proposal(DraftTree(*tree)) for tree in zip(*best[0], strict=True)]
         return [
             Proposal(trees.best_n(tree, score[: len(tree.token)], config.nodes)[0])
-            for tree, score in zip(growth.trees(), scores, strict=True)
+            for tree, score in zip(growth.trees(contexts), scores, strict=True)
         ]
     samples = [_samples(config, context) for context in contexts]
-    growth = Growth(head, state, level, contexts, full=any(samples))
+    growth = Growth(head, state, level, roots, full=any(samples))
     shape = _levels(tuple(path for path in config.shape() if len(path) <= depth), level.logits.device)
-    probs = _fixed(growth, shape, samples, config.kind == "independent")
+    probs = _fixed(growth, shape, contexts, samples, config.kind == "independent")
     lacking = any(samples) or max(depth.width for depth in shape) > growth.logits().shape[-1]
     return [
         _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking, config.kind == "independent")
-        for tree, levels in zip(growth.trees(), probs, strict=True)
+        for tree, levels in zip(growth.trees(contexts), probs, strict=True)
     ]
+
+
+def ranked(
+    head: Expander, state: Any, level: Level, config: TreeConfig, roots: Roots, room: Int[Tensor, "B"], *, waits: bool
+) -> tuple[DraftTree, Bool[Tensor, "#B N N"]]:
+    """Return the trees "B N" of B sequences that rank alike, filled by rank, and their nodes' ancestors.
+
+    What is deeper than a sequence has room for is drafted where nothing else is. A token of -1 is none: its level had
+    fewer.
+
+    Args:
+        head: as in `grow`, as are the state, the roots' level and the policy.
+        state: committed rows.
+        level: the roots'.
+        config: the policy.
+        roots: the roots.
+        room: how deep each sequence's nodes may lie.
+        waits: whether the host may read how many nodes are worth expanding; else a best_first tree expands all.
+    """
+    if config.kind in CONFIDENT:
+        growth, scores = _confident(head, state, level, config, roots, head.max_depth, waits=waits)
+        scores = scores.masked_fill(growth.depths() > room[:, None], float("-inf"))
+        tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
+        return tree, trees.ancestors(tree)
+    growth = Growth(head, state, level, roots)
+    paths = tuple(path for path in config.shape() if len(path) <= head.max_depth)
+    _fixed(growth, _levels(paths, level.logits.device), (), (), replacement=False)
+    return growth.whole(), _ancestors(paths, level.logits.device)
+
+
+def _roots(head: Expander, level: Level, contexts: Sequence[Context]) -> ContextRoots:
+    size = level.logits.shape[-1] if head.vocab is None else head.vocab.full_size
+    return ContextRoots(contexts, size, level.logits.device)
 
 
 def _samples(config: TreeConfig, context: Context) -> bool:
@@ -225,18 +300,32 @@ def _levels(paths: tuple[tuple[int, ...], ...], device: torch.device) -> list[Sh
     return levels
 
 
-def _fixed(growth: Growth, shape: list[ShapeLevel], samples: list[bool], replacement: bool) -> list[list[Tensor]]:
+@lru_cache(64)
+def _ancestors(paths: tuple[tuple[int, ...], ...], device: torch.device) -> Bool[Tensor, "1 N N"]:
+    """Return the ancestors of a fixed shape's nodes, the root and then those of `paths`, which are made once."""
+    index = {path: node for node, path in enumerate(((), *paths))}
+    parent = torch.tensor([-1, *(index[path[:-1]] for path in paths)], device=device)
+    return trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
+
+
+def _fixed(
+    growth: Growth,
+    shape: list[ShapeLevel],
+    contexts: Sequence[Context],
+    samples: Sequence[bool],
+    replacement: bool,
+) -> list[list[Tensor]]:
     """Fill a fixed shape level by level, by rank or by sampling; return each sampled sequence's probs by level."""
     probs: list[list[Tensor]] = [[] for _ in samples]
     for level in shape:
         ranked = growth.nodes.new_full((*growth.nodes.shape, level.width), -1)
-        if not all(samples):
+        if not samples or not all(samples):
             scores = growth.scores()
             best = growth.tokens(scores.topk(min(level.width, scores.shape[-1])).indices)
             ranked[..., : best.shape[-1]] = best
-        for b in (b for b, sampled in enumerate(samples) if sampled and growth.contexts[b].room > growth.depth):
-            probs[b].append(distribution(growth.logits()[b], growth.contexts[b].sampling))
-            children = _sampled(probs[b][-1], level.width, growth.depth + 1, replacement, growth.contexts[b].rng)
+        for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
+            probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
+            children = _sampled(probs[b][-1], level.width, growth.depth + 1, replacement, contexts[b].rng)
             ranked[b, :, : children.shape[-1]] = children
         token = ranked[:, level.parent, level.rank]
         parent = level.parent.expand_as(token)
@@ -261,17 +350,18 @@ def candidates(
 
     The scores are the nodes' cumulative log-probabilities, 0 at the root.
     """
-    growth, scores = _confident(head, state, level, config, [context])
-    return growth.trees()[0], scores[0]
+    depth = min(context.room, head.max_depth)
+    growth, scores = _confident(head, state, level, config, _roots(head, level, [context]), depth)
+    return growth.trees([context])[0], scores[0]
 
 
 def _confident(
-    head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context]
+    head: Expander, state: Any, level: Level, config: TreeConfig, roots: Roots, depth: int, *, waits: bool = True
 ) -> tuple[Growth, Float[Tensor, "B N"]]:
-    growth = Growth(head, state, level, contexts)
-    depth = min(max(context.room for context in contexts), head.max_depth, config.depth)
-    scores = (_dynamic if config.kind == "dynamic" else _best_first)(growth, config, depth)
-    return growth, torch.cat(scores, 1)
+    growth, depth = Growth(head, state, level, roots), min(depth, config.depth)
+    if config.kind == "dynamic":
+        return growth, torch.cat(_dynamic(growth, config, depth), 1)
+    return growth, torch.cat(_best_first(growth, config, depth, waits), 1)
 
 
 def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
@@ -295,7 +385,7 @@ def _dynamic(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tenso
     return scores
 
 
-def _best_first(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
+def _best_first(growth: Growth, config: TreeConfig, depth: int, waits: bool) -> list[Float[Tensor, "B K"]]:
     """Draft the nodes that best-first search would, a whole level at a time; return the levels' scores.
 
     Best-first search expands the most probable node not yet expanded until the budget is spent, which yields the
@@ -318,7 +408,8 @@ def _best_first(growth: Growth, config: TreeConfig, depth: int) -> list[Float[Te
         so_far = torch.cat([best, reached], 1)
         best = so_far.topk(min(config.nodes - 1, so_far.shape[1])).values
         # Scores fall along a level, so those to expand come first.
-        count = int((reached >= best[:, -1:]).sum(1).max()) if best.shape[1] else 0
+        worth = (reached >= best[:, -1:]).sum(1).max() if best.shape[1] else 0
+        count = int(worth) if waits or not best.shape[1] else reached.shape[1]
         if count == 0 or step + 1 == depth:
             break
         growth.descend(token[:, :count], parent[:, :count], nodes[:, :count])

@@ -1,79 +1,132 @@
 """The target's key-value cache, of one sequence or of a batch: the only file that knows transformers' cache classes.
 
-A batch's sequences lie side by side in one buffer a layer, each from its own row 0 on, so that they may differ in
-length; each is at the same time a cache of its own, for its prefill.
+The entries of all layers that are alike lie in one tensor over layers, sequences and positions. It is allocated once,
+as long as the requests need it, so that nothing grows or is copied while one is decoded; entries are compacted in all
+layers at once. Each sequence has a slot and fills it from position 0 on, so sequences may differ in length; each is at
+the same time a cache of its own, for its prefill.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-STRIDE = 256  # of the sizes, in rows, that passes of a few sizes have
-LEAST = 2048  # rows of a fixed store: each time that it grows, the passes that write to it are captured anew
+STRIDE = 256  # of the sizes, in positions, that passes of a few sizes have
+LEAST = 2048  # positions of a fixed storage: each time that it grows, the passes that write to it are captured anew
 
 
-class Store:
-    """One layer's keys and values "B G S E"; the buffers double when they are full.
+class Form(NamedTuple):
+    """The form of one layer's keys or values: which layers' entries may share a tensor."""
 
-    A `fixed` one starts long enough for most sequences and tells the compiler that its addresses stay.
+    groups: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, states: Float[Tensor, "B G T E"]) -> "Form":
+        """Return the form of keys or values."""
+        return cls(states.shape[1], states.shape[3], states.dtype, states.device)
+
+
+Layout = list[tuple[Form, Form]]  # of every layer, its keys' and values'; empty until a first pass has shown it
+
+
+class Storage:
+    """Keys and values of all layers for `size` sequences, a tensor "L B G C E" for those of one form.
+
+    Attributes:
+        layers: each layer's keys and values, views "B G C E".
+        capacity: C, the entries of a sequence. `reserve` raises it; a sequence that outgrows it doubles it.
+        fixed: whether the compiler is told that the addresses stay.
     """
 
-    def __init__(self, size: int, fixed: bool = False) -> None:
-        self.size, self.fixed = size, fixed
-        self.both: tuple[Tensor, Tensor] | None = None
+    def __init__(self, size: int, layout: Layout, capacity: int = 0, fixed: bool = False) -> None:
+        self.size, self.layout, self.capacity, self.fixed = size, layout, capacity, fixed
+        self.blocks: list[Tensor] = []
+        self.layers: list[tuple[Tensor, Tensor]] = []
 
-    def fit(self, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Return buffers of at least `end` rows a sequence, like these keys and values."""
-        if self.both is None or end > self.both[0].shape[2]:
-            old = self.both or (None, None)
-            self.both = self._larger(keys, old[0], end), self._larger(values, old[1], end)
-        return self.both
-
-    def reach(self, end: int) -> tuple[Tensor, Tensor]:
-        """Return the buffers, which rows were written to before, with at least `end` rows a sequence."""
-        assert self.both is not None
-        return self.fit(*self.both, end)
-
-    def _larger(self, like: Tensor, old: Tensor | None, end: int) -> Tensor:
-        # Zeros: what was never written is masked, but a NaN there would come through all the same.
-        rows = max(2 * end, LEAST) if self.fixed else 2 * end
-        larger = like.new_zeros((self.size, like.shape[1], rows, like.shape[3]))
-        if old is not None:
-            larger.narrow(2, 0, old.shape[2]).copy_(old)
+    def reserve(self, capacity: int) -> None:
+        """Have room for at least so many entries a sequence."""
         if self.fixed:
-            torch._dynamo.mark_static_address(larger)
-        return larger
+            capacity = max(roomy(capacity), LEAST)
+        if capacity > self.capacity:
+            self.capacity, old = capacity, self.layers
+            self.blocks, self.layers = [], []
+            self._add(self.layout[: len(old)])
+            for pair, larger in zip(old, self.layers, strict=True):
+                for before, after in zip(pair, larger, strict=True):
+                    after[:, :, : before.shape[2]] = before
+
+    def fit(self, layer: int, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's buffers, of at least `end` entries a sequence, for keys and values like these."""
+        if end > self.capacity:
+            self.reserve(2 * end)
+        if layer >= len(self.layers):
+            if layer == len(self.layout):  # in the first pass of all, which shows one layer after the other
+                self.layout.append((Form.of(keys), Form.of(values)))
+            self._add(self.layout[len(self.layers) :])
+        return self.layers[layer]
+
+    def reach(self, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Return all layers' buffers, with at least `end` entries a sequence."""
+        if end > self.capacity:
+            self.reserve(2 * end)
+        return self.layers
+
+    def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:
+        """Copy each sequence's entries at `source` to `goal`, in all layers; all are read before any is written."""
+        for block in self.blocks:
+            at, begin, end = (index.to(block.device) for index in (slot, source, goal))
+            block[:, at, :, end] = block[:, at, :, begin]
+
+    def move(self, source: int, slot: int, count: int) -> None:
+        """Copy the first entries of a sequence to another slot."""
+        for block in self.blocks:
+            block[:, slot, :, :count] = block[:, source, :, :count]
+
+    def _add(self, layout: Layout) -> None:
+        """Allocate these layers' buffers."""
+        forms = [form for layer in layout for form in layer]
+        buffers: dict[Form, Iterator[Tensor]] = {}
+        for form in dict.fromkeys(forms):
+            # Zeros: what was never written is masked, but a NaN there would come through all the same.
+            shape = forms.count(form), self.size, form.groups, self.capacity, form.width
+            self.blocks.append(torch.zeros(shape, dtype=form.dtype, device=form.device))
+            buffers[form] = iter(self.blocks[-1])
+        self.layers += [(next(buffers[keys]), next(buffers[values])) for keys, values in layout]
+        if self.fixed:
+            for buffer in (buffer for layer in self.layers for buffer in layer):
+                torch._dynamo.mark_static_address(buffer)
 
 
 class SequenceLayer(DynamicLayer):
     """One layer of one sequence."""
 
-    def __init__(self, store: Store, slot: int) -> None:
+    def __init__(self, storage: Storage, index: int, slot: int) -> None:
         init: Any = super().__init__
         init()
-        self.store, self.slot, self.length = store, slot, 0
+        self.storage, self.index, self.slot, self.length = storage, index, slot, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append rows and return all of them."""
-        new = key_states.shape[2]
+        """Append entries and return all of them."""
+        new, slot = key_states.shape[2], slice(self.slot, self.slot + 1)
         end = self.length + new
-        keys, values = (tensor[self.slot : self.slot + 1] for tensor in self.store.fit(key_states, value_states, end))
+        keys, values = (buffer[slot] for buffer in self.storage.fit(self.index, key_states, value_states, end))
         keys.narrow(2, self.length, new).copy_(key_states)
         values.narrow(2, self.length, new).copy_(value_states)
         self.length, self.is_initialized = end, True
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def get_seq_length(self) -> int:
-        """Return the number of rows; the buffers are longer."""
+        """Return the number of entries; the buffers are longer."""
         return self.length
 
 
@@ -89,7 +142,7 @@ class BatchLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write each sequence's rows at its columns and return all rows up to the end."""
+        """Write each sequence's entries at its columns and return all entries up to the end."""
         count = len(self.columns)
         columns = self.columns.to(key_states.device)  # layers may lie on several
         row = torch.arange(count, device=columns.device)[:, None]
@@ -98,12 +151,12 @@ class BatchLayer(DynamicLayer):
         return self.both[0][:count, :, : self.end], self.both[1][:count, :, : self.end]
 
     def get_seq_length(self) -> int:
-        """Return the rows before the pass, which transformers asks for; the columns say where they really end."""
+        """Return the entries before the pass, which transformers asks for; the columns say where they really end."""
         return self.end - self.columns.shape[1]
 
 
 class BatchPass(NamedTuple):
-    """One pass over the first sequences of a batch: all buffers, the columns to write, and where the rows end."""
+    """One pass over the first sequences of a batch: all buffers, the columns to write, and where the entries end."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -118,82 +171,74 @@ class BatchPass(NamedTuple):
         )
 
 
-def _pass(stores: list[Store], columns: Int[Tensor, "B N"], end: int) -> BatchPass:
-    both = [store.reach(roomy(end + columns.shape[1])) for store in stores]
-    return BatchPass([keys for keys, _ in both], [values for _, values in both], columns, end)
+def _pass(storage: Storage, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
+    # Nodes of a fixed storage's passes may be padded to twice as many, and their ends to a stride.
+    layers = storage.reach(roomy(end + columns.shape[1]) if storage.fixed else end)
+    return BatchPass([keys for keys, _ in layers], [values for _, values in layers], columns, end)
 
 
 def roomy(end: int) -> int:
-    """Return the end of the rows in a pass of one of a few sizes; every pass finds room for it."""
+    """Return the end of the entries in a pass of one of a few sizes; every pass finds room for it."""
     return -(-end // STRIDE) * STRIDE
 
 
 class TargetCache:
-    """The cache of one sequence, driven by row numbers."""
+    """The cache of one sequence, driven by positions."""
 
-    def __init__(
-        self, stores: list[Store] | None = None, slot: int = 0, store: Callable[[], Store] = lambda: Store(1)
-    ) -> None:
-        self.stores, self.slot = [] if stores is None else stores, slot
-        maker: Any = _maker(self.stores, store, slot)  # transformers calls it as it would a class
+    def __init__(self, storage: Storage, slot: int = 0) -> None:
+        self.storage, self.slot = storage, slot
+        maker: Any = _maker(storage, slot)  # transformers calls it as it would a class
         self.hf = Cache(layer_class_to_replicate=maker)
 
     @property
     def length(self) -> int:
-        """How many rows are cached."""
+        """How many entries there are."""
         return int(self.hf.get_seq_length())
 
     @torch.inference_mode()
-    def keep(self, prefix: int, rows: list[int], layers: int | None = None) -> None:
-        """Keep the first `prefix` rows and then `rows` (counted from the prefix), closing the gaps.
+    def keep(self, prefix: int, entries: list[int], layers: int | None = None) -> None:
+        """Keep the first `prefix` entries and then `entries` (counted from the prefix), closing the gaps.
 
-        In every layer, or in the first `layers` ones, which may hold rows that the others lack.
+        In every layer, or in the first `layers` ones, which may hold entries that the others lack.
         """
-        index = None
+        if entries != list(range(len(entries))):
+            for block in self.storage.blocks:
+                index = torch.tensor(entries, device=block.device) + prefix
+                mine = block[:, self.slot]
+                mine.narrow(2, prefix, len(entries)).copy_(mine.index_select(2, index))
+        self.set_length(prefix + len(entries), layers)
+
+    def set_length(self, length: int, layers: int | None = None) -> None:
+        """Take note of how many entries there are, in every layer or in the first `layers` ones."""
         for layer in self.hf.layers[:layers]:
             assert isinstance(layer, SequenceLayer)
-            if layer.store.both is not None and rows != list(range(len(rows))):
-                if index is None:
-                    index = torch.tensor(rows, device=layer.store.both[0].device) + prefix
-                for buffer in layer.store.both:
-                    entries = buffer[self.slot]
-                    entries.narrow(1, prefix, len(rows)).copy_(entries.index_select(1, index.to(entries.device)))
-            layer.length = prefix + len(rows)
+            layer.length = length
 
     def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
-        """Return a pass over this sequence alone; rows that it writes behind the others count after `append`."""
-        whole = _pass(self.stores, columns, end)
-        if len(whole.keys[0]) == 1:
+        """Return a pass over this sequence alone; entries that it writes behind the others count after `set_length`."""
+        whole = _pass(self.storage, columns, end)
+        if self.storage.size == 1:
             return whole
         slot = slice(self.slot, self.slot + 1)
         return whole._replace(keys=[key[slot] for key in whole.keys], values=[value[slot] for value in whole.values])
 
-    def append(self, count: int) -> None:
-        """Take note of the rows that a pass wrote behind the others."""
-        for layer in self.hf.layers:
-            assert isinstance(layer, SequenceLayer)
-            layer.length += count
-
+    @torch.inference_mode()
     def move(self, slot: int) -> None:
         """Go to another slot of the batch, whose sequence has left."""
+        self.storage.move(self.slot, slot, self.length)
         for layer in self.hf.layers:
             assert isinstance(layer, SequenceLayer)
-            if layer.store.both is not None:
-                for buffer in layer.store.both:
-                    buffer[slot].narrow(1, 0, layer.length).copy_(buffer[self.slot].narrow(1, 0, layer.length))
             layer.slot = slot
         self.slot = slot
         self.hf.layer_class_to_replicate = None  # all layers are there
 
 
-def _maker(stores: list[Store], store: Callable[[], Store], slot: int) -> Callable[[], SequenceLayer]:
-    """Return what makes a sequence's next layer over the next store."""
+def _maker(storage: Storage, slot: int) -> Any:
+    """Return what makes a sequence's next layer."""
     layers: list[SequenceLayer] = []
 
     def make() -> SequenceLayer:
-        if len(layers) == len(stores):
-            stores.append(store())
-        layers.append(SequenceLayer(stores[len(layers)], slot))
+        layers.append(SequenceLayer(storage, len(layers), slot))
         return layers[-1]
 
     return make
@@ -202,49 +247,55 @@ def _maker(stores: list[Store], store: Callable[[], Store], slot: int) -> Callab
 class BatchCache:
     """Sequences side by side. The first ones are those being decoded; each is a `TargetCache` too."""
 
-    def __init__(self, size: int, stores: list[Store] | None = None, store: Callable[[int], Store] = Store) -> None:
-        self.size, self.store = size, partial(store, size)
-        self.stores: list[Store] = [] if stores is None else stores
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
         self.active: list[TargetCache] = []
 
-    def enter(self) -> TargetCache:
-        """Return the empty cache of one more sequence."""
-        assert len(self.active) < self.size
-        self.active.append(TargetCache(self.stores, len(self.active), self.store))
-        return self.active[-1]
+    def enter(self, slot: int | None = None) -> TargetCache:
+        """Return the empty cache of a sequence in a slot, by default in one more."""
+        slot = len(self.active) if slot is None else slot
+        assert slot < self.storage.size
+        self.active[slot : slot + 1] = [TargetCache(self.storage, slot)]
+        return self.active[slot]
 
-    def leave(self, cache: TargetCache) -> None:
-        """Let a sequence go; the last one takes its slot, so that those being decoded stay the first ones."""
-        last = self.active.pop()
-        if last is not cache:
-            last.move(cache.slot)
-            self.active[cache.slot] = last
+    def move(self, source: int, slot: int) -> None:
+        """Move the last sequence, in slot `source`, to one whose sequence has left."""
+        self.active[source].move(slot)
+        self.active[slot] = self.active[source]
+        del self.active[source:]
 
     def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
-        """Return a pass over the first sequences; rows that it writes behind the others count after `append`."""
-        return _pass(self.stores, columns, end)
+        """Return a pass over the first sequences; entries behind the others count after `TargetCache.set_length`."""
+        return _pass(self.storage, columns, end)
 
 
 class Pool:
-    """Lends caches whose buffers outlive their sequences: a compiled pass wants to find them where they were."""
+    """Lends storages; fixed ones outlive their sequences: a compiled pass wants to find them where they were."""
 
-    def __init__(self, fixed: bool) -> None:
-        self.store = partial(Store, fixed=fixed)
-        self.free: defaultdict[int, list[list[Store]]] = defaultdict(list)
+    def __init__(self, layout: Layout, fixed: bool = False) -> None:
+        self.layout, self.fixed = layout, fixed
+        self.free: defaultdict[int, list[Storage]] = defaultdict(list)
 
-    def sequence(self) -> TargetCache:
-        """Return an empty cache for one sequence; when it is dropped, its buffers come back."""
-        stores = self._take(1)
-        cache = TargetCache(stores, 0, partial(self.store, 1))
-        weakref.finalize(cache, self.free[1].append, stores)
+    def sequence(self, capacity: int = 0) -> TargetCache:
+        """Return an empty cache for one sequence of `capacity` entries."""
+        storage = self._take(1, capacity)
+        cache = TargetCache(storage)
+        self._return(cache, storage)
         return cache
 
-    def batch(self, size: int) -> BatchCache:
-        """Return an empty cache for up to `size` sequences; when it is dropped, its buffers come back."""
-        stores = self._take(size)
-        cache = BatchCache(size, stores, self.store)
-        weakref.finalize(cache, self.free[size].append, stores)
+    def batch(self, size: int, capacity: int = 0) -> BatchCache:
+        """Return an empty cache for up to `size` sequences."""
+        storage = self._take(size, capacity)
+        cache = BatchCache(storage)
+        self._return(cache, storage)
         return cache
 
-    def _take(self, size: int) -> list[Store]:
-        return self.free[size].pop() if self.free[size] else []
+    def _take(self, size: int, capacity: int) -> Storage:
+        storage = self.free[size].pop() if self.free[size] else Storage(size, self.layout, fixed=self.fixed)
+        storage.reserve(capacity)
+        return storage
+
+    def _return(self, cache: TargetCache | BatchCache, storage: Storage) -> None:
+        """Take a fixed storage back when its cache is dropped."""
+        if self.fixed:
+            weakref.finalize(cache, self.free[storage.size].append, storage)

@@ -23,7 +23,6 @@ class Compiled:
 
     Attributes:
         static: whether passes are padded to a few sizes, each a graph of its own, as CUDA graphs need it.
-        pool: where the sequences' caches come from, whose buffers the graphs know.
     """
 
     def __init__(self, target: TargetModel, static: bool | None = None) -> None:
@@ -33,7 +32,7 @@ class Compiled:
             )
         self.target = target
         self.static = target.device.type == "cuda" if static is None else static
-        self.pool = Pool(fixed=True)
+        target.pool = Pool(target.pool.layout, fixed=True)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
         mode = "reduce-overhead" if target.device.type == "cuda" else None
         self.compiled = torch.compile(self.forward, fullgraph=True, backend=BACKEND, mode=mode)

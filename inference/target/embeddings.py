@@ -22,7 +22,7 @@ class TargetEmbeddings(nn.Module):
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
         self.layer = layer_shape(config)
-        self._some: tuple[Tensor, nn.Linear] | None = None
+        self._some: tuple[Tensor, int, nn.Linear] | None = None
 
     def check_width(self) -> None:
         """Check that a head can be built on this target's states.
@@ -48,16 +48,18 @@ class TargetEmbeddings(nn.Module):
 
     def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
         """Return the lm_head's rows of these tokens; the last ones asked for are kept, since a head asks each step."""
-        if self._some is None or not torch.equal(self._some[0], ids):
+        # Whether they are the same is not read from a device: a buffer that is changed in place has a new version.
+        version = 0 if ids.is_inference() else ids._version
+        if self._some is None or self._some[0] is not ids or self._some[1] != version:
             with torch.inference_mode(False):  # what is made while decoding may be needed in training
                 weight: Tensor = self.lm_head.weight
                 rows = nn.Linear(weight.shape[1], len(ids), bias=self.lm_head.bias is not None, device="meta")
                 rows.weight = nn.Parameter(weight[ids], requires_grad=False)
                 if self.lm_head.bias is not None:
                     rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
-                object.__setattr__(self, "_some", (ids.clone(), rows))
+                object.__setattr__(self, "_some", (ids, version, rows))
         assert self._some is not None
-        return self._some[1]
+        return self._some[2]
 
     def head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight."""

@@ -18,9 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from heads import rows
 from heads.base import Features
 from heads.common.context import context_of
+from heads.common.target_config import cache_argument
 from heads.formats.store import TargetSpec
 from inference.target import loading
 from inference.target.adapter import Adapter
+from inference.target.attention import group_attention, use_kernels
 from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache
 from inference.target.packed import Packing, by_documents, spans_of
 from inference.target.placed import Placed, by_turns, on_one_device
@@ -40,9 +42,7 @@ class TargetOutput(NamedTuple):
 
 
 class Compiler(Protocol):
-    """What runs passes over a batch cache in the model's place; `pool` lends the caches."""
-
-    pool: Pool
+    """What runs passes over a batch cache in the model's place."""
 
     def run(
         self,
@@ -146,6 +146,10 @@ class TargetModel:
         self.device, self.dtype, self.embeddings = self.placed.device, model.dtype, self.placed.embeddings
         self.base: nn.Module = model.base_model
         self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
+        use_kernels(self.device)
+        if getattr(model, "_supports_attention_backend", False):
+            group_attention(self.config)
+        self._cache_argument = cache_argument(self.base)
         self._noted = LayerOutputs(self.decoder_layers)
         self.context: int = context_of(self.config)
         self.eos = end_tokens(model.generation_config, tokenizer)
@@ -155,18 +159,19 @@ class TargetModel:
         self.spec = TargetSpec(name, *sizes, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Compiler | None = None
+        self.pool = Pool([])
         self.packing: Packing | None = None
         self.switch = switch_of(model)
         self.objection = f"its attention takes no mask of ours ({self.architecture})"
         self.takes_trees = False
 
-    def cache(self) -> TargetCache:
-        """Return an empty cache for one sequence."""
-        return TargetCache() if self.compiled is None else self.compiled.pool.sequence()
+    def cache(self, capacity: int = 0) -> TargetCache:
+        """Return an empty cache for one sequence of `capacity` entries; one that outgrows it moves to a larger one."""
+        return self.pool.sequence(capacity)
 
-    def batch_cache(self, size: int) -> BatchCache:
-        """Return an empty cache for up to `size` sequences."""
-        return BatchCache(size) if self.compiled is None else self.compiled.pool.batch(size)
+    def batch_cache(self, size: int, capacity: int = 0) -> BatchCache:
+        """Return an empty cache for up to `size` sequences of `capacity` entries."""
+        return self.pool.batch(size, capacity)
 
     @torch.no_grad()
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
@@ -219,7 +224,7 @@ class TargetModel:
         else:
             columns = torch.arange(prefix, prefix + len(token), device=self.device)
             out = self.run(token[None], position, seen, cache.over(columns[None], prefix + len(token)), layers)
-            cache.append(len(token))
+            cache.set_length(prefix + len(token))
         return out._replace(logits=self.embeddings.logits(out.last))
 
     @torch.inference_mode()
@@ -254,8 +259,8 @@ class TargetModel:
             column[row, prefix : prefix + count] = where
         written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
         out = self.run(token, position, seen, cache.over(written, end), layers, column)
-        for sequence, count in zip(cache.active, counts, strict=True):
-            sequence.append(count)
+        for sequence, prefix, count in zip(cache.active, prefixes, counts, strict=True):
+            sequence.set_length(prefix + count)
         logits = self.embeddings.logits(out.last)
         return [
             TargetOutput(
@@ -316,8 +321,8 @@ class TargetModel:
             input_ids=token,
             attention_mask=mask,
             position_ids=position,
-            past_key_values=cache.hf if cache else None,
             use_cache=cache is not None,
+            **{self._cache_argument: cache.hf if cache else None},
         )
         self._noted.outputs = None
         last = out.last_hidden_state.to(self.device)

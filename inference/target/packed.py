@@ -16,6 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from inference.target.attention import GROUPED, SDPA
+
 ATTENTION = "headstart_documents"
 BLOCK = 1024  # queries at a time, under a window
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -47,7 +49,7 @@ def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     window: int | None = getattr(config, "sliding_window", None)
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * count
-    able = getattr(model, "_supports_attention_backend", False) and config._attn_implementation == "sdpa"
+    able = getattr(model, "_supports_attention_backend", False) and config._attn_implementation in (SDPA, GROUPED)
     if not able or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window is None):
         return None
     transformers.AttentionInterface.register(ATTENTION, _attend)

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Sized
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 TINY = 1e-30  # the least exponential variate: a race divides by it
+ROWS = 256  # distributions that are summed up in fp64 at a time: of 15,000 over a large vocabulary none would fit
 
 
 @runtime_checkable
@@ -66,9 +67,9 @@ class Generator:
 
     def pick(self, probs: Float[Tensor, "N V"]) -> Int[Tensor, "N"]:
         """Sample one token from each row by its cumulative sum: one random number a row, where a race takes V."""
-        total = probs.cumsum(-1, dtype=torch.float64)
         point = torch.rand(len(probs), 1, dtype=torch.float64, device=probs.device, generator=self.generator)
-        return torch.searchsorted(total, point * total[:, -1:], right=True)[:, 0].clamp_max(probs.shape[-1] - 1)
+        parts = zip(probs.split(ROWS), point.split(ROWS), strict=True)
+        return torch.cat([_at(part.cumsum(-1, dtype=torch.float64), where) for part, where in parts])
 
     def race(self, probs: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
         """Return keys whose descending order is a sample without replacement; tokens of zero probability get zero."""
@@ -82,9 +83,9 @@ class Coupled:
     draft that races its own probs against the same noise meets it often. argmax(log p + Gumbel) is argmax(p / Exp).
     """
 
-    def __init__(self, seed: int, device: torch.device, position: Callable[[], int]) -> None:
-        """Take the seed, the device of the probs, and what returns the position of the token after the root."""
-        self.seed, self.device, self.position = seed, device, position
+    def __init__(self, seed: int, device: torch.device, text: Sized) -> None:
+        """Take the seed, the device of the probs, and the text before a draft, the root its last token."""
+        self.seed, self.device, self.text = seed, device, text
         self.cached: dict[int, Tensor] = {}
         self.coins = Generator(seed, device)
 
@@ -102,22 +103,51 @@ class Coupled:
         return self.coins.accept(probability)
 
     def at(self, position: int, device: torch.device) -> Rng:
-        """Return the same noise from a position on; on another kind of device it is other noise."""
-        return Coupled(self.seed, device, lambda: position)
+        """Return the same noise from a position on."""
+        return Coupled(self.seed, device, range(position))
 
     def race(self, probs: Float[Tensor, "N V"], depth: int = 1) -> Float[Tensor, "N V"]:
         """Return the probs divided by the noise of the position `depth` below the root."""
-        start = self.position()
+        start = len(self.text)
         self.cached = {position: noise for position, noise in self.cached.items() if position >= start}
         position = start + depth - 1
         if position not in self.cached:
-            self.cached[position] = self.noise(position, probs.shape[-1])
+            where = torch.tensor([key_of(self.seed), position], device=self.device)
+            self.cached[position] = noise_at(where[:1], where[1:], probs.shape[-1])[0]
         return probs / self.cached[position].to(probs.dtype)
 
-    def noise(self, position: int, size: int) -> Float[Tensor, "V"]:
-        """Return a position's exponential noise, in float32 whatever the probs are in."""
-        generator = torch.Generator(self.device).manual_seed(hashed(f"{self.seed} {position}"))
-        return torch.empty(size, device=self.device).exponential_(generator=generator).clamp_min_(TINY)
+
+BITS = 32
+MASK = (1 << BITS) - 1
+
+
+def key_of(seed: int) -> int:
+    """Return what coupled noise takes for a seed: those of neighbouring seeds have nothing in common."""
+    return hashed(str(seed)) & MASK
+
+
+def noise_at(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size: int) -> Float[Tensor, "*b V"]:
+    """Return exponential noise for `size` tokens at absolute positions: a function of key, position and token alone.
+
+    A hash of the three takes a generator's place, so that one call serves any number of sequences and positions, on
+    every kind of device alike (Salmon et al., 2011, on counter-based random numbers).
+    """
+    token = _mixed(torch.arange(size, device=position.device))
+    bits = _mixed(token ^ _mixed(key ^ _mixed(position))[..., None])
+    uniform = (bits.double() + 0.5) / (MASK + 1)
+    return -uniform.log().float()
+
+
+def _mixed(x: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
+    """Mix 32 bits (Wellons' hash of two rounds; both factors are below 2^31, so that no product overflows 63 bits)."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
+    return x ^ (x >> 15)
+
+
+def _at(total: Float[Tensor, "N V"], point: Float[Tensor, "N 1"]) -> Int[Tensor, "N"]:
+    """Return the tokens at points of cumulative sums, as shares of the whole sum."""
+    return torch.searchsorted(total, point * total[:, -1:], right=True)[:, 0].clamp_max(total.shape[-1] - 1)
 
 
 def hashed(key: str) -> int:

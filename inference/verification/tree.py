@@ -75,18 +75,18 @@ def root(token: int, device: torch.device) -> DraftTree:
     return DraftTree(torch.tensor([token], device=device), torch.tensor([-1], device=device))
 
 
-def ancestors(tree: DraftTree) -> Bool[Tensor, "N N"]:
-    """Return for each node which nodes lie on its path from the root, itself included.
+def ancestors(tree: DraftTree) -> Bool[Tensor, "*b N N"]:
+    """Return for each node which nodes lie on its path from the root, itself included; of several trees side by side.
 
     By doubling: who is known to see `reach` nodes upwards sees, with what the last of them sees, twice as many. So the
     host need not know the tree, for which it would have to wait until a device has drafted it.
     """
-    size = len(tree.parent)
-    seen = torch.eye(size, dtype=torch.bool, device=tree.parent.device)
+    size = tree.parent.shape[-1]
+    seen = torch.eye(size, dtype=torch.bool, device=tree.parent.device).expand(*tree.parent.shape, -1)
     up, reach = tree.parent.clamp_min(0), 1  # the root is its own parent, which adds nothing
     while reach < size:
-        seen |= seen.index_select(0, up)
-        up, reach = up.index_select(0, up), 2 * reach
+        seen = seen | seen.gather(-2, up[..., None].expand_as(seen))
+        up, reach = up.gather(-1, up), 2 * reach
     return seen
 
 

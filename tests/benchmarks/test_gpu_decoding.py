@@ -127,7 +127,7 @@ def test_a_step_is_taken_again_from_the_same_place(tmp_path: Path) -> None:
     assert [each.length for each in sequences.caches] == [40, 40]
     drafts: Any = drafters[0]
     assert drafts.batch.cache.length.tolist() == [40, 40]
-    assert sequences.caches[0].stores[0].both[0].shape[2] < 2 * 40 + 512  # no buffer has doubled
+    assert sequences.cache.storage.capacity < 2 * 40 + 512  # no buffer has doubled
 
 
 @pytest.mark.slow

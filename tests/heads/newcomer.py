@@ -22,6 +22,7 @@ class Newcomer(nn.Module):
         depths: Parts
 
     feature_layers: tuple[int, ...] = ()
+    keeps_rows = False
     vocab = None
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:

@@ -61,12 +61,11 @@ def test_ragged_commits_and_trees_are_those_of_each_sequence_alone(name: str) ->
     for rows, length in zip(own, prompts, strict=True):
         features, token = rows.take(length, length)
         alone.append(head.extend(None, features, token))
-    cache = None
+    cache: Any = None if alone[0][0] is None else KVCache(3, alone[0][0].window, alone[0][0].length.device)
     for slot, (rows, length) in enumerate(zip(shared, prompts, strict=True)):
-        state, _ = head.extend(None, *rows.take(length, length))
-        if state is not None:
-            cache = cache or KVCache(3, state.window, state.length.device)
-            cache.put(slot, state)
+        head.extend(cache and cache.alone(slot), *rows.take(length, length))
+    if cache is not None:
+        cache.longest = max(prompts)
     chance = torch.Generator().manual_seed(1)
     for step in range(1, STEPS + 1):
         counts = torch.randint(1, 5, (3,), generator=chance)
@@ -95,8 +94,9 @@ def test_a_moved_sequence_drafts_on(name: str) -> None:
     state, level = head.extend(None, *rows.take(9, 9))
     cache = KVCache(3, state.window, state.length.device)
     for slot in range(3):
-        cache.put(slot, head.extend(None, *Rows(head, slot + 5).take(20, 20))[0])
-    cache.put(2, state)
+        head.extend(cache.alone(slot), *Rows(head, slot + 5).take(20, 20))
+    head.extend(cache.alone(2), *Rows(head, 0).take(9, 9))
+    cache.longest = 20
     cache.move(2, 0)
     expected = tree(head, state, level)
     torch.testing.assert_close(tree(head, cache, level), expected, **EXACT)

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from eval.run import evaluate
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
-from inference.target import compiled
+from inference.target import attention, compiled
 from inference.target.cache import BatchLayer, BatchPass, Pool
 from inference.target.compiled import Compiled, padded
 from inference.target.model import LayerOutputs, TargetModel
@@ -39,12 +40,13 @@ LENGTHS = (7, 3, 19, 1)
 def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile with the eager backend what the tests' shape checks, which dynamo cannot trace, are taken off from."""
     monkeypatch.setattr(compiled, "BACKEND", "eager")
-    for owner in (compiled, Compiled, Target, TargetModel, LayerOutputs, BatchLayer, BatchPass):
+    for owner in (compiled, attention, Compiled, Target, TargetModel, LayerOutputs, BatchLayer, BatchPass):
         for name, value in list(vars(owner).items()):
             if isinstance(value, property):
                 monkeypatch.setattr(owner, name, property(inspect.unwrap(value.fget)))
             elif isinstance(value, types.FunctionType) and inspect.unwrap(value) is not value:
                 monkeypatch.setattr(owner, name, inspect.unwrap(value))
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention.GROUPED, attention._attend)
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
@@ -149,18 +151,18 @@ def test_padding_leaves_the_pass_as_it_is_and_sees_something() -> None:
 
 def test_buffers_come_back_when_their_sequence_is_gone() -> None:
     target = toys.target("llama", DOUBLE)
-    pool = Pool(fixed=True)
+    pool = Pool([], fixed=True)
     first = pool.sequence()
     target.prefill(torch.tensor(toys.prompt(1, 30)), first)
-    place = first.stores[0].reach(1)[0].data_ptr()
+    place = first.storage.layers[0][0].data_ptr()
     beside = pool.sequence()
     target.prefill(torch.tensor(toys.prompt(2, 5)), beside)
-    assert beside.stores[0].reach(1)[0].data_ptr() != place
+    assert beside.storage.layers[0][0].data_ptr() != place
     del first
     again = pool.sequence()
     assert again.length == 0
     found = target.prefill(torch.tensor(toys.prompt(2, 5)), again)
-    assert again.stores[0].reach(1)[0].data_ptr() == place
+    assert again.storage.layers[0][0].data_ptr() == place
     assert torch.equal(found.last, target.prefill(torch.tensor(toys.prompt(2, 5)), target.cache()).last)
 
 

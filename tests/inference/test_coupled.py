@@ -164,7 +164,7 @@ def test_acceptance_is_the_couplings() -> None:
     expected = sum(1 / float(torch.maximum(p / p[x], q / q[x]).sum()) for x in range(4))
     count, agreed = 4000, 0
     for seed in range(count):
-        rng = Coupled(seed, CPU, lambda: 0)
+        rng = Coupled(seed, CPU, range(0))
         agreed += rng.sample(p[None]) == rng.sample(q[None])
     assert abs(agreed / count - expected) < 4 * (expected * (1 - expected) / count) ** 0.5
     assert expected < 1 - 0.5 * float((p - q).abs().sum())  # the price of invariance
@@ -178,21 +178,21 @@ def test_the_output_is_the_targets_whatever_is_drafted() -> None:
         tree = DraftTree(torch.tensor([0, tokens[0], tokens[1], tokens[2], tokens[3], tokens[2], tokens[3]]), parent)
         laws = p[[0, 1, 1, 2, 2, 2, 2]]  # a law a depth, so that the text does not depend on the path
         for seed in range(4):
-            rng = Coupled(seed, CPU, lambda: 3)
+            rng = Coupled(seed, CPU, range(3))
             path, token = verify(tree, laws, None, rng, "coupled")
             text = [int(tree.token[node]) for node in path[1:]] + [token]
             assert text == [rng.sample(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
 
 
 def test_noise_is_keyed_by_position_and_not_by_call() -> None:
-    one, other = (Coupled(5, CPU, lambda: 10) for _ in range(2))
+    one, other = (Coupled(5, CPU, range(10)) for _ in range(2))
     law = torch.full((1, 50), 0.02)
     forward = [one.sample(law, depth) for depth in (1, 2, 3)]
     assert [other.sample(law, depth) for depth in (3, 2, 1)] == forward[::-1]
-    later = Coupled(5, CPU, lambda: 12)
+    later = Coupled(5, CPU, range(12))
     assert later.sample(law, 1) == forward[2]
     assert one.distinct(law, 3, 2)[0, 0] == forward[1][0]
-    assert Coupled(5, CPU, lambda: 0).distinct(torch.tensor([[0.0, 1.0, 0.0]]), 3).tolist() == [[1, -1, -1]]
+    assert Coupled(5, CPU, range(0)).distinct(torch.tensor([[0.0, 1.0, 0.0]]), 3).tolist() == [[1, -1, -1]]
 
 
 @pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "sampled", "independent", "ragged"])
@@ -201,7 +201,7 @@ def test_policies_race_their_laws_against_the_noise_of_each_depth(tree: str) -> 
     sampling = enumeration.SAMPLINGS["penalty"]
     tables = enumeration.Tables(0, "equal")
     for seed in range(8):
-        rng = Coupled(seed, CPU, lambda: len(enumeration.PROMPT))
+        rng = Coupled(seed, CPU, enumeration.PROMPT)
         context = Context(list(enumeration.PROMPT), sampling, rng, 2)
         tree_, q, *_ = grow(tables, None, tables.level([()]), enumeration.TREES[tree], [context])[0]
         assert q is None

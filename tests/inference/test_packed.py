@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import rows
 from inference.target import packed, probe
+from inference.target.attention import GROUPED
 from inference.target.packed import Span, spans_of, within
 from inference.target.target import Target
 from tests import toys
@@ -70,7 +71,7 @@ def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "within", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         target.features(torch.zeros(3, 24, dtype=torch.long), DOCUMENT, ())
-    assert target.config._attn_implementation == "sdpa"
+    assert target.config._attn_implementation == GROUPED
 
 
 @pytest.mark.parametrize("window", [None, 5, 7, 40])

@@ -1,0 +1,177 @@
+"""A dummy accelerator: tensors without values on a device of their own, which tell where a host would wait for them.
+
+Started as a script, it runs the device step of a head and prints, as JSON, how many operations each part takes. Every
+read of a value, every copy between host and device and every mix of devices raises, naming the line. Registering a
+device is for good, so it has a process of its own.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from heads.base import Features
+from heads.modules.kv_cache import KVCache
+from inference.drafters import policy
+from inference.drafters.head import BatchedState, HeadDrafter
+from inference.session import Settings
+from inference.step import DeviceStep, Laps, Slots
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling
+from tests import toys
+
+NAME = "dummy"
+CAPACITY, PROMPT = 96, 11
+SAMPLINGS = {"greedy": (GREEDY, "auto"), "coupled": (Sampling(0.8, 0, 0.9, repetition_penalty=1.2), "coupled")}
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations that launch something, and refuses copies between host and device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in (*_tensors(args), *_tensors(kwargs), *_tensors(out)) if t.ndim]
+        if len({t.device.type for t in tensors}) > 1:
+            raise RuntimeError(f"{func} copies between {sorted({t.device.type for t in tensors})}")
+        if not func.is_view:
+            self.counts[str(func)] += 1
+        return out
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def on_dummy(module: nn.Module) -> None:
+    """Give a module parameters and buffers of the same shapes on the dummy."""
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, value in held.items():
+                if value is not None:
+                    fake = torch.empty(value.shape, dtype=value.dtype, device=NAME)
+                    held[name] = nn.Parameter(fake, requires_grad=False) if isinstance(value, nn.Parameter) else fake
+
+
+def real(head: str, tree: str, architecture: str) -> tuple[Target, HeadDrafter]:
+    """Return a toy target and a head of values."""
+    target: Any = toys.target.__wrapped__(architecture)  # its parameters are replaced
+    own: Any = toys.head(head, target)
+    return target, HeadDrafter(own, toys.TREES[tree], head)
+
+
+def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
+    """Return the step of a full batch on the dummy, each with a prompt."""
+    on_dummy(target.model)
+    on_dummy(drafter.head)  # type: ignore[arg-type]
+    target.device = torch.device(NAME)
+    moved = [[form._replace(device=target.device) for form in pair] for pair in target.pool.layout]
+    layout = [(keys, values) for keys, values in moved]
+    target.pool = Pool(layout)
+    cache = target.batch_cache(size, CAPACITY)
+    cache.storage.fit(0, *[torch.empty(1, form.groups, 1, form.width, device=NAME) for form in layout[0]], end=1)
+    _, batch = drafter.clones(size)
+    width, layers = target.embeddings.hidden_size, len(batch.feature_layers)
+    token = torch.empty(size, 1, dtype=torch.long, device=NAME)
+    hidden, last = torch.empty(size, 1, layers, width, device=NAME), torch.empty(size, 1, width, device=NAME)
+    if batch.head.keeps_rows:
+        batch.cache = KVCache(size, getattr(batch.head.config, "length", None), target.device)
+    batch.hold(PROMPT)  # the rows of a prompt are not a step's, and need not run here
+    _, batch.buffers = batch.head.extend(batch.cache, Features(token, hidden, last, token), token)
+    for _ in range(size):
+        cache.enter()
+        batch.states.append(BatchedState(batch))
+    return DeviceStep(target, cache, batch, static=True)
+
+
+def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
+    """Run a step twice, which builds tables the first time; return the operations of its parts and in all."""
+    size = step.cache.storage.size
+    how, rule = SAMPLINGS[sampling]
+    vocab = step.target.embeddings.vocab_size if how.repetition_penalty != 1 else 0
+    seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
+    slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
+    settings = Settings(40, how, rule=rule, gaps=True)
+    step.ends = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME)
+    with tables_made(), torch.inference_mode():
+        step.run(slots, step.reach(PROMPT), settings, Laps(step.target.device))
+    watch, parts = Watch(), Counting(step.target.device)
+    parts.watch = watch
+    with watch, torch.inference_mode():
+        told, *_ = step.run(slots, step.reach(PROMPT), settings, parts)
+    return {"all": watch.counts.total(), "told": told.numel() // size, **parts.parts}
+
+
+@contextmanager
+def tables_made() -> Iterator[None]:
+    """Let tables be made of numbers that the host knows, as they are in a first step."""
+    made = torch.tensor
+    policy._levels.cache_clear()
+    policy._ancestors.cache_clear()
+    torch.tensor = lambda data, device=None: torch.empty(made(data).shape, dtype=made(data).dtype, device=device)
+    try:
+        yield
+    finally:
+        torch.tensor = made
+
+
+class Counting(Laps):
+    """Counts operations where others count seconds."""
+
+    watch: Watch
+
+    def __init__(self, on: torch.device) -> None:
+        super().__init__(on)
+        self.parts: Counter[str] = Counter()
+        self.before = 0
+
+    def mark(self, ended: str) -> None:
+        """End a part."""
+        self.parts[ended] += self.watch.counts.total() - self.before
+        self.before = self.watch.counts.total()
+
+
+def refused() -> list[str]:
+    """Return what the dummy says to a host that reads or copies: values, two ways to copy, and a mix of devices."""
+    said: list[str] = []
+    with FakeTensorMode(allow_non_fake_inputs=True), Watch():
+        x = torch.zeros(3, device=NAME)
+        for read in (x.tolist, lambda: int(x[0]), x.cpu, lambda: x.copy_(torch.zeros(3)), lambda: x + torch.zeros(3)):
+            try:
+                read()
+            except Exception as error:
+                said.append(type(error).__name__)
+    return said
+
+
+def main() -> None:
+    """Print what is refused, then the counts of every case in the arguments: head:tree:size:sampling:architecture."""
+    _setup_privateuseone_for_python_backend(NAME)
+    print(json.dumps({"refused": refused()}))
+    for case in sys.argv[1:]:
+        head, tree, size, sampling, architecture = case.split(":")
+        made = real(head, tree, architecture)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            try:
+                found: Any = counted(step_of(*made, int(size)), sampling)
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"
+        print(json.dumps({case: found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The device step: the reference's tokens, one read by the host, and the same work for a batch of any size."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference.batch import Batch, batch_of
+from inference.decode import Generation, Settings, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.plain import Plain
+from inference.protocol import Drafter
+from inference.session import Session
+from inference.target.target import Target
+from inference.verification.sample import GREEDY, Sampling
+from tests import toys
+from tests.inference import accelerator, step_graph
+
+DOUBLE = torch.float64
+PENALISED = Sampling(0.8, 0, 0.9, repetition_penalty=1.3)
+READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "__array__")
+# Every head and tree, and every way of sampling, once.
+CASES = [
+    "eagle:chain:greedy:llama", "eagle3:static:coupled:mistral", "hass:dynamic:coupled:llama",
+    "mtp:best_first:greedy:gpt2",
+    "medusa:static:penalised:llama", "hydra:dynamic:greedy:llama", "mlp:best_first:coupled:llama",
+    "block:chain:penalised:qwen3", "eagle3 injected:dynamic:greedy:llama", "plain:chain:coupled:llama",
+]  # fmt: skip
+WAYS: dict[str, tuple[Sampling, str]] = {
+    "greedy": (GREEDY, "auto"), "coupled": (PENALISED, "coupled"),
+    "penalised": (Sampling(0.0, 0, 1.0, repetition_penalty=1.5), "auto"),
+}  # fmt: skip
+
+
+def source(name: str, tree: str, target: Target) -> Drafter:
+    if name == "plain":
+        return Plain(target.device)
+    head: Any = toys.head(name, target)
+    return HeadDrafter(head, toys.TREES[tree], name)
+
+
+def reference(target: Target, drafter: Drafter, prompt: list[int], settings: Settings) -> Generation:
+    with torch.inference_mode():
+        session = Session(target, drafter, prompt, settings)
+        session.prefill()
+        while not session.generation.finish:
+            session.step()
+    return session.generation
+
+
+def decoded(batch: Batch, requests: list[tuple[list[int], Settings]]) -> list[Generation]:
+    """Decode requests that come and go."""
+    generations, waiting = {}, list(enumerate(requests))
+    while waiting or batch.running:
+        if waiting and batch.free:
+            number, request = waiting.pop(0)
+            generations[number] = batch.admit(number, *request)
+        else:
+            batch.step()
+        batch.release()
+    return [generations[number] for number in range(len(requests))]
+
+
+def facts(generation: Generation) -> list[Any]:
+    steps = [(s.drafted, s.accepted, s.committed, s.rule, s.ranks) for s in generation.steps]
+    return [generation.tokens, generation.sources, generation.finish, steps]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_alone_in_batches_and_in_static_shapes_the_reference_is_met(case: str) -> None:
+    name, tree, way, architecture = case.split(":")
+    target = toys.target(architecture, DOUBLE)
+    drafter, (sampling, rule) = source(name, tree, target), WAYS[way]
+    target_eos, target.eos = target.eos, frozenset({7})
+    try:
+        requests = [
+            (toys.prompt(i, 3 + 7 * i), Settings(9 + 6 * i, sampling, seed=i, rule=rule, gaps=True, min_new_tokens=i))
+            for i in range(5)
+        ]
+        expected = [reference(target, drafter, *request) for request in requests]
+        alone = [speculate(target, drafter, *request) for request in requests]
+        prompts, settings = zip(*requests, strict=True)
+        ragged = speculate(target, drafter, prompts, settings, batch_size=3)
+        batch = batch_of(target, drafter, 3, requests)
+        assert batch.device_step is not None
+        batch.device_step.static = True
+        static = decoded(batch, requests)
+    finally:
+        target.eos = target_eos
+    for other in (alone, ragged, static):
+        assert [facts(found) for found in other] == [facts(found) for found in expected]
+        for found, wanted in zip(other, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(found.gaps), torch.tensor(wanted.gaps), rtol=1e-4, atol=1e-5)
+    assert any(toys.lively(found.tokens) for found in expected)
+
+
+def test_what_is_sampled_otherwise_goes_the_references_way_and_comes_back() -> None:
+    target = toys.target("llama", DOUBLE)
+    drafter = source("eagle", "dynamic", target)
+    requests = [
+        (toys.prompt(i, 4 + i), Settings(8 + 9 * i, GREEDY if i != 1 else Sampling(0.9, 0, 1.0), seed=i))
+        for i in range(4)
+    ]
+    prompts, settings = zip(*requests, strict=True)
+    found = speculate(target, drafter, prompts, settings, batch_size=2)
+    for i in (0, 2, 3):
+        assert facts(found[i])[0] == reference(target, drafter, *requests[i]).tokens
+    assert {step.rule for step in found[1].steps} - {"none"} == {"point_mass"}
+
+
+@contextmanager
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Note every read of a tensor's values by the host."""
+    noted: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        original = getattr(Tensor, name)
+
+        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            noted.append(name)
+            return original(self, *args, **kwargs)
+
+        return read
+
+    with monkeypatch.context() as patch:
+        for name in READS:
+            patch.setattr(Tensor, name, noting(name))
+        yield noted
+
+
+def full(target: Target, drafter: Drafter, size: int = 2) -> Batch:
+    batch = batch_of(target, drafter, size, [([0] * 9, Settings(60, GREEDY))])
+    assert batch.device_step is not None
+    batch.device_step.static = True
+    for slot in range(size):
+        batch.admit(slot, toys.prompt(slot, 5 + slot), Settings(60, GREEDY))
+    batch.step()
+    return batch
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "best_first"])
+def test_the_host_reads_once_a_step(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = full(toys.target("llama"), source("eagle3", tree, toys.target("llama")))
+    with reads(monkeypatch) as noted:
+        for _ in range(3):
+            batch.step()
+    assert noted.count("tolist") == len(noted) == 3
+
+
+def test_buffers_stay_where_they_are() -> None:
+    batch = full(toys.target("llama"), source("eagle", "static", toys.target("llama")))
+    step: Any = batch.device_step
+
+    def addresses() -> list[int]:
+        kept = [*step.slots, *batch.cache.storage.blocks, step.drafts.cache.length, *step.drafts.buffers[:2]]
+        return [each.data_ptr() for each in (*kept, *(half for pair in step.drafts.cache.layers for half in pair))]
+
+    before = addresses()
+    for _ in range(5):
+        batch.step()
+    assert addresses() == before
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, dict[str, int]]:
+    """The operations of each case on a device that refuses reads and copies."""
+    trees = ("chain", "static", "dynamic", "best_first")
+    heads = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "block", "hass")
+    cases = [f"{head}:{tree}:2:greedy:llama" for head in heads for tree in trees]
+    cases += [f"{case}:{way}:llama" for case in ("eagle:static:1", "eagle:static:32") for way in ("greedy", "coupled")]
+    cases += ["eagle3:dynamic:1:coupled:mistral", "eagle3:dynamic:32:coupled:mistral"]
+    cases += ["medusa:best_first:1:greedy:gpt2", "medusa:best_first:32:greedy:gpt2"]
+    run = subprocess.run([sys.executable, accelerator.__file__, *cases], capture_output=True, text=True, check=True)
+    found: dict[str, dict[str, int]] = {}
+    for line in run.stdout.splitlines():
+        found |= json.loads(line)
+    assert list(found) == ["refused", *cases]
+    return found
+
+
+def test_no_head_and_no_tree_makes_the_host_wait(counts: dict[str, Any]) -> None:
+    assert [case for case, found in counts.items() if isinstance(found, str)] == []
+
+
+def test_the_work_does_not_depend_on_the_batch(counts: dict[str, Any]) -> None:
+    pairs = [(case, case.replace(":1:", ":32:")) for case in counts if ":1:" in case]
+    assert len(pairs) == 4
+    for one, many in pairs:
+        assert counts[one] == counts[many], one
+
+
+def test_the_budget_of_a_step(counts: dict[str, Any]) -> None:
+    """A toy has three layers; attention counts as what it is made of where no kernel of its own is known."""
+    assert counts["medusa:chain:2:greedy:llama"]["all"] <= 560
+    assert counts["eagle3:chain:2:greedy:llama"]["all"] <= 920
+    assert counts["eagle3:static:2:greedy:llama"]["other"] <= 125
+
+
+def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
+    assert len(counts["refused"]) == 5
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["eagle3:dynamic:coupled:compiled", "medusa:best_first:greedy:recorded"],
+        pytest.param(
+            [f"{head}:{tree}:{way}" for head in ("eagle", "hass", "mtp", "hydra", "mlp", "block", "plain")
+             for tree, way in (("chain", "greedy:compiled"), ("static", "coupled:recorded"), ("best_first", "greedy:compiled"))],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_the_step_is_one_graph_that_serves_all_that_come_and_go(cases: list[str]) -> None:
+    """Compiled whole without a second form; or recorded once, so that a number baked in would be seen in other texts."""
+    run = subprocess.run([sys.executable, step_graph.__file__, *cases], capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    graphs = [{case: {"same": True, "graphs": int(case.endswith("compiled"))}} for case in cases]
+    assert found == graphs, run.stderr[-2000:]
