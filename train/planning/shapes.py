@@ -59,14 +59,8 @@ class TargetShape:
 
         A layer frees the tensors of the one before it, so the peak of one layer counts: attention, with keys and values
         repeated for every query head and rotated ones beside the originals, or the MLP, with both its inner states and
-        their product. Added are the kept states of the feature layers, and the mask of an attention that needs one.
-
-        Args:
-            tokens: number of tokens of the micro-batch.
-            length: of its rows.
-            item: bytes of a value.
-            features: number of layers whose states are kept.
-            group: number of devices that share a layer's inner states.
+        their product. Added are the kept states of the feature layers, and the mask of an attention that needs one. A
+        value has `item` bytes, and a `group` of devices shares a layer's inner states.
         """
         queries, keys = self.layer.num_heads * self.layer.head_dim, self.layer.num_kv_heads * self.layer.head_dim
         attention = 2 * self.width + (6 * queries + 3 * keys) // group
