@@ -36,9 +36,9 @@ Size = Counter[str]
 NONE: Size = Counter()
 
 
-def blocks(total: int, each: int | None = None) -> Size:
-    """Return the size of `total` bytes in blocks of about `each` bytes; None: in one."""
-    return Counter(large=total) if (each or total) >= LARGE else Counter(small=total)
+def blocks(total: int, size: int | None = None) -> Size:
+    """Return the size of `total` bytes in blocks of about `size` bytes; None: in one."""
+    return Counter(large=total) if (size or total) >= LARGE else Counter(small=total)
 
 
 def times(size: Size, factor: int | float) -> Size:
