@@ -50,8 +50,8 @@ class Trial:
         generations = self._decode(load_found(folder, self.target.embeddings, self.target.spec))
         tau, before = _tau(generations), _tau(self.reference)
         same = [result.tokens for result in generations] == [result.tokens for result in self.reference]
-        alike = _accepted(generations) == _accepted(self.reference) if self.exact else abs(tau - before) <= SLACK * before
-        if not (same and alike):
+        near = abs(tau - before) <= SLACK * before
+        if not (same and (_accepted(generations) == _accepted(self.reference) if self.exact else near)):
             what = "τ is" if same else "other tokens came out, τ is"
             raise ValueError(f"{complaint}, {what} {tau:.2f} by it, and {before:.2f} by the run's own head{remedy}")
         return f"τ {tau:.2f} over {len(self.prompts)} prompts, greedy by {self.tree.label}, as the run's own head"

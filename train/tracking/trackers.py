@@ -1,7 +1,8 @@
-"""The trackers, one class each: `log` takes a record, `close` finishes. Any of them may fail.
+"""A run's records: metrics.jsonl always, other trackers if configured, a progress bar on the terminal.
 
-A record is a dict with the `step` that it belongs to. metrics.jsonl takes it as it is; wandb and TensorBoard take its
-numbers alone, those of an inner list or dict under a name and an index: `accuracy/1` is that of depth 1.
+A tracker that fails is reported in one line and dropped; training never stops for it. A record is a dict with the
+`step` that it belongs to. metrics.jsonl takes it as it is; wandb and TensorBoard take its numbers alone, those of an
+inner list or dict under a name and an index: `accuracy/1` is that of depth 1.
 """
 
 import json
@@ -12,9 +13,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from heads.common.errors import one_line
 from heads.common.untrusted import parse_json
@@ -22,6 +26,7 @@ from heads.common.untrusted import parse_json
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+REFRESH = 2  # redraws of the bar a second: its thread takes time from the step's own
 WAIT = 10.0  # seconds to wait for wandb's server before training begins
 
 
@@ -34,15 +39,13 @@ class Start(NamedTuple):
 
 
 class Sink(Protocol):
-    """The interface of a tracker."""
+    """The interface of a tracker; any of its methods may fail."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Take one record."""
-        ...
 
     def close(self) -> None:
         """Finish."""
-        ...
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -168,3 +171,65 @@ TRACKERS: dict[str, Callable[[Start], Sink]] = {
     "wandb": lambda start: Wandb(start, offline=False),
     "wandb_offline": lambda start: Wandb(start, offline=True),
 }
+
+
+class Tracker:
+    """Pass each record to every tracker and the progress bar; active on the main process alone."""
+
+    def __init__(
+        self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: dict[str, Any]
+    ) -> None:
+        self.sinks: dict[str, Sink] = {}
+        self.progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True, quiet=not active),
+            refresh_per_second=REFRESH,
+            disable=not active,
+        )
+        self.progress.start()
+        self.task = self.progress.add_task("train", total=steps, completed=start, numbers="")
+        for name in dict.fromkeys(["jsonl", *trackers]) if active else ():
+            with Dropping(self, name):
+                self.sinks[name] = TRACKERS[name](Start(out, start, config))
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Pass on one record, which has at least `step`."""
+        for name, sink in list(self.sinks.items()):
+            with Dropping(self, name):
+                sink.log(record)
+        if "loss" in record:
+            accuracy = " ".join(f"{a:.2f}" for a in record["accuracy"])
+            summary = f"loss {record['loss']:.4f}  accuracy {accuracy}  {record['tokens_per_second']:.0f} tok/s"
+            self.progress.update(self.task, completed=record["step"], numbers=summary)
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self.progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Close the trackers and the bar."""
+        for name, sink in list(self.sinks.items()):
+            with Dropping(self, name):
+                sink.close()
+        self.progress.stop()
+
+
+class Dropping:
+    """A context around a call of one tracker: an error drops the tracker with a message and does not propagate."""
+
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self.tracker, self.name = tracker, name
+
+    def __enter__(self) -> None:
+        """Enter; nothing is needed."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        """Drop the tracker for any error that is not a signal's, or a request to exit."""
+        if not isinstance(error, Exception):
+            return False
+        self.tracker.sinks.pop(self.name, None)
+        self.tracker.say(f"tracker {self.name} failed and is left out from here on: {one_line(error)}")
+        return True
