@@ -68,7 +68,7 @@ def test_a_tracker_that_fails_is_named_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: str, seen: list[str]
 ) -> None:
     called: list[str] = []
-    monkeypatch.setitem(tracking.TRACKERS, "stub", lambda _: Stub(fails, called))
+    monkeypatch.setitem(tracking.TRACKERS, "stub", lambda *_: Stub(fails, called))
     tracked(tmp_path, ["stub", "tensorboard"])
     assert called == seen
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
@@ -79,7 +79,7 @@ def test_a_tracker_that_fails_is_named_once_and_left_out(
 
 def test_training_goes_on_without_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda _: Stub("log 2", called))
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda *_: Stub("log 2", called))
     run, resolved = configured(
         [*jobs.make(tmp_path), "trainer.steps=3", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'run'}",
          "trainer.trackers=[wandb]", "trainer.peak_tflops=0.001"]

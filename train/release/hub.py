@@ -145,7 +145,8 @@ def retried(call: Callable[[], T]) -> T:
         try:
             return call()
         except (TRANSPORT, OSError, RuntimeError) as error:
-            if not _temporary(error):
+            answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
+            if isinstance(answered, HfHubHTTPError) and answered.response.status_code not in BUSY:
                 raise
             log.warning("the connection to the Hub broke off (%s); again in %d s", type(error).__name__, wait)
             time.sleep(wait)
@@ -167,12 +168,6 @@ def _check_token(repo: str, api: HfApi) -> None:
             f"{repo}: the token of {who.get('name')} may only read; make one that may write on the Hub's page of "
             "settings, and log in with `hf auth login` or set HF_TOKEN"
         )
-
-
-def _temporary(error: Exception) -> bool:
-    """Whether another attempt may succeed."""
-    answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
-    return not isinstance(answered, HfHubHTTPError) or answered.response.status_code in BUSY
 
 
 def _holds(commit: str, folder: Path, repo: str, api: HfApi) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -28,14 +28,6 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 REFRESH = 2  # redraws of the bar a second: its thread takes time from the step's own
 WAIT = 10.0  # seconds to wait for wandb's server before training begins
-
-
-class Start(NamedTuple):
-    """A tracker's arguments: the run's folder, the number of steps done before, and the whole configuration."""
-
-    out: Path
-    step: int
-    config: dict[str, Any]
 
 
 class Sink(Protocol):
@@ -83,14 +75,14 @@ class Jsonl:
     record, such as one that a killed run was writing.
     """
 
-    def __init__(self, start: Start) -> None:
-        path = start.out / METRICS
+    def __init__(self, out: Path, start: int, config: dict[str, Any]) -> None:
+        path = out / METRICS
         lines = path.read_bytes().splitlines() if path.exists() else []
         steps = [step_of(line) for line in lines]
         if odd := steps.count(None):
             log.warning("%s: lines that hold no step are left out: %d", path, odd)
         fresh = path.with_suffix(".partial")
-        earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start.step]
+        earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
         fresh.write_bytes(b"".join(line + b"\n" for line in earlier))
         os.replace(fresh, path)
         self.file, self.refused = path.open("a"), False
@@ -116,20 +108,20 @@ class Wandb:
     If no server answers in time the run is written offline.
     """
 
-    def __init__(self, start: Start, *, offline: bool) -> None:
+    def __init__(self, out: Path, start: int, config: dict[str, Any], *, offline: bool) -> None:
         import wandb
 
-        id_file = start.out / "wandb-id.txt"
+        id_file = out / "wandb-id.txt"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
         begin = partial(
-            wandb.init, project="headstart", dir=str(start.out), config=start.config, name=start.out.name,
+            wandb.init, project="headstart", dir=str(out), config=config, name=out.name,
             id=id_file.read_text().strip(), resume="allow", settings=wandb.Settings(init_timeout=WAIT),
         )  # fmt: skip
         try:
             self.run: Any = begin(mode="offline" if offline else "online")
         except wandb.errors.CommError as error:
-            log.warning("wandb: %s; the run is written to %s, for `wandb sync`", one_line(error), start.out / "wandb")
+            log.warning("wandb: %s; the run is written to %s, for `wandb sync`", one_line(error), out / "wandb")
             wandb.teardown()  # else it holds the run's id
             self.run = begin(mode="offline")
 
@@ -145,14 +137,13 @@ class Wandb:
 class TensorBoard:
     """Event files in `tensorboard/`; on resume, entries after the resumed step are purged."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, out: Path, start: int, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = start.step + 1 if start.step else None
         writer: Any = SummaryWriter
-        self.writer: Any = writer(log_dir=str(start.out / "tensorboard"), purge_step=purge)
-        written = OmegaConf.to_yaml(OmegaConf.create(start.config))
-        self.writer.add_text("config", "".join(f"    {line}\n" for line in written.splitlines()), start.step)
+        self.writer: Any = writer(log_dir=str(out / "tensorboard"), purge_step=start + 1 if start else None)
+        written = OmegaConf.to_yaml(OmegaConf.create(config))
+        self.writer.add_text("config", "".join(f"    {line}\n" for line in written.splitlines()), start)
 
     def log(self, record: dict[str, Any]) -> None:
         """Add the numbers at the record's step."""
@@ -165,11 +156,12 @@ class TensorBoard:
         self.writer.close()
 
 
-TRACKERS: dict[str, Callable[[Start], Sink]] = {
+# Each is made of the run's folder, the number of steps done before, and the whole configuration.
+TRACKERS: dict[str, Callable[[Path, int, dict[str, Any]], Sink]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
-    "wandb": lambda start: Wandb(start, offline=False),
-    "wandb_offline": lambda start: Wandb(start, offline=True),
+    "wandb": partial(Wandb, offline=False),
+    "wandb_offline": partial(Wandb, offline=True),
 }
 
 
@@ -193,7 +185,7 @@ class Tracker:
         self.task = self.progress.add_task("train", total=steps, completed=start, numbers="")
         for name in dict.fromkeys(["jsonl", *trackers]) if active else ():
             with Dropping(self, name):
-                self.sinks[name] = TRACKERS[name](Start(out, start, config))
+                self.sinks[name] = TRACKERS[name](out, start, config)
 
     def log(self, record: dict[str, Any]) -> None:
         """Pass on one record, which has at least `step`."""

@@ -43,7 +43,7 @@ def title_of(head: str) -> str:
 def card(facts: Facts) -> dict[str, str | bytes]:
     """Return README.md with its YAML metadata, and the plots that it shows, by the names of their files."""
     pictures = measured.pictures_of(facts)
-    rows = [result.row for result in facts.live if facts.has_drafter(result.row["drafter"])]
+    rows = [result.row for result in facts.mine]
     # Escaping is Markdown's, by the filters.
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     filters = {"shell": shlex.quote, "bullets": bullets}

@@ -63,6 +63,11 @@ class Facts:
         """The results by decoding, which a clock has measured."""
         return [result for result in results_of(self.report) if result.row.get("tier", LIVE) == LIVE]
 
+    @property
+    def mine(self) -> list[Result]:
+        """Those of them that are this head's."""
+        return [result for result in self.live if self.has_drafter(result.row["drafter"])]
+
     def has_drafter(self, drafter: str) -> bool:
         """Whether a row's drafter is this head, named by its kind, and by its run too where there are several."""
         kind, _, run = drafter.partition(" ")

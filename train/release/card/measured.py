@@ -87,9 +87,10 @@ def _curves(facts: Facts) -> dict[str, Any]:
 
 def _picture(plots_shown: list[Plot]) -> Picture:
     """Return plots beneath each other as one picture."""
-    specs: list[Spec] = [{**_fixed(plot.spec), "title": plot.caption} for plot in plots_shown]
-    if len(specs) > 1:
-        specs = [{**spec, "height": LOW} for spec in specs]
+    size = {"width": WIDTH} if len(plots_shown) == 1 else {"width": WIDTH, "height": LOW}
+    specs: list[Spec] = [{**plot.spec, **size, "title": plot.caption} for plot in plots_shown]
+    for spec in specs:
+        spec.pop("autosize", None)  # to the page
     whole = {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "config": CONFIG,
@@ -99,8 +100,3 @@ def _picture(plots_shown: list[Plot]) -> Picture:
 
     png = vl_convert.vegalite_to_png(json.dumps(whole), scale=SCALE)
     return Picture(". ".join(plot.caption for plot in plots_shown), bytes(png))
-
-
-def _fixed(spec: Spec) -> Spec:
-    """Return a page's specification with a width of its own."""
-    return {key: value for key, value in spec.items() if key != "autosize"} | {"width": WIDTH}

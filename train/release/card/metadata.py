@@ -38,10 +38,8 @@ def datasets(facts: Facts) -> list[str]:
 def results(facts: Facts) -> list[EvalResult]:
     """Return the head's own results by decoding, a failed one without its speedup."""
     evaluations = []
-    for result in facts.live:
+    for result in facts.mine:
         row = result.row
-        if not facts.has_drafter(row["drafter"]):
-            continue
         workload, rate = Path(row["workload"]).stem, row.get("request_rate")
         where = f"T={row['temperature']:g}, batch {row['batch_size']}, tree {row['tree']}"
         where += f", {rate:g} requests a second" if rate is not None else ""
