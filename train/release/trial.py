@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from data.text.prompts import load_prompts
 from eval.inputs.runs import own_prompts
+from eval.measures import metrics
 from heads.common.errors import one_line
 from heads.common.typed import typed
 from heads.formats.hub import load_found, on_hub, target_path
@@ -20,7 +21,7 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_tree
 from inference.target.config import DTYPES
 from inference.target.target import Target
-from inference.verification.sample import Sampling
+from inference.verification.sample import GREEDY
 from train.release.config import PublishConfig
 
 # Relative difference of τ allowed in a format that multiplies two of the head's matrices into one, whose rounding
@@ -38,7 +39,7 @@ class Trial:
         self, target: Target, prompts: list[list[int]], tree: TreeConfig, tokens: int, trained: Any, *, exact: bool
     ) -> None:
         self.target, self.prompts, self.tree, self.exact = target, prompts, tree, exact
-        self.settings = Settings(tokens, Sampling(0.0, 0, 1.0))
+        self.settings = Settings(tokens, GREEDY)
         self.reference = self._decode(trained)
 
     def check(self, folder: Path, complaint: str, remedy: str = "") -> str:
@@ -48,7 +49,7 @@ class Trial:
             ValueError: the tokens or the accepted drafts differ; in one line of complaint, difference and remedy.
         """
         generations = self._decode(load_found(folder, self.target.embeddings, self.target.spec))
-        tau, before = _tau(generations), _tau(self.reference)
+        tau, before = (metrics.acceptance(results).tau or 0.0 for results in (generations, self.reference))
         same = [result.tokens for result in generations] == [result.tokens for result in self.reference]
         near = abs(tau - before) <= SLACK * before
         if not (same and (_accepted(generations) == _accepted(self.reference) if self.exact else near)):
@@ -88,12 +89,6 @@ def begin(run: Path, config: PublishConfig) -> Trial | str:
     if config.format is not None:
         trained = trained.to(dtype=DTYPES[config.dtype])
     return Trial(target, prompts, tree, config.verify_tokens, trained, exact=config.format is None)
-
-
-def _tau(generations: list[Generation]) -> float:
-    """Return the mean number of tokens of a target pass, the prefill and its token left out."""
-    passes = sum(len(result.steps) for result in generations)
-    return sum(len(result.tokens) - 1 for result in generations) / passes if passes else 0.0
 
 
 def _target(path: str, adapter: str | None) -> Target | str:

@@ -13,7 +13,6 @@ from hydra.types import RunMode
 from rich.console import Console
 from rich.table import Table
 
-from eval.measures.results import LIVE
 from eval.report.columns import SWEEP, results
 from eval.report.reading import read_report
 from eval.report.text import rich_table
@@ -91,10 +90,11 @@ def note(name: str, drafter: str, out: Path) -> None:
 def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
     """Return the cost of a finished run with each of its timed rows of the report."""
     cost = json.loads((out / "training.json").read_text())
-    report = read_report(out / "report.json")
-    live = [result for result in results_of(report) if result.row.get("tier", LIVE) == LIVE]
-    mine = [result for result in live if result.row["drafter"] == drafter and not result.row.get("category")]
-    return [{"name": name, "out": str(out), "cost": cost, "failed": result.failed, **result.row} for result in mine]
+    return [
+        {"name": name, "out": str(out), "cost": cost, "failed": result.failed, **result.row}
+        for result in results_of(read_report(out / "report.json"))
+        if result.overall and result.row["drafter"] == drafter
+    ]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

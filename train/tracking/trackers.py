@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from eval.measures.written import finite
 from heads.common.errors import one_line
 from heads.common.untrusted import parse_json
 
@@ -48,15 +49,6 @@ def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/{key}", number) for key, number in numbers(inner))
         elif isinstance(value, int | float) and math.isfinite(value):
             yield name, float(value)
-
-
-def plain(value: Any) -> Any:
-    """Return a value for JSON, numbers that are not finite replaced by null."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def step_of(line: bytes) -> int | None:
@@ -89,7 +81,7 @@ class Jsonl:
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a line; one that a full disk refuses stays in the file's buffer until a later call writes it."""
-        self.file.write(json.dumps(plain(record)) + "\n")
+        self.file.write(json.dumps(finite(record)) + "\n")
         try:
             self.file.flush()
         except OSError as error:

@@ -55,12 +55,9 @@ def misleading(repo: str, head: str) -> str | None:
 
 
 def _eagle3(facts: Facts) -> Iterator[Serving]:
-    tokens, short = (
-        facts.publish.draft_tokens,
-        block(f"vllm serve {facts.publish.repo}"),
-    )  # takes the target from the head
+    short = block(f"vllm serve {facts.publish.repo}")  # which takes the target from the head, and so from the Hub
     alone = f"\n\nor, with the same target and number of tokens:\n\n{short}" if facts.hub else ""
-    yield VLLM, _vllm(facts, "eagle3", tokens) + alone
+    yield VLLM, _vllm(facts, "eagle3", facts.publish.draft_tokens) + alone
     if facts.served["norm_before_residual"]:
         yield "Not served by", f"{SGLANG} and {TRTLLM}, which know no norm_before_residual=true."
         return
