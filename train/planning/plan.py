@@ -33,24 +33,17 @@ HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 
 
 class PlanInputs(NamedTuple):
-    """A run and the sizes derived from it.
-
-    Attributes:
-        item: bytes of a value of the target.
-        rows: rows of a micro-batch.
-        micro: micro-batches of a process in a step.
-        layers: bytes of the target's layers, 0 where they stay on disk.
-    """
+    """A run and the sizes derived from it."""
 
     run: RunConfig
     device: DeviceConfig
     shape: TargetShape
     traced: Trace
     layout: Layout
-    item: int
-    rows: int
-    micro: int
-    layers: int
+    item: int  # bytes of a value of the target
+    rows: int  # of a micro-batch
+    micro: int  # micro-batches of a process in a step
+    layers: int  # bytes of the target's layers, 0 where they stay on disk
 
     @property
     def heap(self) -> bool:

@@ -18,28 +18,17 @@ QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The sizes of a target; parameters are counted in numbers, not bytes.
+    """The sizes of a target; parameters are counted in numbers, not bytes."""
 
-    Attributes:
-        layer: the shape of a decoder layer, which is also the default of a head's layer.
-        feed: inner width of the MLP that a token passes through, summed over its experts.
-        layers: the number of decoder layers.
-        width, vocab: of hidden states and of the lm_head.
-        embeddings: parameters of embedding and lm_head, counted once where they are tied.
-        inner: all other parameters, those of the layers and norms.
-        active: those of `inner` that a token passes through.
-        packs: whether attention runs document by document, without a mask of a row's length squared.
-    """
-
-    layer: LayerShape
-    feed: int
+    layer: LayerShape  # of a decoder layer, which is also the default of a head's
+    feed: int  # inner width of the MLP that a token passes through, summed over its experts
     layers: int
-    width: int
-    vocab: int
-    embeddings: int
-    inner: int
-    active: int
-    packs: bool
+    width: int  # of hidden states
+    vocab: int  # of the lm_head
+    embeddings: int  # parameters of embedding and lm_head, counted once where they are tied
+    inner: int  # all other parameters, those of the layers and norms
+    active: int  # those of `inner` that a token passes through
+    packs: bool  # whether attention runs document by document, without a mask of a row's length squared
 
     @property
     def parameters(self) -> int:

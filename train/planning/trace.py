@@ -139,31 +139,19 @@ class Job(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The memory of a micro-batch in bytes, above weights and features, and its operations.
+    """The memory of a micro-batch in bytes, above weights and features, and its operations."""
 
-    Attributes:
-        whole, trained, frozen: numbers of parameters: of the head without adapters, trained ones, frozen ones.
-        feature_layers: the number of the target's layers that the head reads.
-        weights: the size of the trained parameters in fp32.
-        largest: the bytes of the largest of them.
-        vectors: the number of parameters whose state Muon does not halve.
-        activations: the size that the unrolling keeps for the backward pass.
-        peak: the peak of each kind of block, gradients included unless an earlier micro-batch allocated them; most: of
-            both kinds together.
-        flops: floating-point operations of forward and backward pass.
-    """
-
-    whole: int
+    whole: int  # parameters of the head without adapters
     trained: int
     frozen: int
-    feature_layers: int
-    weights: Size
-    largest: int
-    vectors: int
-    activations: Size
-    peak: Size
-    most: int
-    flops: int
+    feature_layers: int  # of the target, that the head reads
+    weights: Size  # of the trained parameters in fp32
+    largest: int  # bytes of the largest of them
+    vectors: int  # parameters whose state Muon does not halve
+    activations: Size  # that the unrolling keeps for the backward pass
+    peak: Size  # of each kind of block, gradients included unless an earlier micro-batch allocated them
+    most: int  # peak of both kinds together
+    flops: int  # of forward and backward pass
 
 
 _traced: dict[str, Trace] = {}
@@ -226,12 +214,8 @@ def _run_trace(job: Job) -> Trace:
 
 def _materialise(head: nn.Module) -> None:
     """Move a module from the meta device to fake CPU tensors, which autocast supports."""
+    head.to_empty(device="cpu")
     for module in head.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-            setattr(module, name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         for value in vars(module).values():
             if isinstance(value, Rotary):
                 value.frequency = torch.empty(value.frequency.shape, dtype=value.frequency.dtype)

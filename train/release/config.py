@@ -45,23 +45,14 @@ class PublishConfig:
 
 @dataclass(frozen=True)
 class CheckupConfig:
-    """The measurement of acceptance.
+    """The measurement of acceptance."""
 
-    Attributes:
-        workload: prompts as eval/run.py takes them; None: the run's own held-out ones, else the bundled ones.
-        prompts: how many of them.
-        max_new_tokens: of each answer, at most; a report's own limit is kept where it is lower.
-        depth: of the chain, where no report says which tree was measured.
-        dtype: of the target and the head; auto: the fast one of the device.
-        measure: whether to load the target's layers at all.
-    """
-
-    workload: str | None
+    workload: str | None  # prompts as eval/run.py takes them; None: the run's own held-out ones, else the bundled ones
     prompts: Count
-    max_new_tokens: Count
-    depth: Count
-    dtype: str
-    measure: bool
+    max_new_tokens: Count  # of each answer, at most; a report's own limit is kept where it is lower
+    depth: Count  # of the chain, where no report says which tree was measured
+    dtype: str  # of the target and the head; auto: the fast one of the device
+    measure: bool  # whether to load the target's layers at all
 
 
 @dataclass(frozen=True)

@@ -33,17 +33,11 @@ MESSAGE = "Publish the head with headstart"
 
 
 class Repository(NamedTuple):
-    """A repository on the Hub before the upload.
+    """A repository on the Hub before the upload."""
 
-    Attributes:
-        name: OWNER/NAME.
-        commit: the branch's last commit before anything is uploaded.
-        created: whether this call created the repository, to which nobody has committed.
-    """
-
-    name: str
-    commit: str
-    created: bool
+    name: str  # OWNER/NAME
+    commit: str  # the branch's last one
+    created: bool  # by this call, and nobody has committed to it
 
 
 @contextmanager

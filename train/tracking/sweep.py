@@ -28,11 +28,7 @@ def sweeping() -> bool:
 
 
 def check(prompts: int, *, waits: bool) -> None:
-    """Refuse to search for the largest τ where no run measures one.
-
-    Args:
-        prompts: the number that a run measures on.
-        waits: whether this command sees the end of a run.
+    """Refuse to search for the largest τ where no run measures one, or this command does not see the end of a run.
 
     Raises:
         ValueError: no run measures τ, or this command does not see it.
@@ -68,14 +64,9 @@ def alone() -> Iterator[None]:
 
 
 def note(name: str, drafter: str, out: Path) -> None:
-    """Add a finished run to its multirun's table and print it; outside a multirun, do nothing.
+    """Add a finished run, whose head its report calls `drafter`, to its multirun's table and print that, if it has one.
 
     The last run's table is whole, and one that fails takes nothing from the others.
-
-    Args:
-        name: the run's.
-        drafter: the name of the head in its report.
-        out: the run's folder.
     """
     if not sweeping():
         return

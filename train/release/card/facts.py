@@ -12,25 +12,15 @@ from train.release.config import PublishConfig
 
 @dataclass(frozen=True)
 class Facts:
-    """The records of a head; an empty mapping where the run has none of that kind.
-
-    Attributes:
-        publish: what is published, and where.
-        config: the head's own config.json.
-        served: the published config.json, another one in a foreign format.
-        tokenizer_sha256: of the target's tokenizer.json.
-        report: its report.json.
-        provenance: its provenance.json.
-        settings: its config.yaml.
-    """
+    """The records of a head; an empty mapping where the run has none of that kind."""
 
     publish: PublishConfig
-    config: dict[str, Any]
-    served: dict[str, Any]
-    tokenizer_sha256: str | None
+    config: dict[str, Any]  # the head's own config.json
+    served: dict[str, Any]  # the published one, another in a foreign format
+    tokenizer_sha256: str | None  # of the target's tokenizer.json
     report: dict[str, Any]
     provenance: dict[str, Any]
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # the run's config.yaml
 
     @property
     def kind(self) -> str:
