@@ -1,7 +1,7 @@
 """The model card of a published head: its results, its provenance, how to serve it, its limits.
 
 Every number and name on it was recorded by the run, its head or its report; missing records are named as missing. The
-text is card.md, a template of Jinja.
+text is README.jinja, which escapes by the filters of text.py.
 
 facts.py     the records that it is made of
 metadata.py  the YAML that the Hub reads
@@ -32,7 +32,7 @@ TITLES = {
     "mtp": "A multi-token-prediction (MTP) head",
     "block": "A block-parallel draft head",
 }
-TEMPLATE = Path(__file__).with_name("card.md")
+TEMPLATE = Path(__file__).with_name("README.jinja")
 
 
 def title_of(head: str) -> str:
@@ -44,7 +44,6 @@ def card(facts: Facts) -> dict[str, str | bytes]:
     """Return README.md with its YAML metadata, and the plots that it shows, by the names of their files."""
     pictures = measured.pictures_of(facts)
     rows = [result.row for result in facts.mine]
-    # Escaping is Markdown's, by the filters.
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     filters = {"shell": shlex.quote, "bullets": bullets}
     environment.filters |= filters | {function.__name__: function for function in (block, code, escaped, quoted)}

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from heads import HEADS
@@ -91,13 +92,10 @@ def _dflash(facts: Facts) -> Iterator[Serving]:
     yield "Not tried", f"{TRTLLM}, which has a loader of its own for these heads."
 
 
-def _authors(reader: str) -> Callable[[Facts], Iterator[Serving]]:
-    def parts(facts: Facts) -> Iterator[Serving]:
-        others = [form for form, kinds in FORMATS.items() if facts.kind in kinds and form != facts.publish.format]
-        engines = f"; for engines publish it with format= one of {', '.join(others)}" if others else ""
-        yield "The authors' own code", f"{reader} reads this layout, for {code(facts.path)}{engines}."
-
-    return parts
+def _authors(reader: str, facts: Facts) -> Iterator[Serving]:
+    others = [form for form, kinds in FORMATS.items() if facts.kind in kinds and form != facts.publish.format]
+    engines = f"; for engines publish it with format= one of {', '.join(others)}" if others else ""
+    yield "The authors' own code", f"{reader} reads this layout, for {code(facts.path)}{engines}."
 
 
 SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
@@ -105,10 +103,10 @@ SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
     eagle.engines: _eagle,
     medusa.engines: _medusa,
     dflash.engines: _dflash,
-    eagle3.authors: _authors("SafeAILab/EAGLE"),
-    eagle.authors: _authors("SafeAILab/EAGLE"),
-    medusa.authors: _authors("FasterDecoding/Medusa"),
-    hydra.authors: _authors("zankner/Hydra"),
+    eagle3.authors: partial(_authors, "SafeAILab/EAGLE"),
+    eagle.authors: partial(_authors, "SafeAILab/EAGLE"),
+    medusa.authors: partial(_authors, "FasterDecoding/Medusa"),
+    hydra.authors: partial(_authors, "zankner/Hydra"),
 }
 
 

@@ -25,7 +25,9 @@ def _data(facts: Facts) -> Iterator[str]:
         return
     by_name = {str(source["name"]): source for source in sources}
     for name in names:
-        yield f"- {code(shown(name))}{_counts(name, counts)}{_identity(by_name.get(name, {}))}"
+        read, trained_on = counts.get("records", {}).get(name), counts.get("kept", {}).get(name, 0)
+        records_of_it = "" if read is None else f", {trained_on:,} of {read:,} records"
+        yield f"- {code(shown(name))}{records_of_it}{_identity(by_name.get(name, {}))}"
     dropped = {key: counts[key] for key in ("duplicates", "contaminated", "short") if counts.get(key)}
     if dropped:
         yield "- dropped: " + ", ".join(f"{n:,} {escaped(key)}" for key, n in dropped.items())
@@ -36,11 +38,6 @@ def _data(facts: Facts) -> Iterator[str]:
         yield f"- {counts['held_out']:,} records held out for measuring"
     if fingerprint := facts.provenance.get("data_fingerprint"):
         yield f"- fingerprint of the samples: {code(fingerprint)}"
-
-
-def _counts(name: str, counts: dict[str, Any]) -> str:
-    read, trained_on = counts.get("records", {}).get(name), counts.get("kept", {}).get(name, 0)
-    return "" if read is None else f", {trained_on:,} of {read:,} records"
 
 
 def _identity(source: dict[str, Any]) -> str:
