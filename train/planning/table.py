@@ -18,9 +18,8 @@ from train.planning.memory import MemoryUse
 from train.planning.plan import GIB, DeviceMemory, plan
 
 PRUNED = 32000  # EAGLE-3's draft vocabulary
-STORED = (
-    "features.mode=stored features.on_missing=fail features.path=store"  # as features=stored, wherever the store is
-)
+# The values of features=stored; where the store lies is of no matter to a plan.
+STORED = "features.mode=stored features.on_missing=fail features.path=store"
 
 
 class Advice(NamedTuple):
