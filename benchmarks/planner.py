@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.common.resolvers import register_resolvers
 from train.config import run_config
-from train.planning.plan import plan
-from train.planning.table import preset_row
+from train.planning.plan import GIB, plan
 
 TINY, MIB = ROOT / "examples" / "tiny", 2**20
 BESIDE = 60 * MIB  # tokenizer and data, as conf/device/cpu.yaml counts them
@@ -119,6 +118,25 @@ def memory(names: list[str], folder: Path) -> None:
     for name in names:
         planned, taken = measure(name, folder, imports)
         print(f"| {name} | {planned:,.0f} | {taken:,.0f} | {planned / taken:.2f} |", flush=True)
+
+
+def preset_row(planned: dict[str, Any]) -> str:
+    """Return the plan as cells of a Markdown row."""
+    devices, device = planned["devices"], planned["device"]
+    nodes = len({memory.node for memory in devices})
+    fullest = max(devices, key=lambda memory: memory.peak)
+    sizes = " / ".join(f"{planned[f'{kind}_parameters'] / 1e9:.2f}" for kind in ("target", "active", "head"))
+    extraction = planned.get("gpu_hours_of_extraction")
+    apart = "" if extraction is None else f" (+ {extraction:,.0f} of extraction)"
+    cells = [
+        f"{nodes} x {len(devices) // nodes} {device['name']}",
+        sizes,
+        f"{fullest.peak / GIB:.1f} of {fullest.capacity / GIB:.1f}",
+        "yes" if planned["fits"] else "no",
+        f"{planned['gpu_hours']:,.1f}{apart}",
+        f"{planned['hours']:,.1f}",
+    ]
+    return " | ".join(cells)
 
 
 def presets() -> None:

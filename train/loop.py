@@ -22,7 +22,7 @@ from train.checkpoints.saver import Saver
 from train.distributed.control import STOPPED, ProcessControl, on_main
 from train.guard import BAD, keep_batch
 from train.step import Stepper
-from train.tracking.track import Tracker
+from train.tracking.trackers import Tracker
 
 COST = "training.json"
 NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # in errors of CUDA, of torch on a CPU, of cuBLAS

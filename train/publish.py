@@ -10,9 +10,10 @@ if __name__ == "__main__":  # the checkout's root instead of train/, so that its
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from collections.abc import Callable
+from dataclasses import fields
 
 from huggingface_hub import HfApi, get_token
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from heads.common.command import command
 from heads.common.errors import user_errors
@@ -20,12 +21,11 @@ from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.store import CONFIG, last_good, read_config
 from train.release import doctor
-from train.release import trial as publish_trial
 from train.release.card.engines import misleading
-from train.release.config import DoctorConfig, PublishConfig, doctor_part, publish_part
+from train.release.config import DoctorConfig, PublishConfig
 from train.release.folder import FILES, write_folder
-from train.release.hub import SHORT, Repository, downloaded, files_of, one_of, push, repository, set_tag
-from train.release.trial import Trial
+from train.release.hub import SHORT, Repository, downloaded, files_of, push, repository, set_tag
+from train.release.trial import Trial, begin
 
 __all__ = ["PublishConfig", "misleading", "publish"]
 
@@ -51,7 +51,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         return out
     trial = _tried(run, out, config) if config.reverify else "reverify=false"
     with repository(config.repo, config.private, config.tag, api) as repo:
-        commit = push(out, repo, one_of(FILES), api)
+        commit = push(out, repo, FILES, api)
     checked = _verified(out, repo, commit, trial, api) if config.reverify else ", not verified: reverify=false"
     if config.tag is not None:
         set_tag(config.repo, config.tag, commit, api)
@@ -62,15 +62,10 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
 
 def _tried(run: Path, out: Path, config: PublishConfig) -> Trial | str:
     """Decode with the run's head, and with an exported one too, before anything is uploaded; or return why not."""
-    trial = publish_trial.begin(run, config)
+    trial = begin(run, config)
     if isinstance(trial, Trial) and not trial.exact:
-        try:
-            trial.check(out)
-        except ValueError as error:
-            raise ValueError(
-                f"{out}: the written head drafts otherwise than it was trained, {error}; nothing was uploaded, publish "
-                "without format or with dtype=float32"
-            ) from error
+        remedy = "; nothing was uploaded, publish without format or with dtype=float32"
+        trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
     return trial
 
 
@@ -80,26 +75,16 @@ def _verified(out: Path, repo: Repository, commit: str, trial: Trial | str, api:
     Raises:
         ValueError: something is different.
     """
+    complaint = f"{repo.name}: the head that came back drafts otherwise"
     try:
         with downloaded(out, repo.name, commit, api) as back:
-            tau = _compared(trial, back, repo.name) if isinstance(trial, Trial) else None
+            tau = trial.check(back, complaint) if isinstance(trial, Trial) else f"τ was not verified: {trial}"
     except ValueError as error:
         before = "it was new" if repo.created else f"before, it was {repo.commit}"
         raise ValueError(
             f"{error}; the repository stands at {commit}, {before}: publish again, or take it down on the Hub"
         ) from error
-    result = ", downloaded again and equal in every file and tensor; "
-    if tau is None:
-        return f"{result}τ was not verified: {trial}"
-    assert isinstance(trial, Trial)
-    return f"{result}τ {tau:.2f} over {len(trial.prompts)} prompts, greedy by {trial.tree.label}, as the run's own head"
-
-
-def _compared(trial: Trial, back: Path, repo: str) -> float:
-    try:
-        return trial.check(back)
-    except ValueError as error:
-        raise ValueError(f"{repo}: the head that came back drafts otherwise, {error}") from error
+    return f", downloaded again and equal in every file and tensor; {tau}"
 
 
 def _assert_has_head(run: Path) -> None:
@@ -118,10 +103,12 @@ def _assert_has_head(run: Path) -> None:
 def main(cfg: DictConfig) -> None:
     """Run the command."""
     if cfg.doctor is not None:
-        text, status = doctor.report(typed(DoctorConfig, doctor_part(cfg)))
+        keys = [field.name for field in fields(DoctorConfig)]
+        text, status = doctor.report(typed(DoctorConfig, OmegaConf.masked_copy(cfg, keys)))
         print(visible(text))
         raise SystemExit(status)
-    publish(typed(PublishConfig, publish_part(cfg)), HfApi(library_name="headstart"))
+    keys = [str(key) for key in cfg if key not in ("doctor", "checkup")]
+    publish(typed(PublishConfig, OmegaConf.masked_copy(cfg, keys)), HfApi(library_name="headstart"))
 
 
 if __name__ == "__main__":

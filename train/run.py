@@ -55,7 +55,6 @@ from train.distributed.control import RANKS, on_main
 from train.distributed.lock import RunLock
 from train.features import origin_of, source_for
 from train.loop import KeptHead, Loop, RunFolder
-from train.planning.advice import advice
 from train.planning.check import check_out, check_run, evaluation, reads_target
 from train.planning.plan import plan
 from train.planning.table import table
@@ -255,8 +254,7 @@ def main(cfg: DictConfig) -> float | None:
         resolved = redacted_values(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(resolved, dict)
         if run.plan:
-            planned = plan(run)
-            Console().print(table(run, planned, [] if planned["fits"] else advice(run, planned)), highlight=False)
+            Console().print(table(run, plan(run)), highlight=False)
             return None
         if launch.missing(run.launcher):
             launch_all(run)

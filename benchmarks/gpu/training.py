@@ -33,8 +33,7 @@ from heads.modules.vocab import prune
 from inference.target.target import Target
 from train.config import RunConfig
 from train.distributed.processes import accelerator_for
-from train.planning.device import GIB
-from train.planning.plan import plan
+from train.planning.plan import GIB, plan
 from train.run import batches_for
 from train.start import first_head, resolve_init
 from train.step import Loss, Stepper

@@ -22,7 +22,7 @@ from tests.eval.stubs import ROW
 from tests.heads import exporting
 from tests.train.publishing import ORIGIN, REPO, config, medusa
 from train.publish import publish
-from train.release.card import TITLES, Facts, engines, metadata, title_of
+from train.release.card import TEMPLATE, TITLES, Facts, card, engines, metadata, title_of
 from train.release.card.text import bullets, code, escaped
 
 HUB_TARGET = TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d")
@@ -37,9 +37,13 @@ def facts(kind: str, form: str | None, served: dict[str, Any], name: str = "Some
     target = {"name": name, "num_layers": 24, "adapter": None}
     settings = {"head": head, "target": target, "tree": {"kind": "chain", "depth": 3}}
     return Facts(
-        repo="me/head", license="mit", run=Path("run"), config=settings, served=served, tokenizer_sha256=None,
-        form=form, draft_tokens=3, report={}, provenance={}, settings={},
+        config(Path("run"), repo="me/head", format=form), settings, served, tokenizer_sha256=None, report={},
+        provenance={}, settings={},
     )  # fmt: skip
+
+
+def served(known: Facts) -> str:
+    return section(str(card(known)["README.md"]), "Serve it").strip()
 
 
 def section(text: str, name: str) -> str:
@@ -159,15 +163,15 @@ def test_a_targets_name_is_no_markup_and_no_code(run: Path) -> None:
     base = Path(evil).name
     assert "# A Medusa head for \\`\\`\\` \\<b\\> " in text
     assert f"It drafts tokens for ```` {base} ````, which" in text
-    served = section(text, "Serve it")
-    assert served.count("````") == 6, "a fence that the name cannot close"
-    assert f"AutoTokenizer.from_pretrained({json.dumps('path/to/' + base)})" in served
-    assert "model.adapter='$(id) `x`'" in served
+    lines = section(text, "Serve it")
+    assert lines.count("````") == 6, "a fence that the name cannot close"
+    assert f"AutoTokenizer.from_pretrained({json.dumps('path/to/' + base)})" in lines
+    assert "model.adapter='$(id) `x`'" in lines
 
 
 def test_headstarts_own_lines_say_all_that_the_repository_lacks(run: Path) -> None:
-    served = section(card_of(run), "Serve it")
-    lines = [shlex.split(line) for line in served.splitlines() if re.match(r"python \w+/run\.py ", line)]
+    text = section(card_of(run), "Serve it")
+    lines = [shlex.split(line) for line in text.splitlines() if re.match(r"python \w+/run\.py ", line)]
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         measuring, writing = (compose(name, words[2:]) for name, words in zip(("eval", "generate"), lines, strict=True))
@@ -178,11 +182,16 @@ def test_headstarts_own_lines_say_all_that_the_repository_lacks(run: Path) -> No
     assert writing.prompt == "..."
 
 
+def test_the_template_is_packaged() -> None:
+    assert f'"train.release.card" = ["{TEMPLATE.name}"]' in (ROOT / "pyproject.toml").read_text()
+    assert TEMPLATE.is_file()
+
+
 def test_markup_is_escaped() -> None:
     assert escaped("a_b *c* <i> [d](e) `f` | g\nh") == r"a\_b \*c\* \<i\> \[d\](e) \`f\` \| g h"
     assert code("plain") == "`plain`"
     assert code("a `b` c") == "``a `b` c``"
-    assert list(bullets({"a": {"b_c": 1, "none": None}, "d": []})) == ["- a:", "  - b\\_c: `1`"]
+    assert bullets({"a": {"b_c": 1, "none": None}, "d": []}) == "- a:\n  - b\\_c: `1`"
 
 
 def test_every_kind_of_head_has_a_title_and_every_format_its_engines() -> None:
@@ -204,7 +213,7 @@ def speculative(text: str) -> dict[str, Any]:
 
 
 def test_an_eagle3_head_has_a_line_for_every_engine() -> None:
-    text = engines.section(facts("eagle3", "vllm", EAGLE3))
+    text = served(facts("eagle3", "vllm", EAGLE3))
     assert speculative(text) == {"method": "eagle3", "model": "me/head", "num_speculative_tokens": 3}
     assert "vllm serve Someone/Target-8B --speculative-config" in text
     assert "\nvllm serve me/head\n" in text
@@ -216,19 +225,19 @@ def test_an_eagle3_head_has_a_line_for_every_engine() -> None:
 
 
 def test_other_layers_are_told_to_tensorrt() -> None:
-    served = {**EAGLE3, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 11, 20]}}
-    text = engines.section(facts("eagle3", "trtllm", served))
+    others = {**EAGLE3, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 11, 20]}}
+    text = served(facts("eagle3", "trtllm", others))
     assert "eagle3_layers_to_capture: [2, 11, 20]" in text
 
 
 def test_a_target_of_this_machine_is_no_hub_id() -> None:
-    text = engines.section(facts("eagle3", "vllm", EAGLE3, "/somewhere/mine"))
+    text = served(facts("eagle3", "vllm", EAGLE3, "/somewhere/mine"))
     assert "vllm serve path/to/mine --speculative-config" in text
     assert "\nvllm serve me/head\n" not in text
 
 
 @pytest.mark.parametrize(
-    ("kind", "form", "served", "method", "tokens", "said"),
+    ("kind", "form", "written", "method", "tokens", "said"),
     [
         (
             "eagle3",
@@ -248,19 +257,19 @@ def test_a_target_of_this_machine_is_no_hub_id() -> None:
     ],
 )
 def test_a_line_for_each_engine_and_who_does_not_serve(
-    kind: str, form: str, served: dict[str, Any], method: str, tokens: int, said: str
+    kind: str, form: str, written: dict[str, Any], method: str, tokens: int, said: str
 ) -> None:
-    text = engines.section(facts(kind, form, served))
+    text = served(facts(kind, form, written))
     assert speculative(text)["method"] == method
     assert speculative(text)["num_speculative_tokens"] == tokens
     assert said in text
 
 
 def test_what_no_engine_reads_says_so() -> None:
-    own = engines.section(facts("medusa", None, {}))
+    own = served(facts("medusa", None, {}))
     assert "do not read headstart's own layout: publish it with format= one of vllm, medusa" in own
-    assert "no format of theirs holds this kind of head" in engines.section(facts("mtp", None, {}))
-    authors = engines.section(facts("medusa", "medusa", {}))
+    assert "no format of theirs holds this kind of head" in served(facts("mtp", None, {}))
+    authors = served(facts("medusa", "medusa", {}))
     assert "FasterDecoding/Medusa reads this layout" in authors
     assert "publish it with format= one of vllm" in authors
 

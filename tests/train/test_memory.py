@@ -1,5 +1,6 @@
 """What a plan is made of, on cases that can be counted by hand, and against what really runs."""
 
+import collections
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,10 @@ from tests import toys
 from train.adapt import WholeConfig
 from train.distributed.processes import LARGE
 from train.losses import ObjectiveConfig
-from train.planning.device import by_driver_name
 from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state
+from train.planning.plan import by_driver_name
 from train.planning.shapes import TargetShape
-from train.planning.trace import NONE, Job, Shadow, Size, Trace, trace
+from train.planning.trace import NONE, Job, Shadow, Trace, trace
 from train.step import Loss
 from train.tracking.flops import Flops
 from train.weights import weights
@@ -28,7 +29,13 @@ MIB = 2**20
 Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
 OBJECTIVE = ObjectiveConfig({"soft_ce": 1.0}, "decay", 1.0, 0.5, 4, "token", None, 0.0, 3.0, 10)
 SHAPE = TargetShape(LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True)
-TRACE = Trace(1000, 1000, 0, 3, Size(4000, 0), 400, 200, NONE, NONE, 0, 0)
+
+
+def size(large: int, small: int) -> Any:
+    return collections.Counter(large=large, small=small)
+
+
+TRACE = Trace(1000, 1000, 0, 3, size(4000, 0), 400, 200, NONE, NONE, 0, 0)
 
 
 def followed(run: Any) -> Shadow:
@@ -44,12 +51,12 @@ def test_a_trace_counts_what_is_there_at_once() -> None:
             y = x + 1
             del y
 
-    assert followed(run).peak == Size(0, 8 * MIB)
+    assert followed(run).peak == size(0, 8 * MIB)
 
 
 def test_views_and_results_in_place_take_nothing() -> None:
     shadow = followed(lambda: torch.empty(MIB).add_(1).view(2, -1).t().mul_(2))
-    assert (shadow.peak, shadow.live) == (Size(0, 4 * MIB), NONE)
+    assert (shadow.peak, shadow.live) == (size(0, 4 * MIB), NONE)
 
 
 def test_what_was_there_before_does_not_count() -> None:
@@ -66,15 +73,18 @@ def test_large_and_small_blocks_have_moments_of_their_own() -> None:
             torch.empty(count)
 
     shadow = followed(run)
-    assert (shadow.peak, shadow.most) == (Size(LARGE, 40), LARGE)
+    assert (shadow.peak, shadow.most) == (size(LARGE, 40), LARGE)
 
 
 def job(target: Target, name: str, **changes: Any) -> Job:
     embeddings = target.embeddings
+    shape = replace(
+        SHAPE, layer=embeddings.layer, layers=embeddings.num_layers, width=embeddings.hidden_size,
+        vocab=embeddings.vocab_size,
+    )  # fmt: skip
     made = Job(
-        toys.head(name, target).config, WholeConfig("none"), OBJECTIVE,
-        embeddings.layer, embeddings.num_layers, embeddings.hidden_size, embeddings.vocab_size,
-        torch.float32, False, "cpu", 2, 64, False, True,
+        toys.head(name, target).config, WholeConfig("none"), OBJECTIVE, shape, torch.float32, False, "cpu", 2, 64,
+        False, True,
     )  # fmt: skip
     return made._replace(**changes)
 
@@ -100,7 +110,7 @@ def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.
 def test_recomputation_keeps_less_and_computes_more() -> None:
     target = toys.target()
     kept, again = (trace(job(target, "eagle", recompute=each)) for each in (False, True))
-    assert again.activations.total < kept.activations.total
+    assert again.activations.total() < kept.activations.total()
     assert again.flops > kept.flops
 
 
@@ -124,7 +134,7 @@ def test_what_is_recomputed_is_what_a_run_recomputes() -> None:
 
 def test_memory_grows_with_the_rows_alone() -> None:
     target = toys.target()
-    one, two, four = (trace(job(target, "eagle", rows=rows)).activations.total for rows in (2, 4, 8))
+    one, two, four = (trace(job(target, "eagle", rows=rows)).activations.total() for rows in (2, 4, 8))
     assert four - two == pytest.approx(2 * (two - one), rel=0.01)
 
 
@@ -140,13 +150,13 @@ def test_memory_grows_with_the_rows_alone() -> None:
 )
 def test_a_parameter_takes_what_its_strategy_says(strategy: str, processes: int, bytes_each: float) -> None:
     held = head_state(TRACE, Layout(strategy, HERE, processes, 1, processes, 1), False, False)
-    assert sum(size.total for size in held.values()) == round(1000 * bytes_each)
+    assert sum(each.total() for each in held.values()) == round(1000 * bytes_each)
 
 
 def test_muon_keeps_one_moment_of_matrices() -> None:
     held = head_state(TRACE, Layout("ddp", HERE, 1, 1, 1, 1), True, True)
-    assert held["head: optimiser"].total == 4 * 800 + 8 * 200
-    assert held["head: running average"].total == 4000
+    assert held["head: optimiser"].total() == 4 * 800 + 8 * 200
+    assert held["head: running average"].total() == 4000
 
 
 def test_layers_lie_where_they_are_told_to() -> None:
@@ -155,7 +165,7 @@ def test_layers_lie_where_they_are_told_to() -> None:
     def there(device: int, processes: int = 1, **given: Any) -> tuple[int, int]:
         layout = Layout("ddp", replace(HERE, **given), processes, 1, processes, 1)
         held, _, host = target_state(SHAPE, layout, 1600, 2, device)
-        return held.get("target: layers", NONE).total, host
+        return held.get("target: layers", NONE).total(), host
 
     beside: dict[str, Any] = {"placement": "device_map", "devices": [1, 2]}
     assert [there(device, **beside)[0] for device in range(3)] == [0, 800, 800]
@@ -169,7 +179,7 @@ def test_a_group_holds_one_other_turn_beside_its_own_rows() -> None:
     layout = Layout("ddp", replace(HERE, placement="tensor_parallel"), 4, 1, 4, 4)
     alone, found = (pass_stage(SHAPE, each, 64, 32, 2, 3) for each in (layout._replace(where=HERE), layout))
     assert found["features"] == found["features of another's turn"] == alone["features"]
-    assert found["target: activations, mask"].total <= alone["target: activations, mask"].total
+    assert found["target: activations, mask"].total() <= alone["target: activations, mask"].total()
 
 
 def test_a_mask_is_counted_where_there_is_one() -> None:
@@ -189,13 +199,13 @@ def test_a_mask_is_counted_where_there_is_one() -> None:
 )
 def test_a_placement_cuts_the_layers(placement: str, there: int, gathered: int, host: int) -> None:
     held, *rest = target_state(SHAPE, Layout("ddp", replace(HERE, placement=placement), 8, 2, 8, 8), 1600, 2)
-    assert held["target: layers"].total == there
-    assert held["target: embedding, lm_head"].total == 2 * SHAPE.embeddings
+    assert held["target: layers"].total() == there
+    assert held["target: embedding, lm_head"].total() == 2 * SHAPE.embeddings
     assert rest == [gathered, host]
 
 
 def test_stages_do_not_add_up() -> None:
-    held = MemoryUse({"a": Size(100, 10)}, {"one": {"x": Size(50, 1)}, "two": {"y": Size(5, 30), "z": Size(1, 0)}})
+    held = MemoryUse({"a": size(100, 10)}, {"one": {"x": size(50, 1)}, "two": {"y": size(5, 30), "z": size(1, 0)}})
     assert held.peak(1000, 0.0, heap=False) == 1000 + 110 + 51
     assert held.peak(1000, 1.0, heap=True) == 1000 + 100 + 50 + 2 * (10 + 30)
 

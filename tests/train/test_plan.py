@@ -13,9 +13,8 @@ from benchmarks import planner
 from heads.common.resolvers import ROOT, register_resolvers
 from train.config import RunConfig, run_config
 from train.planning import shapes
-from train.planning.advice import advice
 from train.planning.plan import plan
-from train.planning.table import table
+from train.planning.table import advice, table
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
 TARGETS = {
@@ -204,7 +203,7 @@ def test_what_cannot_be_made_to_fit_is_said() -> None:
     found = plan(given)
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(table(given, found, advice(given, found)))
+        console.print(table(given, found))
     assert "this is not enough" in shown.get()
 
 
@@ -214,12 +213,12 @@ def test_two_nodes_show_what_lies_where() -> None:
     found = plan(given)
     console = Console(record=True, width=120)
     with console.capture() as shown:
-        console.print(table(given, found, []))
+        console.print(table(given, found))
     text = shown.get()
     assert len(found["devices"]) == 16
     assert "node 0 device 0-7, node 1 device 0-7: " in text
     assert "target: layers" in text
-    layers = found["devices"][9].held.resident["target: layers"].total
+    layers = found["devices"][9].held.resident["target: layers"].total()
     assert layers == 2 * (found["target_parameters"] - 2 * 128256 * 8192) // 8
     assert all("measuring τ" in device.held.stages for device in found["devices"])  # it takes all of them
     apart = plan(run("experiment=eagle3_llama8b_8x80", "head=medusa", "objective.depths=4", *SMALL))["devices"]
@@ -233,13 +232,13 @@ def test_from_a_store_only_the_ends_are_loaded() -> None:
     live, stored = plan(run(*words, "eval.prompts=0")), plan(run(*words, "eval.prompts=0", "trainer.eval_prompts=0"))
     assert "target: layers" in live["devices"][0].held.resident
     assert "target: layers" not in stored["devices"][0].held.resident
-    assert stored["target_bytes"] == 2 * 2 * 128256 * 4096
+    assert stored["devices"][0].held.resident["target: embedding, lm_head"].total() == 2 * 2 * 128256 * 4096
     assert stored["disk"]["features, if no row comes twice"] == stored["tokens"] * 2 * 4096
 
 
 def test_the_final_evaluation_needs_room_for_the_target_in_fp32() -> None:
     held = plan(run("head=medusa"))["devices"][0].held
-    assert held.stages["final evaluation"]["target again, in fp32"].total == 4 * plan(run())["target_parameters"]
+    assert held.stages["final evaluation"]["target again, in fp32"].total() == 4 * plan(run())["target_parameters"]
     assert "final evaluation" not in plan(run("eval.prompts=0"))["devices"][0].held.stages
 
 

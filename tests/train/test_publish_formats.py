@@ -11,6 +11,7 @@ from torch import nn
 
 from heads import HEADS
 from heads.common.resolvers import ROOT
+from heads.common.typed import typed
 from heads.formats.hub import kind_of, load_found, resolve_head
 from heads.formats.store import TargetSpec, save_head
 from inference.target.embeddings import TargetEmbeddings
@@ -18,7 +19,7 @@ from inference.target.embeddings_only import EmbeddingsOnly
 from tests import toys
 from tests.train.publishing import VALUES
 from train.publish import PublishConfig, publish
-from train.release.exporting import _assert_plain
+from train.release.folder import _assert_plain
 
 TARGET = ROOT / "examples" / "tiny"
 LAYER = {**toys.LAYER, "length": None}
@@ -43,7 +44,7 @@ def run(folder: Path, target: EmbeddingsOnly, kind: str, options: dict[str, Any]
 
 def config(run: Path, form: str | None, **changes: Any) -> PublishConfig:
     values = {**VALUES, "dry_run": True, "repo": "me/tiny-eagle3", "draft_tokens": 4, "format": form}
-    return PublishConfig(**{"run": str(run), **values, **changes})
+    return typed(PublishConfig, {"run": str(run), **values, **changes})
 
 
 def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: EmbeddingsOnly) -> None:
@@ -105,8 +106,8 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(
     ("changes", "named"),
     [
         ({"form": "gguf"}, "format is 'gguf': choose one of vllm, .*"),
-        ({"dtype": "int4"}, "dtype is int4, draft_tokens 4: give one of float32"),
-        ({"draft_tokens": 0}, "draft_tokens 0: give"),
+        ({"dtype": "int4"}, "dtype is 'int4': choose float32, "),
+        ({"draft_tokens": 0}, "draft_tokens is 0: give 1 or more"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(changes: dict[str, Any], named: str) -> None:

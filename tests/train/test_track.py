@@ -16,11 +16,10 @@ from heads.common.command import without_secrets
 from tests.train import jobs
 from tests.train.test_features import configured
 from train.run import train
-from train.tracking import track
+from train.tracking import trackers as tracking
 from train.tracking.clock import PARTS, Clock
 from train.tracking.flops import peak_flops
-from train.tracking.track import Tracker
-from train.tracking.trackers import numbers
+from train.tracking.trackers import Tracker, numbers
 
 
 def record(step: int, loss: float = 1.0) -> dict[str, Any]:
@@ -69,7 +68,7 @@ def test_a_tracker_that_fails_is_named_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: str, seen: list[str]
 ) -> None:
     called: list[str] = []
-    monkeypatch.setitem(track.TRACKERS, "stub", lambda _: Stub(fails, called))
+    monkeypatch.setitem(tracking.TRACKERS, "stub", lambda *_: Stub(fails, called))
     tracked(tmp_path, ["stub", "tensorboard"])
     assert called == seen
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
@@ -80,7 +79,7 @@ def test_a_tracker_that_fails_is_named_once_and_left_out(
 
 def test_training_goes_on_without_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    monkeypatch.setitem(track.TRACKERS, "wandb", lambda _: Stub("log 2", called))
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda *_: Stub("log 2", called))
     run, resolved = configured(
         [*jobs.make(tmp_path), "trainer.steps=3", "trainer.eval_prompts=0", "eval.prompts=0", f"out={tmp_path / 'run'}",
          "trainer.trackers=[wandb]", "trainer.peak_tflops=0.001"]

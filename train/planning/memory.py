@@ -4,13 +4,16 @@ A device holds the resident tensors, and beside them those of its largest stage:
 step, the optimiser, a measurement of τ, the final evaluation. Stages follow each other, so they never add up.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from inference.target.placement import DEVICE_MAP, FSDP, GB, OFFLOAD, REPLICATE, TENSOR_PARALLEL, Placement
 from train.distributed.strategy import BUCKET
 from train.planning.shapes import TargetShape
-from train.planning.trace import NONE, Size, Trace, block
+from train.planning.trace import NONE, Size, Trace, blocks, times
 
 AHEAD = 2  # layers of a target that are whole on a device at once when they are gathered or streamed
 
@@ -36,6 +39,11 @@ class Layout(NamedTuple):
         return self.where.placement
 
     @property
+    def shared(self) -> int:
+        """The number of devices among which each of the target's layers is cut up."""
+        return self.group if self.placement == TENSOR_PARALLEL else 1
+
+    @property
     def devices(self) -> list[int]:
         """The devices of a node that layers are placed on under device_map."""
         return list(range(self.accelerators)) if self.where.devices is None else self.where.devices
@@ -54,67 +62,54 @@ class MemoryUse:
     stages: dict[str, dict[str, Size]]
 
     def peak(self, base: int | float, slack: float, heap: bool) -> int:
-        """Return the peak in bytes.
+        """Return the peak in bytes, above the `base` that a process takes before it loads anything.
 
-        Args:
-            base: bytes of a process before it loads anything.
-            slack: overhead of the allocator, as a fraction of the requested bytes.
-            heap: whether the allocator is glibc's, which keeps small blocks and returns large ones; each kind's own
-                peak then counts.
+        `slack` is the allocator's overhead, as a fraction of the requested bytes. With `heap` it is glibc's allocator,
+        which keeps small blocks and returns large ones: each kind's own peak then counts.
         """
         resident = sum(self.resident.values(), NONE)
         stages = [sum(sizes.values(), NONE) for sizes in self.stages.values()]
         if not heap:
-            return round(base + (1 + slack) * (resident.total + max((size.total for size in stages), default=0)))
-        most = NONE
-        for size in stages:
-            most = most.most(size)
-        return round(base + resident.large + most.large + (1 + slack) * (resident.small + most.small))
+            return round(base + (1 + slack) * (resident.total() + max((size.total() for size in stages), default=0)))
+        most = reduce(or_, stages, NONE)
+        return round(base + resident["large"] + most["large"] + (1 + slack) * (resident["small"] + most["small"]))
 
 
 def head_state(trace: Trace, layout: Layout, muon: bool, averaged: bool) -> dict[str, Size]:
     """Return the memory of a process for the head and its optimiser between steps, all in fp32.
 
-    Args:
-        trace: the head's sizes.
-        layout: the strategy and the processes.
-        muon: one moment instead of two for the matrices between hidden states.
-        averaged: whether there is a running average, sharded as the weights are.
+    With `muon` matrices between hidden states have one moment; a running average is sharded as the weights are.
     """
     count, world, whole = trace.trained, layout.world, trace.weights
     moments = (trace.trained + trace.vectors) / count if muon else 2.0
     cut = {"ddp": (1, 1, 1), "zero2": (1, world, world), "zero3": (world, world, world), "fsdp2": (world, world, world)}
     weights, gradients, states = cut[layout.strategy]
     held = {
-        "head: weights": whole.times(1 / weights),
-        "head: gradients": whole.times(1 / gradients),
-        "head: optimiser": whole.times(moments / states),
+        "head: weights": times(whole, 1 / weights),
+        "head: gradients": times(whole, 1 / gradients),
+        "head: optimiser": times(whole, moments / states),
     }
     if layout.strategy.startswith("zero"):
-        held["head: weights"] = whole.times(1 / weights + 1 / world)  # DeepSpeed moves a copy of its own
-        held["head: buckets"] = block(2 * min(BUCKET, count) * 4)
+        held["head: weights"] = times(whole, 1 / weights + 1 / world)  # DeepSpeed moves a copy of its own
+        held["head: buckets"] = blocks(2 * min(BUCKET, count) * 4)
     elif layout.strategy == "ddp" and world > 1:
         held["head: buckets"] = whole
     if weights > 1:  # whole while it computes, and its gradients before they are scattered
-        held["head: gathered"] = block(2 * count * 4)
+        held["head: gathered"] = blocks(2 * count * 4)
     if trace.frozen:
-        held["head: frozen"] = block(4 * trace.frozen)
+        held["head: frozen"] = blocks(4 * trace.frozen)
     if averaged:
-        held["head: running average"] = whole.times(1 / weights)
+        held["head: running average"] = times(whole, 1 / weights)
     return held
 
 
 def target_state(
     shape: TargetShape, layout: Layout, layers: int, item: int, device: int = 0
 ) -> tuple[dict[str, Size], int, int]:
-    """Return the target's memory: on a device, gathered there during a forward pass, and on the host.
+    """Return the target's memory: on a device of a node, gathered there during a forward pass, and on the host.
 
-    Args:
-        shape: the target's.
-        layout: its placement and the processes.
-        layers: bytes of all layers, quantised or not; 0 where they are not loaded.
-        item: bytes of a value of embedding and lm_head, which are whole on every trainer's device.
-        device: the index of a process's device on the node.
+    `layers` are the bytes of all layers, 0 where they are not loaded; `item` those of a value of embedding and lm_head,
+    which are whole on every trainer's device.
     """
     ahead = AHEAD * layers // shape.layers
     stay = min(layers, int((layout.where.memory_gb or 0) * GB))
@@ -125,12 +120,12 @@ def target_state(
         DEVICE_MAP: (round(layers * layout.mapped(device)), 0, 0),
         OFFLOAD: (min(layers, stay + ahead), 0, 0 if layout.where.offload == "disk" else layers - stay),
     }[layout.placement]
-    held = {"target: embedding, lm_head": block(item * shape.embeddings)}
+    held = {"target: embedding, lm_head": blocks(item * shape.embeddings)}
     parts = {TENSOR_PARALLEL: layout.group, FSDP: layout.world}.get(layout.placement, 1)
     if layers and parts > 1:
-        held["target: its own part of these"] = block(item * shape.embeddings // parts)
+        held["target: its own part of these"] = blocks(item * shape.embeddings // parts)
     if there:
-        held["target: layers"] = Size(there, 0)
+        held["target: layers"] = Counter(large=there)
     return held, gathered, host
 
 
@@ -138,42 +133,32 @@ def pass_stage(
     shape: TargetShape, layout: Layout, tokens: int, length: int, item: int, features: int
 ) -> dict[str, Size]:
     """Return the memory of the target's forward pass; a tensor-parallel group runs its processes' rows in turn."""
-    group = layout.group if layout.placement == TENSOR_PARALLEL else 1
-    working, output = shape.working(tokens, length, item, features, group), features_size(shape, tokens, item, features)
-    sizes = {"target: activations, mask": in_blocks(working, tokens * item * shape.width), "features": output}
-    return sizes | ({"features of another's turn": output} if group > 1 else {})
+    working = shape.working(tokens, length, item, features, layout.shared)
+    output = features_size(shape, tokens, item, features)
+    sizes = {"target: activations, mask": blocks(working, tokens * item * shape.width), "features": output}
+    return sizes | ({"features of another's turn": output} if layout.shared > 1 else {})
 
 
 def features_size(shape: TargetShape, tokens: int, item: int, features: int) -> Size:
     """Return the size of a micro-batch's features: the layers that the head reads, and the last state."""
     row = tokens * shape.width * item
-    return block(row * features) + block(row)
+    return blocks(row * features) + blocks(row)
 
 
 def head_stage(trace: Trace, features: Size, accumulates: bool, noise: bool, heap: bool) -> dict[str, Size]:
     """Return the memory of the head's step above its resident state.
 
-    Args:
-        trace: of one micro-batch.
-        features: the features' size.
-        accumulates: whether gradients stay from micro-batch to micro-batch.
-        noise: whether noise is added to the features, which allocates twice their size.
-        heap: whether small and large blocks count apart.
+    Gradients are resident where a step `accumulates` them over micro-batches; noise takes twice the features' size.
     """
-    gradients = NONE if accumulates else trace.weights
-    peak = trace.peak if heap else Size(trace.most, 0)
-    gradients = gradients if heap else Size(gradients.total, 0)
-    activations = trace.activations if heap else Size(trace.activations.total, 0)
+    peak, activations, gradients = trace.peak, trace.activations, NONE if accumulates else trace.weights
+    if not heap:
+        peak = Counter(large=trace.most)
+        activations, gradients = (Counter(large=size.total()) for size in (activations, gradients))
     return {
-        "features": features.times(3 if noise else 1),
+        "features": times(features, 3 if noise else 1),
         "head: activations": activations,
-        "loss: logits chunks, gradients": peak.less(gradients).less(activations),
+        "loss: logits chunks, gradients": peak - gradients - activations,
     }
-
-
-def in_blocks(total: int, size: int) -> Size:
-    """Return the size of `total` bytes that are allocated in blocks of about `size` bytes."""
-    return Size(total, 0) if size >= block(size).large > 0 else Size(0, total)
 
 
 def optimizer_stage(trace: Trace, layout: Layout, muon: bool, heap: bool) -> dict[str, Size]:
@@ -183,28 +168,23 @@ def optimizer_stage(trace: Trace, layout: Layout, muon: bool, heap: bool) -> dic
     turn. Muon goes matrix by matrix.
     """
     if heap:
-        return {"optimiser: update": block(trace.largest) + block(trace.largest)}
+        return {"optimiser: update": blocks(trace.largest) + blocks(trace.largest)}
     if muon:
-        return {"optimiser: update": Size(4 * trace.vectors + 2 * trace.largest, 0)}
-    return {"optimiser: update": Size(4 * trace.trained // (1 if layout.strategy == "ddp" else layout.world), 0)}
+        return {"optimiser: update": Counter(large=4 * trace.vectors + 2 * trace.largest)}
+    return {"optimiser: update": Counter(large=4 * trace.trained // (1 if layout.strategy == "ddp" else layout.world))}
 
 
 def measure_stage(
-    shape: TargetShape, layout: Layout, trace: Trace, tokens: int, item: int, on_host: bool
+    shape: TargetShape, layout: Layout, trace: Trace, tokens: int, item: int, heap: bool
 ) -> dict[str, Size]:
-    """Return the memory of a measurement of τ: a copy of the head, the KV cache, and the prefill of a prompt.
+    """Return the memory of a measurement of τ over prompts and answers of so many tokens.
 
-    Args:
-        shape: the target's.
-        layout: its placement.
-        trace: the head's sizes.
-        tokens: the number in a prompt and its answer.
-        item: bytes of a value of the target.
-        on_host: whether the device is the host, where the copy is made in fp32 first.
+    A copy of the head, on a host made in fp32 first, the KV cache, and the prefill of a prompt.
     """
-    group = layout.group if layout.placement == TENSOR_PARALLEL else 1
     return {
-        "τ: decoding copy of the head": block((item + (4 if on_host else 0)) * trace.whole),
-        "τ: keys and values": block(shape.cache(2 * tokens, item) // group),  # a buffer doubles when it is full
-        "τ: pass over a prompt": block(shape.working(tokens, tokens, item, trace.feature_layers, group)),
+        "τ: decoding copy of the head": blocks((item + (4 if heap else 0)) * trace.whole),
+        "τ: keys and values": blocks(
+            shape.cache(2 * tokens, item) // layout.shared
+        ),  # a buffer doubles when it is full
+        "τ: pass over a prompt": blocks(shape.working(tokens, tokens, item, trace.feature_layers, layout.shared)),
     }

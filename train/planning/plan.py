@@ -4,62 +4,46 @@ Nothing is loaded or written. What depends on data is taken at its largest: ever
 Each assumption is a key of conf/device or stands in docs/training_plan.md.
 """
 
-from dataclasses import asdict, dataclass
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from omegaconf import OmegaConf
 
 from data.features.quantize import size
 from data.features.store import TOP_BYTES
-from inference.target.config import DTYPES, fast_dtype
-from inference.target.placement import (
-    DEVICE_MAP,
-    TENSOR_PARALLEL,
-    check_offload,
-    check_processes,
-    check_shape,
-)
+from heads.common.resolvers import ROOT
+from heads.common.typed import typed
+from inference.target.config import DTYPES, default_device, fast_dtype
+from inference.target.placement import DEVICE_MAP, TENSOR_PARALLEL, check_offload, check_processes, check_shape
 from train.config import DeviceConfig, RunConfig
+from train.planning import memory
 from train.planning.check import reads_target
-from train.planning.device import GIB, resolved
-from train.planning.memory import (
-    Layout,
-    MemoryUse,
-    features_size,
-    head_stage,
-    head_state,
-    measure_stage,
-    optimizer_stage,
-    pass_stage,
-    target_state,
-)
+from train.planning.memory import Layout, MemoryUse
 from train.planning.shapes import QUANTIZED, TargetShape, configuration, target_shape
-from train.planning.trace import Job, Size, Trace, trace
+from train.planning.trace import Job, Trace, trace
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, check_copied
 
+GIB = 2**30
+DEVICES = ROOT / "conf" / "device"
 ROW_BYTES = 9  # a packed token: its number, its document, its mask
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 
 
 class PlanInputs(NamedTuple):
-    """A run and the sizes derived from it.
-
-    Attributes:
-        item: bytes of a value of the target.
-        rows: rows of a micro-batch.
-        micro: micro-batches of a process in a step.
-        layers: bytes of the target's layers, 0 where they stay on disk.
-    """
+    """A run and the sizes derived from it."""
 
     run: RunConfig
     device: DeviceConfig
     shape: TargetShape
     traced: Trace
     layout: Layout
-    item: int
-    rows: int
-    micro: int
-    layers: int
+    item: int  # bytes of a value of the target
+    rows: int  # of a micro-batch
+    micro: int  # micro-batches of a process in a step
+    layers: int  # bytes of the target's layers, 0 where they stay on disk
 
     @property
     def heap(self) -> bool:
@@ -83,11 +67,49 @@ class DeviceMemory:
         return self.peak <= self.capacity
 
 
-def plan_inputs(run: RunConfig) -> PlanInputs:
-    """Return the inputs of a plan: the device, the target's shape, the trace, the processes, sizes.
+def preset(name: str) -> DeviceConfig:
+    """Return a device of conf/device."""
+    values: Any = OmegaConf.merge(*(OmegaConf.load(DEVICES / f"{file}.yaml") for file in ("here", name)))
+    values.pop("defaults", None)
+    return typed(DeviceConfig, values)
+
+
+def by_driver_name(driver: str) -> DeviceConfig | None:
+    """Return the device with the longest `match` within the name that a driver reports; None if there is none."""
+    names = sorted(file.stem for file in DEVICES.glob("*.yaml") if file.stem != "here")
+    matching = [device for device in map(preset, names) if device.match and device.match in driver]
+    return max(matching, key=lambda device: len(device.match or ""), default=None)
+
+
+def resolved(device: DeviceConfig, requested: str | None) -> DeviceConfig:
+    """Return a device with its type and memory filled in, where they are null by this machine's.
+
+    `requested` is the run's `model.device`, None for torch's default device.
 
     Raises:
-        ValueError: the target's configuration cannot be read, the head does not fit it, or would have to be loaded.
+        ValueError: `device` and the requested device are of different types.
+    """
+    kind = torch.device(requested or default_device()).type if device.type is None else device.type
+    if requested is not None and torch.device(requested).type != kind:
+        raise ValueError(f"device={device.name} is of type {kind}, and model.device={requested} is not: leave one out")
+    if kind == "cpu":
+        cpu = preset("cpu")
+        memory_gb = device.memory_gb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        base = device if device.type is not None else replace(device, context_gb=cpu.context_gb, slack=cpu.slack)
+        return replace(base, type=kind, memory_gb=memory_gb)
+    if device.memory_gb is not None:
+        return replace(device, type=kind)
+    properties = torch.cuda.get_device_properties(requested or "cuda")
+    match = by_driver_name(properties.name)
+    tflops = device.tflops or (None if match is None else match.tflops)
+    return replace(device, type=kind, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)
+
+
+def plan_inputs(run: RunConfig) -> PlanInputs:
+    """Return the inputs of a plan.
+
+    Raises:
+        ValueError: as `plan`.
     """
     if run.init not in (None, AUTO, LAST_LAYER, CHECKPOINT):
         raise ValueError(f"init={run.init} brings the head's numbers, and plan=true loads nothing: leave init out")
@@ -108,8 +130,8 @@ def plan_inputs(run: RunConfig) -> PlanInputs:
     rows = min(mine, max(1, run.trainer.micro_tokens // length))
     micro = -(-mine // rows)
     job = Job(
-        run.head, run.peft, run.objective, shape.layer, shape.layers, shape.width, shape.vocab, dtype, bf16,
-        str(device.type), rows, length, run.trainer.recompute, micro > 1,
+        run.head, run.peft, run.objective, shape, dtype, bf16, str(device.type), rows, length,
+        run.trainer.recompute, micro > 1,
     )  # fmt: skip
     weight_bytes = QUANTIZED.get(run.model.quantize or "", dtype.itemsize)
     layers = int(weight_bytes * shape.inner) if reads_target(run) else 0
@@ -135,39 +157,41 @@ def device_use(inputs: PlanInputs, main: bool, number: int) -> MemoryUse:
     """Return the memory use of a process's device; the main process also measures, or all of them together."""
     run, traced, layout, shape = inputs.run, inputs.traced, inputs.layout, inputs.shape
     tokens, length = inputs.rows * run.data.length, run.data.length
-    target, gathered, _ = target_state(shape, layout, inputs.layers, inputs.item, number)
+    target, gathered, _ = memory.target_state(shape, layout, inputs.layers, inputs.item, number)
     muon = run.trainer.optimizer == "muon"
-    features = features_size(shape, tokens, inputs.item, traced.feature_layers)
-    resident = target | head_state(traced, layout, muon, run.trainer.ema > 0)
+    features = memory.features_size(shape, tokens, inputs.item, traced.feature_layers)
+    resident = target | memory.head_state(traced, layout, muon, run.trainer.ema > 0)
     stages = {
-        "head's step": head_stage(traced, features, inputs.micro > 1, run.objective.noise > 0, inputs.heap),
-        "optimiser": optimizer_stage(traced, layout, muon, inputs.heap),
+        "head's step": memory.head_stage(traced, features, inputs.micro > 1, run.objective.noise > 0, inputs.heap),
+        "optimiser": memory.optimizer_stage(traced, layout, muon, inputs.heap),
     }
-    whole = {"target: gathered layers": Size(gathered, 0)} if gathered else {}
+    whole = {"target: gathered layers": Counter(large=gathered)} if gathered else {}
     if inputs.layers and run.features.mode != "stored":
-        stages["target's pass"] = whole | pass_stage(shape, layout, tokens, length, inputs.item, traced.feature_layers)
+        stages["target's pass"] = whole | memory.pass_stage(
+            shape, layout, tokens, length, inputs.item, traced.feature_layers
+        )
     if (main or layout.where.together) and run.trainer.eval_prompts and inputs.layers:
         reach = length + run.trainer.eval_tokens
-        stages["measuring τ"] = whole | measure_stage(shape, layout, traced, reach, inputs.item, inputs.heap)
+        stages["measuring τ"] = whole | memory.measure_stage(shape, layout, traced, reach, inputs.item, inputs.heap)
     if main and run.eval.prompts:
         again = int(QUANTIZED.get(run.model.quantize or "", 4) * shape.inner) + 4 * shape.embeddings
-        stages["final evaluation"] = {"target again, in fp32": Size(again, 0)}
+        stages["final evaluation"] = {"target again, in fp32": Counter(large=again)}
     return MemoryUse(resident, stages)
 
 
 def host_use(inputs: PlanInputs) -> MemoryUse:
     """Return the use of a node's host memory beside its devices."""
     run, layout = inputs.run, inputs.layout
-    _, _, offloaded = target_state(inputs.shape, layout, inputs.layers, inputs.item)
+    _, _, offloaded = memory.target_state(inputs.shape, layout, inputs.layers, inputs.item)
     tokens = run.trainer.steps * run.trainer.batch_tokens
     snapshot = round(state_bytes(inputs) / layout.nodes)
     resident = {
-        "processes": Size(round(HOST_BASE * GIB * layout.processes), 0),
-        "data, if no row comes twice": Size(ROW_BYTES * tokens * layout.processes, 0),
-        "a checkpoint that is being written": Size(snapshot, 0),
+        "processes": Counter(large=round(HOST_BASE * GIB * layout.processes)),
+        "data, if no row comes twice": Counter(large=ROW_BYTES * tokens * layout.processes),
+        "a checkpoint that is being written": Counter(large=snapshot),
     }
     if offloaded:
-        resident["target: layers"] = Size(offloaded * layout.processes, 0)
+        resident["target: layers"] = Counter(large=offloaded * layout.processes)
     return MemoryUse(resident, {})
 
 
@@ -190,7 +214,7 @@ def device_memories(inputs: PlanInputs) -> list[DeviceMemory]:
             memories.append(DeviceMemory(node, process, held, peak, room))
         beyond = layout.devices if layout.placement == DEVICE_MAP and not inputs.heap else []
         for spare in (number for number in beyond if number >= layout.processes):
-            held = MemoryUse({"target: layers": Size(round(inputs.layers * layout.mapped(spare)), 0)}, {})
+            held = MemoryUse({"target: layers": Counter(large=round(inputs.layers * layout.mapped(spare)))}, {})
             memories.append(DeviceMemory(node, spare, held, held.peak(base, device.slack, False), capacity))
     return memories
 
@@ -219,7 +243,7 @@ def work(inputs: PlanInputs) -> dict[str, Any]:
     steps = run.trainer.steps * max(1, run.trainer.batch_tokens // run.data.length) / inputs.rows
     target = round(shape.flops(tokens, run.data.length) * steps)
     head = round(inputs.traced.flops * steps)
-    cost: dict[str, Any] = {"target_flops": target, "head_flops": head, "flops": target + head}
+    cost: dict[str, Any] = {"target_flops": target, "head_flops": head}
     if device.tflops is None:
         return cost
     rate = 3600 * device.tflops * 1e12 * device.mfu
@@ -238,7 +262,6 @@ def plan(run: RunConfig) -> dict[str, Any]:
     """
     inputs = plan_inputs(run)
     traced, shape, devices = inputs.traced, inputs.shape, device_memories(inputs)
-    held = head_state(traced, inputs.layout, run.trainer.optimizer == "muon", False)
     return {
         "target_parameters": shape.parameters,
         "active_parameters": shape.active + shape.embeddings,
@@ -246,14 +269,11 @@ def plan(run: RunConfig) -> dict[str, Any]:
         "trained_parameters": traced.trained,
         "steps": run.trainer.steps,
         "tokens": run.trainer.steps * run.trainer.batch_tokens,
-        "target_bytes": inputs.layers + inputs.item * shape.embeddings,
-        "head_and_optimizer_bytes": sum(size.total for size in held.values()),
-        "checkpoint_bytes": sum(disk(inputs).values()),
-        "peak_bytes": max(memory.peak for memory in devices),
+        "peak_bytes": max(device.peak for device in devices),
         **work(inputs),
         "devices": devices,
         "host": None if inputs.heap else host_use(inputs),
         "disk": disk(inputs),
-        "fits": all(memory.fits for memory in devices),
+        "fits": all(device.fits for device in devices),
         "device": asdict(inputs.device),
     }

@@ -18,28 +18,17 @@ QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The sizes of a target; parameters are counted in numbers, not bytes.
+    """The sizes of a target; parameters are counted in numbers, not bytes."""
 
-    Attributes:
-        layer: the shape of a decoder layer, which is also the default of a head's layer.
-        feed: inner width of the MLP that a token passes through, summed over its experts.
-        layers: the number of decoder layers.
-        width, vocab: of hidden states and of the lm_head.
-        embeddings: parameters of embedding and lm_head, counted once where they are tied.
-        inner: all other parameters, those of the layers and norms.
-        active: those of `inner` that a token passes through.
-        packs: whether attention runs document by document, without a mask of a row's length squared.
-    """
-
-    layer: LayerShape
-    feed: int
+    layer: LayerShape  # of a decoder layer, which is also the default of a head's
+    feed: int  # inner width of the MLP that a token passes through, summed over its experts
     layers: int
-    width: int
-    vocab: int
-    embeddings: int
-    inner: int
-    active: int
-    packs: bool
+    width: int  # of hidden states
+    vocab: int  # of the lm_head
+    embeddings: int  # parameters of embedding and lm_head, counted once where they are tied
+    inner: int  # all other parameters, those of the layers and norms
+    active: int  # those of `inner` that a token passes through
+    packs: bool  # whether attention runs document by document, without a mask of a row's length squared
 
     @property
     def parameters(self) -> int:
@@ -59,14 +48,8 @@ class TargetShape:
 
         A layer frees the tensors of the one before it, so the peak of one layer counts: attention, with keys and values
         repeated for every query head and rotated ones beside the originals, or the MLP, with both its inner states and
-        their product. Added are the kept states of the feature layers, and the mask of an attention that needs one.
-
-        Args:
-            tokens: number of tokens of the micro-batch.
-            length: of its rows.
-            item: bytes of a value.
-            features: number of layers whose states are kept.
-            group: number of devices that share a layer's inner states.
+        their product. Added are the kept states of the feature layers, and the mask of an attention that needs one. A
+        value has `item` bytes, and a `group` of devices shares a layer's inner states.
         """
         queries, keys = self.layer.num_heads * self.layer.head_dim, self.layer.num_kv_heads * self.layer.head_dim
         attention = 2 * self.width + (6 * queries + 3 * keys) // group

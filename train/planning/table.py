@@ -1,39 +1,63 @@
-"""A plan as tables for the terminal: totals, the memory of each device, and the advice if it does not fit."""
+"""A plan as tables for the terminal: totals, the memory of each device, and overrides that make it fit if it does not.
 
+Each override is planned alone, then the mildest ones together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
 from rich.console import Group
 from rich.table import Table
 
-from train.config import RunConfig
-from train.planning.advice import Advice
-from train.planning.device import GIB
-from train.planning.plan import DeviceMemory
+from inference.target.placement import TOGETHER
+from train.config import RunConfig, checked
+from train.planning.memory import MemoryUse
+from train.planning.plan import GIB, DeviceMemory, plan
+
+PRUNED = 32000  # EAGLE-3's draft vocabulary
+# The values of features=stored; where the store lies is of no matter to a plan.
+STORED = "features.mode=stored features.on_missing=fail features.path=store"
 
 
-def table(run: RunConfig, planned: dict[str, Any], changes: list[Advice]) -> Group:
-    """Return the plan as tables for the terminal."""
-    shown = Table(title=f"plan: {run.name} -> {run.out}", show_header=False, min_width=60)
+class Advice(NamedTuple):
+    """Overrides that make a run smaller, the bytes they save on the fullest device, and whether it then fits."""
+
+    overrides: str
+    saves: int
+    fits: bool
+
+
+def table(run: RunConfig, planned: dict[str, Any]) -> Group:
+    """Return the plan as tables for the terminal, with `advice` if it does not fit."""
+    totals = _table(f"plan: {run.name} -> {run.out}")
+    for name in ("target_parameters", "active_parameters", "head_parameters", "trained_parameters", "steps", "tokens"):
+        totals.add_row(name.replace("_", " "), f"{planned[name]:,}")
+    for name, size in planned["disk"].items():
+        totals.add_row(f"disk: {name}", gib(size))
+    totals.add_row("operations, target and head", f"{planned['target_flops']:.2g} + {planned['head_flops']:.2g}")
+    for line in _hours(planned):
+        totals.add_row(*line)
+    parts = [totals]
+    for names, memory in _grouped(planned["devices"]):
+        fit = "fits" if memory.fits else "does NOT fit"
+        title = f"{names}: {gib(memory.peak)} of {gib(memory.capacity)}, {fit}"
+        parts.append(_memory_table(title, memory.held))
+    if planned["host"] is not None:
+        parts.append(_memory_table("host memory of each node", planned["host"]))
+    return Group(*parts, *(["it fits"] if planned["fits"] else _remedies(advice(run, planned))))
+
+
+def _table(title: str) -> Table:
+    shown = Table(title=title, show_header=False, min_width=60)
     shown.add_column(overflow="fold")
     shown.add_column(justify="right")
-    for name in ("target_parameters", "active_parameters", "head_parameters", "trained_parameters", "steps", "tokens"):
-        shown.add_row(name.replace("_", " "), f"{planned[name]:,}")
-    for name, size in planned["disk"].items():
-        shown.add_row(f"disk: {name}", gib(size))
-    shown.add_row("operations, target and head", f"{planned['target_flops']:.2g} + {planned['head_flops']:.2g}")
-    for line in time_lines(planned):
-        shown.add_row(*line)
-    parts: list[Any] = [shown, *(memory_table(names, memory) for names, memory in grouped(planned["devices"]))]
-    if planned["host"] is not None:
-        host = Table(title="host memory of each node", show_header=False, min_width=60)
-        for name, size in planned["host"].resident.items():
-            host.add_row(name, gib(size.total))
-        parts.append(host)
-    return Group(*parts, *verdict(planned, changes))
+    return shown
 
 
-def time_lines(planned: dict[str, Any]) -> list[tuple[str, str]]:
+def _hours(planned: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the hours, and of the assumed efficiency."""
     device = planned["device"]
     if "gpu_hours" not in planned:
@@ -45,50 +69,37 @@ def time_lines(planned: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def grouped(devices: list[DeviceMemory]) -> list[tuple[str, DeviceMemory]]:
-    """Return one of each set of devices with equal memory, with the names of all of the set."""
+def _grouped(devices: list[DeviceMemory]) -> Iterator[tuple[str, DeviceMemory]]:
+    """Yield one of each set of devices with equal memory, with the names of all of the set, by node and range."""
     equal: dict[str, list[DeviceMemory]] = {}
     for memory in devices:
         equal.setdefault(repr((memory.held, memory.capacity)), []).append(memory)
-    return [(device_names(group), group[0]) for group in equal.values()]
+    for group in equal.values():
+        names = []
+        for node, inside in groupby(group, key=lambda memory: memory.node):
+            first, *others = (memory.device for memory in inside)
+            names.append(f"node {node} device {first}" + (f"-{others[-1]}" if others else ""))
+        yield ", ".join(names), group[0]
 
 
-def device_names(devices: list[DeviceMemory]) -> str:
-    """Return the names of devices: nodes, and the range of devices of each."""
-    words = []
-    for node, group in groupby(devices, key=lambda memory: memory.node):
-        numbers = [memory.device for memory in group]
-        span = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        words.append(f"node {node} device {span}")
-    return ", ".join(words)
-
-
-def memory_table(names: str, memory: DeviceMemory) -> Table:
-    """Return the memory of a device as a table."""
-    fit = "fits" if memory.fits else "does NOT fit"
-    title = f"{names}: {gib(memory.peak)} of {gib(memory.capacity)}, {fit}"
-    shown = Table(title=title, show_header=False, min_width=60)
-    shown.add_column(overflow="fold")
-    shown.add_column(justify="right")
-    for name, size in memory.held.resident.items():
-        shown.add_row(name, gib(size.total))
-    for stage, sizes in memory.held.stages.items():
-        shown.add_row(f"while: {stage}", gib(sum(size.total for size in sizes.values())), style="bold")
+def _memory_table(title: str, use: MemoryUse) -> Table:
+    shown = _table(title)
+    for name, size in use.resident.items():
+        shown.add_row(name, gib(size.total()))
+    for stage, sizes in use.stages.items():
+        shown.add_row(f"while: {stage}", gib(sum(size.total() for size in sizes.values())), style="bold")
         for name, size in sizes.items():
-            shown.add_row(f"  {name}", gib(size.total))
+            shown.add_row(f"  {name}", gib(size.total()))
     return shown
 
 
-def verdict(planned: dict[str, Any], changes: list[Advice]) -> list[str]:
-    """Return lines that say whether the run fits, and the advice if it does not."""
-    if planned["fits"]:
-        return ["it fits"]
-    lines = ["it does not fit; what to change, the largest saving on the fullest device first:"]
+def _remedies(changes: list[Advice]) -> Iterator[str]:
+    """Yield the lines about a run that does not fit."""
+    yield "it does not fit; what to change, the largest saving on the fullest device first:"
     for change in changes:
-        lines.append(f"  {change.overrides}: saves {gib(change.saves)}{', and it fits' if change.fits else ''}")
+        yield f"  {change.overrides}: saves {gib(change.saves)}{', and it fits' if change.fits else ''}"
     if not any(change.fits for change in changes):
-        lines.append("  this is not enough: take more or larger devices, or another head")
-    return lines
+        yield "  this is not enough: take more or larger devices, or another head"
 
 
 def gib(size: int | float) -> str:
@@ -96,20 +107,75 @@ def gib(size: int | float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
 
 
-def preset_row(planned: dict[str, Any]) -> str:
-    """Return the plan as cells of a Markdown row."""
-    devices, device = planned["devices"], planned["device"]
-    nodes = len({memory.node for memory in devices})
-    fullest = max(devices, key=lambda memory: memory.peak)
-    sizes = " / ".join(f"{planned[f'{kind}_parameters'] / 1e9:.2f}" for kind in ("target", "active", "head"))
-    extraction = planned.get("gpu_hours_of_extraction")
-    apart = "" if extraction is None else f" (+ {extraction:,.0f} of extraction)"
-    cells = [
-        f"{nodes} x {len(devices) // nodes} {device['name']}",
-        sizes,
-        f"{fullest.peak / GIB:.1f} of {fullest.capacity / GIB:.1f}",
-        "yes" if planned["fits"] else "no",
-        f"{planned['gpu_hours']:,.1f}{apart}",
-        f"{planned['hours']:,.1f}",
-    ]
-    return " | ".join(cells)
+def advice(run: RunConfig, planned: dict[str, Any]) -> list[Advice]:
+    """Return changes that reduce the memory of the fullest device, the most effective first.
+
+    If no single change is enough, the last entry combines several: those that leave the training's result unchanged
+    come before the others. There is no such entry if all of them together are not enough.
+    """
+    most, single = planned["peak_bytes"], []
+    for words in _changes(run):
+        changed = _attempt(_overridden(run, words))
+        if changed is not None and changed["peak_bytes"] < most:
+            single.append(Advice(words, most - changed["peak_bytes"], changed["fits"]))
+    single.sort(key=lambda option: -option.saves)
+    if any(option.fits for option in single):
+        return single
+    combined = _together(run, most)
+    return single if combined is None else [*single, combined]
+
+
+def _together(run: RunConfig, most: int) -> Advice | None:
+    """Combine changes in their order, those that save memory after the ones before, until the run fits."""
+    chosen: list[str] = []
+    left = most
+    for words in _changes(run):
+        if any(words.split("=")[0] == override.split("=")[0] for override in chosen):
+            continue
+        changed = _overridden(run, words)
+        planned = _attempt(changed)
+        if planned is not None and planned["peak_bytes"] < left:
+            run, left = changed, planned["peak_bytes"]
+            chosen += [word for word in words.split() if word not in chosen]
+            if planned["fits"]:
+                return Advice(" ".join(chosen), most - left, True)
+    return None
+
+
+def _attempt(run: RunConfig) -> dict[str, Any] | None:
+    """Return the plan of a changed run, None if its settings are refused."""
+    try:
+        return plan(checked(run))
+    except ValueError:
+        return None
+
+
+def _overridden(run: RunConfig, overrides: str) -> RunConfig:
+    """Return a run with overrides as on the command line."""
+    words = overrides.replace("features=stored", STORED).split()
+    sections: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+    return replace(run, **{name: replace(getattr(run, name), **values) for name, values in sections.items()})
+
+
+def _changes(run: RunConfig) -> list[str]:
+    """Return possible changes of a run as overrides; the least costly come first."""
+    length, half = run.data.length, run.data.length // 2
+    head, several = asdict(run.head), run.launcher.num_processes * run.launcher.num_nodes > 1
+    unsharded, whole = run.launcher.strategy == "ddp", run.model.placement == "replicate"
+    apart = " eval.prompts=0" if run.eval.prompts else ""  # which takes one process alone
+    options = {
+        "eval.prompts=0": run.eval.prompts > 0,
+        f"trainer.micro_tokens={length}": run.trainer.micro_tokens >= 2 * length,
+        "launcher.strategy=zero2": several and unsharded,
+        "launcher.strategy=fsdp2": several and unsharded,
+        **{f"model.placement={kind}{apart}": several and whole for kind in TOGETHER},
+        "trainer.recompute=true": not run.trainer.recompute,
+        "features=stored trainer.eval_prompts=0": run.features.mode == "live",
+        "trainer.optimizer=muon": run.trainer.optimizer == "adamw" and unsharded,
+        "model.placement=offload": whole,
+        "model.quantize=int8": run.model.quantize is None,
+        f"head.draft_vocab={PRUNED}": head.get("draft_vocab", PRUNED) is None,
+        "head.lm_head=shared": head.get("lm_head") == "own",
+        f"data.length={half} trainer.micro_tokens={half}": length > 512,
+    }
+    return [overrides for overrides, possible in options.items() if possible]

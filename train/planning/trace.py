@@ -6,6 +6,7 @@ that depend on values are taken at their largest: every row is trained.
 """
 
 import weakref
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from heads import HEADS
 from heads.base import Features, LayerShape
@@ -24,44 +24,26 @@ from heads.modules.rope import Rotary
 from train.adapt import adapt
 from train.distributed.processes import LARGE
 from train.objective import ROWS, chunk_size, objective
+from train.planning.shapes import TargetShape
+from train.tracking.flops import Flops
 
 CHUNKS = 2  # chunks of the loss that are traced: the others cost the same
 
 
-class Size(NamedTuple):
-    """Bytes in blocks of LARGE and more, and in smaller ones."""
-
-    large: int
-    small: int
-
-    @property
-    def total(self) -> int:
-        """All bytes."""
-        return self.large + self.small
-
-    def __add__(self, other: Any) -> "Size":
-        """Return the sum of each kind."""
-        return Size(self.large + other[0], self.small + other[1])
-
-    def less(self, other: "Size") -> "Size":
-        """Return the difference of each kind, at least 0."""
-        return Size(max(0, self.large - other.large), max(0, self.small - other.small))
-
-    def most(self, other: "Size") -> "Size":
-        """Return the larger of each kind."""
-        return Size(max(self.large, other.large), max(self.small, other.small))
-
-    def times(self, factor: int | float) -> "Size":
-        """Return a multiple."""
-        return Size(round(self.large * factor), round(self.small * factor))
+# Bytes in "large" blocks, of LARGE and more, and in "small" ones. Sizes are never changed in place; of each kind, a - b
+# is at least 0 and a | b the larger.
+Size = Counter[str]
+NONE: Size = Counter()
 
 
-NONE = Size(0, 0)
+def blocks(total: int, size: int | None = None) -> Size:
+    """Return the size of `total` bytes in blocks of about `size` bytes; None: in one."""
+    return Counter(large=total) if (size or total) >= LARGE else Counter(small=total)
 
 
-def block(size: int) -> Size:
-    """Return the size of one block."""
-    return Size(size, 0) if size >= LARGE else Size(0, size)
+def times(size: Size, factor: int | float) -> Size:
+    """Return a multiple of a size."""
+    return Counter({kind: round(count * factor) for kind, count in size.items()})
 
 
 class Embeddings:
@@ -90,23 +72,21 @@ class Embeddings:
 
 
 class Shadow(TorchDispatchMode):
-    """Record allocations and operations on fake tensors while entered.
+    """Record allocations on fake tensors while entered.
 
     Attributes:
         peak: the peak of live bytes, of each kind of block by itself; most: of both together.
-        flops: floating-point operations by `part`, which the caller sets.
     """
 
     def __init__(self, tokens: int, anchored: float, used: int) -> None:
         init: Any = super().__init__
         init()
         self.tokens, self.anchored, self.used = tokens, anchored, used
-        self.live, self.peak, self.most, self.part = NONE, NONE, 0, ""
-        self.flops: dict[str, int] = {}
+        self.live, self.peak, self.most = NONE, NONE, 0
         self.counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on shapes, and record its allocations and operations."""
+        """Run an operation on shapes, and record its allocations."""
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):  # an input not seen before was allocated before, even if it is returned
                 self.count(leaf.untyped_storage(), NONE)
@@ -116,12 +96,9 @@ class Shadow(TorchDispatchMode):
             out = 1
         else:
             out = func(*args, **(kwargs or {}))
-        cost = flop_registry.get(func.overloadpacket)
-        if cost is not None:
-            self.flops[self.part] = self.flops.get(self.part, 0) + cost(*args, **(kwargs or {}), out_val=out)
         for result in out if isinstance(out, tuple | list) else (out,):
             if isinstance(result, Tensor):
-                self.count(result.untyped_storage(), block(result.untyped_storage().nbytes()))
+                self.count(result.untyped_storage(), blocks(result.untyped_storage().nbytes()))
         return out
 
     def flag_count(self, flags: Tensor) -> int:
@@ -135,14 +112,14 @@ class Shadow(TorchDispatchMode):
         key = id(storage)
         if key not in self.counted:
             self.counted.add(key)
-            self.live += size
-            self.peak, self.most = self.peak.most(self.live), max(self.most, self.live.total)
+            self.live = self.live + size
+            self.peak, self.most = self.peak | self.live, max(self.most, self.live.total())
             weakref.finalize(storage, self.release, key, size)
 
     def release(self, key: int, size: Size) -> None:
         """Remove a freed storage from the live bytes."""
         self.counted.discard(key)
-        self.live = Size(self.live.large - size.large, self.live.small - size.small)
+        self.live = self.live - size
 
 
 class Job(NamedTuple):
@@ -151,10 +128,7 @@ class Job(NamedTuple):
     head: Any
     peft: Any
     objective: Any
-    layer: LayerShape
-    layers: int
-    width: int
-    vocab: int
+    shape: TargetShape
     dtype: torch.dtype
     autocast: bool
     device: str
@@ -165,31 +139,19 @@ class Job(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The memory of a micro-batch in bytes, above weights and features, and its operations.
+    """The memory of a micro-batch in bytes, above weights and features, and its operations."""
 
-    Attributes:
-        whole, trained, frozen: numbers of parameters: of the head without adapters, trained ones, frozen ones.
-        feature_layers: the number of the target's layers that the head reads.
-        weights: the size of the trained parameters in fp32.
-        largest: the bytes of the largest of them.
-        vectors: the number of parameters whose state Muon does not halve.
-        activations: the size that the unrolling keeps for the backward pass.
-        peak: the peak of each kind of block, gradients included unless an earlier micro-batch allocated them; most: of
-            both kinds together.
-        flops: floating-point operations of forward and backward pass.
-    """
-
-    whole: int
+    whole: int  # parameters of the head without adapters
     trained: int
     frozen: int
-    feature_layers: int
-    weights: Size
-    largest: int
-    vectors: int
-    activations: Size
-    peak: Size
-    most: int
-    flops: int
+    feature_layers: int  # of the target, that the head reads
+    weights: Size  # of the trained parameters in fp32
+    largest: int  # bytes of the largest of them
+    vectors: int  # parameters whose state Muon does not halve
+    activations: Size  # that the unrolling keeps for the backward pass
+    peak: Size  # of each kind of block, gradients included unless an earlier micro-batch allocated them
+    most: int  # peak of both kinds together
+    flops: int  # of forward and backward pass
 
 
 _traced: dict[str, Trace] = {}
@@ -208,12 +170,12 @@ def trace(job: Job) -> Trace:
 
 
 def _run_trace(job: Job) -> Trace:
-    config = job.objective
+    config, shape = job.objective, job.shape
     tokens = job.rows * job.length
     anchored = 1.0 if config.anchors is None else min(1.0, config.anchors / job.length)
     used = min(tokens, round(tokens * anchored * config.depths)) if anchored < 1 else tokens
     with torch.device("meta"):
-        embeddings = Embeddings(job.width, job.vocab, job.layers, job.layer, job.dtype)
+        embeddings = Embeddings(shape.width, shape.vocab, shape.layers, shape.layer, job.dtype)
         head: Any = HEADS[job.head.name](job.head, embeddings)
         whole = sum(p.numel() for p in head.parameters())
         adapt(head, job.peft)
@@ -229,45 +191,35 @@ def _run_trace(job: Job) -> Trace:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         features, weight, anchors = _batch(job, len(head.feature_layers), anchored)
-        traced = min(used, CHUNKS * max(1, min(ROWS, chunk // job.vocab)))
-        with Shadow(tokens, anchored, traced) as shadow, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
-            activations = _run(shadow, head, features, weight, anchors, config, chunk)
+        traced = min(used, CHUNKS * max(1, min(ROWS, chunk // shape.vocab)))
+        counting: Any = Flops  # a dispatch mode is a context of an untyped kind
+        shadow = Shadow(tokens, anchored, traced)
+        with shadow, counting() as counter, torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
+            drafts = head.unroll(features, config.depths, anchors)
+            activations, before = shadow.live, counter.total
+            loss, sums = objective(head, drafts, features, weight, config, chunk)
+            loss_flops = counter.total - before
+            del drafts, sums
+            with torch.autocast("cpu", enabled=False):
+                loss.backward()
     sizes = [4 * p.numel() for p in trained]
-    vocabulary = {job.vocab} if head.vocab is None else {job.vocab, len(head.vocab.ids)}
-    counts = {phase: count * (used / traced if phase == "loss" else 1) for phase, count in shadow.flops.items()}
+    vocabulary = {shape.vocab} if head.vocab is None else {shape.vocab, len(head.vocab.ids)}
     return Trace(
         whole, sum(sizes) // 4, sum(p.numel() for p in head.parameters()) - sum(sizes) // 4, len(head.feature_layers),
-        sum(map(block, sizes), NONE), max(sizes),
+        sum(map(blocks, sizes), NONE), max(sizes),
         sum(p.numel() for p in trained if p.ndim != 2 or p.shape[0] in vocabulary),
-        activations, shadow.peak, shadow.most, round(sum(counts.values())),
+        activations, shadow.peak, shadow.most, round(counter.total - loss_flops + loss_flops * (used / traced)),
     )  # fmt: skip
 
 
 def _materialise(head: nn.Module) -> None:
     """Move a module from the meta device to fake CPU tensors, which autocast supports."""
+    head.to_empty(device="cpu")
     for module in head.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-            setattr(module, name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         for value in vars(module).values():
             if isinstance(value, Rotary):
                 value.frequency = torch.empty(value.frequency.shape, dtype=value.frequency.dtype)
                 value.table = torch.empty(value.table.shape)
-
-
-def _run(shadow: Shadow, head: Any, features: Features, weight: Tensor, anchors: Any, config: Any, chunk: int) -> Size:
-    """Run the micro-batch; return the size that the unrolling keeps for the backward pass."""
-    shadow.part = "unroll"
-    drafts = head.unroll(features, config.depths, anchors)
-    activations, shadow.part = shadow.live, "loss"
-    loss, sums = objective(head, drafts, features, weight, config, chunk)
-    shadow.part = "backward"
-    del drafts, sums
-    with torch.autocast("cpu", enabled=False):
-        loss.backward()
-    return activations
 
 
 def _batch(job: Job, layers: int, anchored: float) -> tuple[Features, Tensor, Tensor | None]:
@@ -276,8 +228,8 @@ def _batch(job: Job, layers: int, anchored: float) -> tuple[Features, Tensor, Te
     token = torch.zeros(size, dtype=torch.long)
     features = Features(
         token,
-        torch.empty(*size, layers, job.width, dtype=dtype),
-        torch.empty(*size, job.width, dtype=dtype),
+        torch.empty(*size, layers, job.shape.width, dtype=dtype),
+        torch.empty(*size, job.shape.width, dtype=dtype),
         torch.zeros(size, dtype=torch.long),
     )
     anchors = None if anchored == 1 else torch.ones(size, dtype=torch.bool)

@@ -1,12 +1,12 @@
 """The types of conf/publish.yaml: what publishing reads of it, and what the doctor reads."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
 from huggingface_hub.utils._validators import validate_repo_id
-from omegaconf import DictConfig, OmegaConf
 
-from heads.common.ranges import Count
+from heads.common.ranges import Count, NewTokens, Number, OneOf
 from heads.formats.hub import REPO
 from heads.formats.published.export import assert_known
 from inference.target.config import DTYPES
@@ -25,13 +25,13 @@ class PublishConfig:
     dry_run: bool
     out: str | None
     reverify: bool
-    verify_prompts: int
-    verify_tokens: int
+    verify_prompts: Number
+    verify_tokens: NewTokens
     tag: str | None
     format: str | None
     target: str | None
-    dtype: str
-    draft_tokens: int
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    draft_tokens: Count
 
     def __post_init__(self) -> None:
         if not REPO.fullmatch(self.repo):
@@ -39,36 +39,20 @@ class PublishConfig:
         validate_repo_id(self.repo)  # the Hub's own rules, such as on length and doubled signs
         if self.format is not None:
             assert_known(self.format)
-        if self.dtype not in DTYPES or self.draft_tokens < 1:
-            names = ", ".join(DTYPES)
-            raise ValueError(f"dtype is {self.dtype}, draft_tokens {self.draft_tokens}: give one of {names}; 1 or more")
-        if self.verify_prompts < 0 or self.verify_tokens < 2:
-            raise ValueError(
-                f"verify_prompts is {self.verify_prompts}, verify_tokens {self.verify_tokens}: give at least 0 and 2"
-            )
         if self.tag is not None and (not TAG.fullmatch(self.tag) or ".." in self.tag or self.tag == "main"):
             raise ValueError(f"tag is {self.tag!r}: give letters, digits, '.', '_' and '-', such as v1, or null")
 
 
 @dataclass(frozen=True)
 class CheckupConfig:
-    """The measurement of acceptance.
+    """The measurement of acceptance."""
 
-    Attributes:
-        workload: prompts as eval/run.py takes them; None: the run's own held-out ones, else the bundled ones.
-        prompts: how many of them.
-        max_new_tokens: of each answer, at most; a report's own limit is kept where it is lower.
-        depth: of the chain, where no report says which tree was measured.
-        dtype: of the target and the head; auto: the fast one of the device.
-        measure: whether to load the target's layers at all.
-    """
-
-    workload: str | None
+    workload: str | None  # prompts as eval/run.py takes them; None: the run's own held-out ones, else the bundled ones
     prompts: Count
-    max_new_tokens: Count
-    depth: Count
-    dtype: str
-    measure: bool
+    max_new_tokens: Count  # of each answer, at most; a report's own limit is kept where it is lower
+    depth: Count  # of the chain, where no report says which tree was measured
+    dtype: str  # of the target and the head; auto: the fast one of the device
+    measure: bool  # whether to load the target's layers at all
 
 
 @dataclass(frozen=True)
@@ -83,18 +67,3 @@ class DoctorConfig:
     def __post_init__(self) -> None:
         if self.format is not None:
             assert_known(self.format)
-
-
-ALONE = ("doctor", "checkup")  # keys that publishing does not read
-
-
-def doctor_part(cfg: DictConfig) -> DictConfig:
-    """Return the keys of conf/publish.yaml that the doctor reads."""
-    selected: DictConfig = OmegaConf.masked_copy(cfg, [field.name for field in fields(DoctorConfig)])
-    return selected
-
-
-def publish_part(cfg: DictConfig) -> DictConfig:
-    """Return the keys of conf/publish.yaml that publishing reads."""
-    selected: DictConfig = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in ALONE])
-    return selected

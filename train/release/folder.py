@@ -1,13 +1,21 @@
-"""The folder that is published: a run's head with its card, report and plots, replaced atomically."""
+"""The folder that is published: a run's head, exported if a format is given, with its card, report and plots.
+
+An export takes the target's embedding and lm_head where the format copies them. The folder is replaced atomically.
+"""
 
 import json
+import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from data.text.files import content_hash
 from eval.live.extras import METRICS
@@ -17,12 +25,18 @@ from heads.common.resolvers import ROOT
 from heads.common.untrusted import parse_json, parse_yaml
 from heads.formats.custom_generate import bundle
 from heads.formats.hub import on_hub, target_path
-from heads.formats.store import CONFIG, WEIGHTS, last_good, read_config, read_tensors, replacing
+from heads.formats.published.export import Served, export
+from heads.formats.store import CONFIG, WEIGHTS, last_good, load_head, read_config, read_tensors, replacing
+from inference.target.config import DTYPES
+from inference.target.embeddings import TargetEmbeddings
+from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.target import Target
 from train.release.card import Facts, card
 from train.release.config import PublishConfig
 from train.release.doctor import TEMPLATE
-from train.release.exporting import exported
-from train.release.hub import files_of, one_of
+from train.release.hub import files_of
+
+log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html")
@@ -44,16 +58,20 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
     content = read_config(head)
     read_tensors(head)
     _assert_free(out, head)
-    name = content["target"]["name"]
+    name, report = content["target"]["name"], run / "report.json"
     provenance = _read(run / "provenance.json", parse_json)
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": tokenizer_sha256(name)}
     reference |= {key: provenance[key] for key in (TEMPLATE,) if key in provenance}
-    with exported(head, config.format, config.target, config.dtype, config.draft_tokens) as source:
+    with exported(head, config) as source:
         files: dict[str, str | bytes] = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
         files |= bundle.files(content["head"]["name"])
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
-        facts = _facts(run, config, content, json.loads(files[CONFIG]), reference["tokenizer_sha256"], provenance)
+        facts = Facts(
+            config, content, served=json.loads(files[CONFIG]), tokenizer_sha256=reference["tokenizer_sha256"],
+            report=read_report(report) if report.is_file() else {}, provenance=provenance,
+            settings=_read(run / "config.yaml", parse_yaml),
+        )  # fmt: skip
         try:
             files |= card(facts)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -73,30 +91,6 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> None:
             ) from error
 
 
-def _facts(
-    run: Path,
-    config: PublishConfig,
-    content: dict[str, Any],
-    served: dict[str, Any],
-    tokenizer: str | None,
-    provenance: dict[str, Any],
-) -> Facts:
-    report = run / "report.json"
-    return Facts(
-        repo=config.repo,
-        license=config.license,
-        run=run,
-        config=content,
-        served=served,
-        tokenizer_sha256=tokenizer,
-        form=config.format,
-        draft_tokens=config.draft_tokens,
-        report=read_report(report) if report.is_file() else {},
-        provenance=provenance,
-        settings=_read(run / "config.yaml", parse_yaml),
-    )
-
-
 def _refuse_links(paths: Iterable[Path]) -> None:
     """Refuse links: a run from an untrusted source could publish any file of this machine by one."""
     for path in paths:
@@ -110,11 +104,10 @@ def _assert_free(out: Path, head: Path) -> None:
         raise ValueError(f"{out}: that is the run's own head; give another out=FOLDER")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: that is a file; give another out=FOLDER")
-    ours = one_of(FILES)
-    others = [name for name in files_of(out) if not ours(name)] if out.is_dir() else []
-    if files_of(out) and not (out / TOKENIZER).is_file():  # a README.md or a head of the user's own
-        raise ValueError(f"{out}: holds {files_of(out)[0]}, and is no earlier publication; give another out=FOLDER")
-    if others:
+    files = files_of(out)
+    if files and not (out / TOKENIZER).is_file():  # a README.md or a head of the user's own
+        raise ValueError(f"{out}: holds {files[0]}, and is no earlier publication; give another out=FOLDER")
+    if others := list(filter_repo_objects(files, ignore_patterns=list(FILES))):
         raise ValueError(f"{out}: holds {others[0]}, which is no part of a published head; give another out=FOLDER")
 
 
@@ -154,3 +147,57 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); write it again by evaluating the run, or remove it") from None
     return content if isinstance(content, dict) else {}
+
+
+@contextmanager
+def exported(head: Path, config: PublishConfig) -> Iterator[Path]:
+    """Provide the folder of a head in the configured format within the block, the head's own without one.
+
+    Raises:
+        ValueError: the target cannot be loaded or is another, or the format cannot hold this head.
+    """
+    if config.format is None:
+        yield head
+        return
+    spec = read_config(head)["target"]
+    path = config.target or target_path(spec["name"])
+    target = _load(path, spec.get("adapter"))
+    _assert_plain(target.embeddings, path)
+    name = spec["name"] if on_hub(spec["name"]) else path
+    served = Served(
+        name=name if on_hub(name) else Path(name).name,
+        config=target.config.to_dict(),
+        dtype=DTYPES[config.dtype],
+        draft_tokens=config.draft_tokens,
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "head"
+        export(load_head(head, target.embeddings, target.spec), config.format, served, folder)
+        yield folder
+
+
+def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
+    """Return the target, without its layers where it can be loaded so, on the CPU and in the dtype of its files."""
+    if adapter is None:
+        try:
+            return EmbeddingsOnly.load(path, "float32", "cpu", False)
+        except ValueError as error:
+            log.warning("%s; the whole target is loaded", error)
+    return Target.load(path, "float32", "cpu", adapter=adapter)
+
+
+@torch.no_grad()
+def _assert_plain(embeddings: TargetEmbeddings, path: str) -> None:
+    """Check that embedding and lm_head are plain table look-ups, for engines read the tables.
+
+    Raises:
+        ValueError: the embedding is scaled, or the logits have a bias or a cap.
+    """
+    few = torch.arange(min(embeddings.vocab_size, 64))
+    state = torch.randn(4, embeddings.hidden_size, generator=torch.Generator().manual_seed(0)) * 9
+    embedded, logits = embeddings.embed(few), embeddings.logits(state)
+    table: Any = embeddings.embedding.weight
+    scaled = not torch.equal(embedded, table[few])
+    if scaled or not torch.allclose(logits, state @ embeddings.head_weight().T, rtol=1e-3, atol=1e-3):
+        what = "its embedding is scaled" if scaled else "its logits have a bias or a cap"
+        raise ValueError(f"{path}: {what}, which engines do not know when they draft; publish without format")

@@ -5,24 +5,22 @@ one; until the commit, which comes last, the branch is unchanged. `HfApi.upload_
 commit several times.
 """
 
-import hashlib
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils._paths import filter_repo_objects
+from huggingface_hub.utils.sha import git_hash
 
 from data.text.files import content_hash
 from heads.formats.hub import TRANSPORT, hub_errors
-from heads.formats.store import read_tensors
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,17 +33,11 @@ MESSAGE = "Publish the head with headstart"
 
 
 class Repository(NamedTuple):
-    """A repository on the Hub before the upload.
+    """A repository on the Hub before the upload."""
 
-    Attributes:
-        name: OWNER/NAME.
-        commit: the branch's last commit before anything is uploaded.
-        created: whether this call created the repository, to which nobody has committed.
-    """
-
-    name: str
-    commit: str
-    created: bool
+    name: str  # OWNER/NAME
+    commit: str  # the branch's last one
+    created: bool  # by this call, and nobody has committed to it
 
 
 @contextmanager
@@ -58,17 +50,16 @@ def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterato
     """
     _check_token(repo, api)
     with hub_errors(repo, "looking for the repository"):
-        existing = retried(lambda: _info(repo, api))
+        existing: Any = retried(lambda: api.repo_info(repo) if api.repo_exists(repo) else None)
         tags = retried(lambda: api.list_repo_refs(repo).tags) if existing and tag else []
     if any(ref.name == tag for ref in tags):
         raise ValueError(f"{repo}: has a tag {tag} already, nothing was uploaded; give another tag=…")
+    info = existing
     if existing is None:
         with hub_errors(repo, "creating the repository"):
             # exist_ok: a first attempt whose response was lost has created it, or another call just now.
             retried(lambda: api.create_repo(repo, private=private, exist_ok=True))
             info = retried(lambda: api.model_info(repo))
-    else:
-        info = existing
     empty = {file.rfilename for file in info.siblings or []} <= INITIAL
     before = Repository(repo, str(info.sha), existing is None and empty)
     try:
@@ -79,14 +70,11 @@ def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterato
         raise ValueError(f"{error}; {_undone(before, api)}") from error
 
 
-def push(folder: Path, repo: Repository, ours: Callable[[str], bool], api: HfApi) -> str:
+def push(folder: Path, repo: Repository, ours: Sequence[str], api: HfApi) -> str:
     """Upload a folder in one commit, and return the commit.
 
-    Args:
-        folder: the new content of the branch.
-        repo: the repository before the upload.
-        ours: selects the branch's files that are deleted if the folder lacks them, such as an earlier head's report.
-        api: the Hub.
+    Files of the branch that match the patterns `ours` and that the folder lacks, such as an earlier head's report, are
+    deleted.
 
     Raises:
         ValueError: the Hub refuses, cannot be reached for some time, or someone else commits meanwhile.
@@ -100,7 +88,8 @@ def push(folder: Path, repo: Repository, ours: Callable[[str], bool], api: HfApi
             if _holds(now, folder, repo.name, api):  # by an earlier attempt whose response was lost
                 return now
             raise ValueError(f"{repo.name}: someone else has committed to it, {now[:SHORT]}; publish again")
-        stale = [name for name in api.list_repo_files(repo.name, revision=now) if ours(name) and name not in names]
+        there = api.list_repo_files(repo.name, revision=now)
+        stale = [name for name in filter_repo_objects(there, allow_patterns=list(ours)) if name not in names]
         operations: list[Any] = [*(CommitOperationDelete(name) for name in stale), *adds]
         created = api.create_commit(repo.name, operations, commit_message=MESSAGE, parent_commit=now)
         return str(created.oid)
@@ -110,31 +99,21 @@ def push(folder: Path, repo: Repository, ours: Callable[[str], bool], api: HfApi
         return retried(commit)
 
 
-def download(folder: Path, back: Path, repo: str, commit: str, api: HfApi) -> None:
-    """Download a commit and compare every file and every tensor with the folder.
-
-    Args:
-        folder: the uploaded folder.
-        back: the folder to download to.
-        repo: the repository's name.
-        commit: the commit to download.
-        api: the Hub.
+@contextmanager
+def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Path]:
+    """Provide a commit's files within the block, once every one of them has been compared with the uploaded folder's.
 
     Raises:
         ValueError: the download fails, or something came back different.
     """
-    with hub_errors(repo, "downloading for verification"):
-        names = files_of(folder)
-        retried(lambda: api.snapshot_download(repo, revision=commit, local_dir=back, allow_patterns=names))
-    for name in names:
-        if not (back / name).is_file() or content_hash(back / name) != content_hash(folder / name):
-            raise ValueError(f"{repo}: {name} came back different from what was uploaded")
-    ours, theirs = read_tensors(folder), read_tensors(back)
-    equal = ours.keys() == theirs.keys() and all(
-        ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
-    )
-    if not equal:
-        raise ValueError(f"{repo}: the head came back different from what was uploaded")
+    with tempfile.TemporaryDirectory() as temporary:
+        back, names = Path(temporary), files_of(folder)
+        with hub_errors(repo, "downloading for verification"):
+            retried(lambda: api.snapshot_download(repo, revision=commit, local_dir=back, allow_patterns=names))
+        for name in names:
+            if not (back / name).is_file() or content_hash(back / name) != content_hash(folder / name):
+                raise ValueError(f"{repo}: {name} came back different from what was uploaded")
+        yield back
 
 
 def set_tag(repo: str, tag: str, commit: str, api: HfApi) -> None:
@@ -160,7 +139,8 @@ def retried(call: Callable[[], T]) -> T:
         try:
             return call()
         except (TRANSPORT, OSError, RuntimeError) as error:
-            if not _temporary(error):
+            answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
+            if isinstance(answered, HfHubHTTPError) and answered.response.status_code not in BUSY:
                 raise
             log.warning("the connection to the Hub broke off (%s); again in %d s", type(error).__name__, wait)
             time.sleep(wait)
@@ -170,19 +150,6 @@ def retried(call: Callable[[], T]) -> T:
 def files_of(folder: Path) -> list[str]:
     """Return the names of all files in a folder and its sub-folders, as a repository calls them."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def one_of(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Return a predicate: whether a file's name matches one of the patterns."""
-    return lambda name: any(fnmatch(name, pattern) for pattern in patterns)
-
-
-@contextmanager
-def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Path]:
-    """Provide a commit's files, compared with the folder by `download`, within the block."""
-    with tempfile.TemporaryDirectory() as temporary:
-        download(folder, Path(temporary), repo, commit, api)
-        yield Path(temporary)
 
 
 def _check_token(repo: str, api: HfApi) -> None:
@@ -197,19 +164,6 @@ def _check_token(repo: str, api: HfApi) -> None:
         )
 
 
-def _info(repo: str, api: HfApi) -> Any:
-    try:
-        return api.repo_info(repo)
-    except RepositoryNotFoundError:
-        return None
-
-
-def _temporary(error: Exception) -> bool:
-    """Whether another attempt may succeed."""
-    answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
-    return not isinstance(answered, HfHubHTTPError) or answered.response.status_code in BUSY
-
-
 def _holds(commit: str, folder: Path, repo: str, api: HfApi) -> bool:
     """Whether a commit holds every file of the folder with the same content."""
     tree = api.list_repo_tree(repo, recursive=True, revision=commit)
@@ -220,8 +174,7 @@ def _holds(commit: str, folder: Path, repo: str, api: HfApi) -> bool:
 def _same(path: Path, remote: RepoFile) -> bool:
     if remote.lfs is not None:
         return bool(remote.lfs.sha256 == content_hash(path))
-    data = path.read_bytes()
-    return bool(remote.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())  # as git names it
+    return bool(remote.blob_id == git_hash(path.read_bytes()))
 
 
 def _undone(repo: Repository, api: HfApi) -> str:

@@ -4,7 +4,6 @@ Decoding is greedy, by the head's own tree, or by a chain for a format without t
 upload, and every head again after the download.
 """
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from data.text.prompts import load_prompts
 from eval.inputs.runs import own_prompts
+from eval.measures import metrics
 from heads.common.errors import one_line
 from heads.common.typed import typed
 from heads.formats.hub import load_found, on_hub, target_path
@@ -21,7 +21,7 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_tree
 from inference.target.config import DTYPES
 from inference.target.target import Target
-from inference.verification.sample import Sampling
+from inference.verification.sample import GREEDY
 from train.release.config import PublishConfig
 
 # Relative difference of τ allowed in a format that multiplies two of the head's matrices into one, whose rounding
@@ -29,40 +29,35 @@ from train.release.config import PublishConfig
 SLACK = 0.05
 
 
-@dataclass(frozen=True)
 class Trial:
-    """The setting of a trial, and the generations with the run's own head as the reference."""
+    """The setting of a trial, and the generations with the run's own head as the reference.
 
-    target: Target
-    prompts: list[list[int]]
-    tree: TreeConfig
-    settings: Settings
-    reference: list[Generation]
-    exact: bool
+    `exact`: another head must accept the very same drafts, and not only have nearly the same τ.
+    """
 
-    @property
-    def tau(self) -> float:
-        """τ with the run's own head."""
-        return tau(self.reference)
+    def __init__(
+        self, target: Target, prompts: list[list[int]], tree: TreeConfig, tokens: int, trained: Any, *, exact: bool
+    ) -> None:
+        self.target, self.prompts, self.tree, self.exact = target, prompts, tree, exact
+        self.settings = Settings(tokens, GREEDY)
+        self.reference = self._decode(trained)
 
-    def check(self, folder: Path) -> float:
-        """Decode with the head of another folder and return its τ.
+    def check(self, folder: Path, complaint: str, remedy: str = "") -> str:
+        """Decode with the head of another folder, and return a message of its τ.
 
         Raises:
-            ValueError: the tokens or the accepted drafts differ.
+            ValueError: the tokens or the accepted drafts differ; in one line of complaint, difference and remedy.
         """
         generations = self._decode(load_found(folder, self.target.embeddings, self.target.spec))
+        tau, before = (metrics.acceptance(results).tau or 0.0 for results in (generations, self.reference))
         same = [result.tokens for result in generations] == [result.tokens for result in self.reference]
-        near = abs(tau(generations) - self.tau) <= SLACK * self.tau
-        alike = _accepted(generations) == _accepted(self.reference) if self.exact else near
-        if not (same and alike):
+        near = abs(tau - before) <= SLACK * before
+        if not (same and (_accepted(generations) == _accepted(self.reference) if self.exact else near)):
             what = "τ is" if same else "other tokens came out, τ is"
-            raise ValueError(f"{what} {tau(generations):.2f} by it, and {self.tau:.2f} by the run's own head")
-        return tau(generations)
+            raise ValueError(f"{complaint}, {what} {tau:.2f} by it, and {before:.2f} by the run's own head{remedy}")
+        return f"τ {tau:.2f} over {len(self.prompts)} prompts, greedy by {self.tree.label}, as the run's own head"
 
-    def _decode(self, head: Any, dtype: str | None = None) -> list[Generation]:
-        if dtype is not None:
-            head = head.to(dtype=DTYPES[dtype])
+    def _decode(self, head: Any) -> list[Generation]:
         head = head.to(device=self.target.device, dtype=self.target.dtype).eval()
         return speculate(self.target, HeadDrafter(head, self.tree, "head"), self.prompts, self.settings)
 
@@ -90,17 +85,10 @@ def begin(run: Path, config: PublishConfig) -> Trial | str:
     prompts = [token for token in prompts if len(token) < target.context - 1]
     if not prompts:
         return "no prompt of the run leaves room in the target's context"
-    settings = Settings(config.verify_tokens, Sampling(0.0, 0, 1.0))
-    trial = Trial(target, prompts, tree, settings, [], config.format is None)
-    loaded = load_found(head, target.embeddings, target.spec)
-    reference = trial._decode(loaded, None if config.format is None else config.dtype)
-    return replace(trial, reference=reference)
-
-
-def tau(generations: list[Generation]) -> float:
-    """Return the mean number of tokens of a target pass, the prefill and its token left out."""
-    passes = sum(len(result.steps) for result in generations)
-    return sum(len(result.tokens) - 1 for result in generations) / passes if passes else 0.0
+    trained = load_found(head, target.embeddings, target.spec)
+    if config.format is not None:
+        trained = trained.to(dtype=DTYPES[config.dtype])
+    return Trial(target, prompts, tree, config.verify_tokens, trained, exact=config.format is None)
 
 
 def _target(path: str, adapter: str | None) -> Target | str:

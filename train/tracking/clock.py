@@ -35,10 +35,11 @@ class Clock:
         On an accelerator only events that it has passed count; the others come with the next call.
         """
         passed = 0
-        while passed + 1 < len(self._events) and self._passed(self._events[passed + 1][1]):
+        cuda = self.device.type == "cuda"
+        while passed + 1 < len(self._events) and (not cuda or self._events[passed + 1][1].query()):
             (_, first), (name, last) = self._events[passed : passed + 2]
             if name is not None:
-                self.spent[name] += self._between(first, last)
+                self.spent[name] += first.elapsed_time(last) / 1e3 if cuda else last - first
             passed += 1
         del self._events[:passed]
         moved = min(stall, self.spent["target"])
@@ -53,9 +54,3 @@ class Clock:
         event: Any = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         self._events.append((name, event))
-
-    def _passed(self, event: Any) -> bool:
-        return self.device.type != "cuda" or bool(event.query())
-
-    def _between(self, first: Any, last: Any) -> float:
-        return first.elapsed_time(last) / 1e3 if self.device.type == "cuda" else last - first

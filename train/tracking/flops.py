@@ -28,9 +28,7 @@ class Flops(TorchDispatchMode):
 def peak_flops(device: torch.device, given: float | None) -> float | None:
     """Return a device's peak in floating-point operations a second, None where it is not known.
 
-    Args:
-        device: the device that runs the step.
-        given: the user's value, in 10^12 a second; None: by the device's name.
+    It is the `given` one in 10^12 a second, else that of the device's name.
     """
     if given is not None:
         return given * 1e12

@@ -13,7 +13,6 @@ from hydra.types import RunMode
 from rich.console import Console
 from rich.table import Table
 
-from eval.measures.results import LIVE
 from eval.report.columns import SWEEP, results
 from eval.report.reading import read_report
 from eval.report.text import rich_table
@@ -29,11 +28,7 @@ def sweeping() -> bool:
 
 
 def check(prompts: int, *, waits: bool) -> None:
-    """Refuse to search for the largest τ where no run measures one.
-
-    Args:
-        prompts: the number that a run measures on.
-        waits: whether this command sees the end of a run.
+    """Refuse to search for the largest τ where no run measures one, or this command does not see the end of a run.
 
     Raises:
         ValueError: no run measures τ, or this command does not see it.
@@ -69,14 +64,9 @@ def alone() -> Iterator[None]:
 
 
 def note(name: str, drafter: str, out: Path) -> None:
-    """Add a finished run to its multirun's table and print it; outside a multirun, do nothing.
+    """Add a finished run, whose head its report calls `drafter`, to its multirun's table and print that, if it has one.
 
     The last run's table is whole, and one that fails takes nothing from the others.
-
-    Args:
-        name: the run's.
-        drafter: the name of the head in its report.
-        out: the run's folder.
     """
     if not sweeping():
         return
@@ -91,10 +81,11 @@ def note(name: str, drafter: str, out: Path) -> None:
 def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
     """Return the cost of a finished run with each of its timed rows of the report."""
     cost = json.loads((out / "training.json").read_text())
-    report = read_report(out / "report.json")
-    live = [result for result in results_of(report) if result.row.get("tier", LIVE) == LIVE]
-    mine = [result for result in live if result.row["drafter"] == drafter and not result.row.get("category")]
-    return [{"name": name, "out": str(out), "cost": cost, "failed": result.failed, **result.row} for result in mine]
+    return [
+        {"name": name, "out": str(out), "cost": cost, "failed": result.failed, **result.row}
+        for result in results_of(read_report(out / "report.json"))
+        if result.overall and result.row["drafter"] == drafter
+    ]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

@@ -1,7 +1,8 @@
-"""The trackers, one class each: `log` takes a record, `close` finishes. Any of them may fail.
+"""A run's records: metrics.jsonl always, other trackers if configured, a progress bar on the terminal.
 
-A record is a dict with the `step` that it belongs to. metrics.jsonl takes it as it is; wandb and TensorBoard take its
-numbers alone, those of an inner list or dict under a name and an index: `accuracy/1` is that of depth 1.
+A tracker that fails is reported in one line and dropped; training never stops for it. A record is a dict with the
+`step` that it belongs to. metrics.jsonl takes it as it is; wandb and TensorBoard take its numbers alone, those of an
+inner list or dict under a name and an index: `accuracy/1` is that of depth 1.
 """
 
 import json
@@ -12,37 +13,32 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import TracebackType
+from typing import Any, Protocol
 
 from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from eval.measures.written import finite
 from heads.common.errors import one_line
 from heads.common.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+REFRESH = 2  # redraws of the bar a second: its thread takes time from the step's own
 WAIT = 10.0  # seconds to wait for wandb's server before training begins
 
 
-class Start(NamedTuple):
-    """A tracker's arguments: the run's folder, the number of steps done before, and the whole configuration."""
-
-    out: Path
-    step: int
-    config: dict[str, Any]
-
-
 class Sink(Protocol):
-    """The interface of a tracker."""
+    """The interface of a tracker; any of its methods may fail."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Take one record."""
-        ...
 
     def close(self) -> None:
         """Finish."""
-        ...
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -53,15 +49,6 @@ def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/{key}", number) for key, number in numbers(inner))
         elif isinstance(value, int | float) and math.isfinite(value):
             yield name, float(value)
-
-
-def plain(value: Any) -> Any:
-    """Return a value for JSON, numbers that are not finite replaced by null."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def step_of(line: bytes) -> int | None:
@@ -80,21 +67,21 @@ class Jsonl:
     record, such as one that a killed run was writing.
     """
 
-    def __init__(self, start: Start) -> None:
-        path = start.out / METRICS
+    def __init__(self, out: Path, start: int, config: dict[str, Any]) -> None:
+        path = out / METRICS
         lines = path.read_bytes().splitlines() if path.exists() else []
         steps = [step_of(line) for line in lines]
         if odd := steps.count(None):
             log.warning("%s: lines that hold no step are left out: %d", path, odd)
         fresh = path.with_suffix(".partial")
-        earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start.step]
+        earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
         fresh.write_bytes(b"".join(line + b"\n" for line in earlier))
         os.replace(fresh, path)
         self.file, self.refused = path.open("a"), False
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a line; one that a full disk refuses stays in the file's buffer until a later call writes it."""
-        self.file.write(json.dumps(plain(record)) + "\n")
+        self.file.write(json.dumps(finite(record)) + "\n")
         try:
             self.file.flush()
         except OSError as error:
@@ -113,20 +100,20 @@ class Wandb:
     If no server answers in time the run is written offline.
     """
 
-    def __init__(self, start: Start, *, offline: bool) -> None:
+    def __init__(self, out: Path, start: int, config: dict[str, Any], *, offline: bool) -> None:
         import wandb
 
-        id_file = start.out / "wandb-id.txt"
+        id_file = out / "wandb-id.txt"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
         begin = partial(
-            wandb.init, project="headstart", dir=str(start.out), config=start.config, name=start.out.name,
+            wandb.init, project="headstart", dir=str(out), config=config, name=out.name,
             id=id_file.read_text().strip(), resume="allow", settings=wandb.Settings(init_timeout=WAIT),
         )  # fmt: skip
         try:
             self.run: Any = begin(mode="offline" if offline else "online")
         except wandb.errors.CommError as error:
-            log.warning("wandb: %s; the run is written to %s, for `wandb sync`", one_line(error), start.out / "wandb")
+            log.warning("wandb: %s; the run is written to %s, for `wandb sync`", one_line(error), out / "wandb")
             wandb.teardown()  # else it holds the run's id
             self.run = begin(mode="offline")
 
@@ -142,14 +129,13 @@ class Wandb:
 class TensorBoard:
     """Event files in `tensorboard/`; on resume, entries after the resumed step are purged."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, out: Path, start: int, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = start.step + 1 if start.step else None
         writer: Any = SummaryWriter
-        self.writer: Any = writer(log_dir=str(start.out / "tensorboard"), purge_step=purge)
-        written = OmegaConf.to_yaml(OmegaConf.create(start.config))
-        self.writer.add_text("config", "".join(f"    {line}\n" for line in written.splitlines()), start.step)
+        self.writer: Any = writer(log_dir=str(out / "tensorboard"), purge_step=start + 1 if start else None)
+        written = OmegaConf.to_yaml(OmegaConf.create(config))
+        self.writer.add_text("config", "".join(f"    {line}\n" for line in written.splitlines()), start)
 
     def log(self, record: dict[str, Any]) -> None:
         """Add the numbers at the record's step."""
@@ -162,9 +148,72 @@ class TensorBoard:
         self.writer.close()
 
 
-TRACKERS: dict[str, Callable[[Start], Sink]] = {
+# Each is made of the run's folder, the number of steps done before, and the whole configuration.
+TRACKERS: dict[str, Callable[[Path, int, dict[str, Any]], Sink]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
-    "wandb": lambda start: Wandb(start, offline=False),
-    "wandb_offline": lambda start: Wandb(start, offline=True),
+    "wandb": partial(Wandb, offline=False),
+    "wandb_offline": partial(Wandb, offline=True),
 }
+
+
+class Tracker:
+    """Pass each record to every tracker and the progress bar; active on the main process alone."""
+
+    def __init__(
+        self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: dict[str, Any]
+    ) -> None:
+        self.sinks: dict[str, Sink] = {}
+        self.progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True, quiet=not active),
+            refresh_per_second=REFRESH,
+            disable=not active,
+        )
+        self.progress.start()
+        self.task = self.progress.add_task("train", total=steps, completed=start, numbers="")
+        for name in dict.fromkeys(["jsonl", *trackers]) if active else ():
+            with Dropping(self, name):
+                self.sinks[name] = TRACKERS[name](out, start, config)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Pass on one record, which has at least `step`."""
+        for name, sink in list(self.sinks.items()):
+            with Dropping(self, name):
+                sink.log(record)
+        if "loss" in record:
+            accuracy = " ".join(f"{a:.2f}" for a in record["accuracy"])
+            summary = f"loss {record['loss']:.4f}  accuracy {accuracy}  {record['tokens_per_second']:.0f} tok/s"
+            self.progress.update(self.task, completed=record["step"], numbers=summary)
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self.progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Close the trackers and the bar."""
+        for name, sink in list(self.sinks.items()):
+            with Dropping(self, name):
+                sink.close()
+        self.progress.stop()
+
+
+class Dropping:
+    """A context around a call of one tracker: an error drops the tracker with a message and does not propagate."""
+
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self.tracker, self.name = tracker, name
+
+    def __enter__(self) -> None:
+        """Enter; nothing is needed."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        """Drop the tracker for any error that is not a signal's, or a request to exit."""
+        if not isinstance(error, Exception):
+            return False
+        self.tracker.sinks.pop(self.name, None)
+        self.tracker.say(f"tracker {self.name} failed and is left out from here on: {one_line(error)}")
+        return True

@@ -1,22 +1,24 @@
 """The model card of a published head: its results, its provenance, how to serve it, its limits.
 
-Every number and name on it was recorded by the run, its head or its report; missing records are named as missing.
+Every number and name on it was recorded by the run, its head or its report; missing records are named as missing. The
+text is README.jinja, which escapes by the filters of text.py.
 
 facts.py     the records that it is made of
 metadata.py  the YAML that the Hub reads
-measured.py  the table of results
-plots.py     plots as pictures
+measured.py  the table of results, and plots as pictures
 engines.py   how to serve it, engine by engine
 origin.py    provenance of target, data and weights
-limits.py    limits of the numbers
 text.py      names and values as text, not as markup
 """
 
-from typing import Any
+import shlex
+from pathlib import Path
 
-from train.release.card import engines, limits, measured, metadata, origin, plots
+from jinja2 import Environment, StrictUndefined
+
+from train.release.card import engines, measured, metadata, origin
 from train.release.card.facts import Facts
-from train.release.card.text import bullets, code, escaped
+from train.release.card.text import block, bullets, code, escaped, quoted
 
 __all__ = ["Facts", "card"]
 
@@ -30,9 +32,7 @@ TITLES = {
     "mtp": "A multi-token-prediction (MTP) head",
     "block": "A block-parallel draft head",
 }
-INTRO = """\
-It drafts tokens for {base}, which verifies them: speculative decoding, whose output is the target's own. Trained with
-headstart."""
+TEMPLATE = Path(__file__).with_name("README.jinja")
 
 
 def title_of(head: str) -> str:
@@ -42,20 +42,24 @@ def title_of(head: str) -> str:
 
 def card(facts: Facts) -> dict[str, str | bytes]:
     """Return README.md with its YAML metadata, and the plots that it shows, by the names of their files."""
-    pictures = plots.pictures_of(facts)
-    head = facts.config["head"]
-    about: dict[str, Any] = {"head": head, "tree": facts.config["tree"]}
-    sections = {
-        "What it is": "\n".join(bullets(about)),
-        "Measured": measured.section(facts.report, {name: plot.caption for name, plot in pictures.items()}),
-        "Serve it": engines.section(facts),
-        "Where it comes from": origin.section(facts),
-        "Provenance": "\n".join(bullets(facts.provenance)) or "Not recorded.",
-        "Limits": limits.section(facts),
-    }
-    title = f"# {title_of(head['name'])} for {escaped(facts.base)}\n\n{INTRO.format(base=code(facts.base))}"
-    body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items())
-    return {
-        "README.md": f"---\n{metadata.of(facts).to_yaml()}\n---\n\n{title}\n\n{body}\n",
-        **{name: plot.png for name, plot in pictures.items()},
-    }
+    pictures = measured.pictures_of(facts)
+    rows = [result.row for result in facts.mine]
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    filters = {"shell": shlex.quote, "bullets": bullets}
+    environment.filters |= filters | {function.__name__: function for function in (block, code, escaped, quoted)}
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        facts=facts,
+        repo=facts.publish.repo,
+        form=facts.publish.format,
+        metadata=metadata.of(facts).to_yaml(),
+        title=title_of(facts.kind),
+        results=measured.table(facts),
+        conditions=measured.conditions(facts.report),
+        pictures=pictures,
+        warning=engines.misleading(facts.publish.repo, facts.kind),
+        engines=list(engines.serving(facts)),
+        origin=origin.lines_of(facts),
+        rows=rows,
+        trees=[row["tree"] for row in rows if not row["tree"].startswith("chain")],
+    )
+    return {"README.md": text, **{name: picture.png for name, picture in pictures.items()}}

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from heads import HEADS
@@ -15,7 +16,7 @@ from heads.formats.published import dflash, eagle, eagle3, hydra, medusa
 from heads.formats.published.export import FORMATS
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 from train.release.card.facts import Facts
-from train.release.card.text import block, code, quoted
+from train.release.card.text import block, code
 
 VLLM, VLLM_OLD, SGLANG, TRTLLM = "vLLM 0.33.0", "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.4.0rc"
 Serving = tuple[str, str]  # an engine, and how it serves the head
@@ -25,22 +26,22 @@ GUESSES = {"eagle-": "eagle", "eagle3": "eagle3"}
 METHODS = {"hass": "eagle"}  # heads that are served as another
 
 
-def section(facts: Facts) -> str:
-    """Return how to serve the head: engines, transformers, headstart."""
-    parts = list(_engines(facts))
-    parts.append(("transformers, without further packages", _plain(facts)))
-    parts.append(("headstart", _headstart(facts)))
-    warned = misleading(facts.repo, facts.kind)
-    text = "\n\n".join(f"**{name}**\n\n{how}" for name, how in parts)
-    return f"{warned[0].upper()}{warned[1:]}.\n\n{text}" if warned else text
+def serving(facts: Facts) -> Iterator[Serving]:
+    """Yield how each engine serves the head."""
+    form, kind = facts.publish.format, facts.kind
+    if form is not None:
+        yield from SERVED[FORMATS[form][kind]](facts)
+        return
+    forms = ", ".join(form for form, kinds in FORMATS.items() if kind in kinds)
+    remedy = f"publish it with format= one of {forms}" if forms else "no format of theirs holds this kind of head"
+    yield "Serving engines", f"vLLM, SGLang and TensorRT-LLM do not read headstart's own layout: {remedy}."
 
 
 def misleading(repo: str, head: str) -> str | None:
     """Return a remark where the repository's name says another head: vLLM guesses the method from the name."""
     method = METHODS.get(head, head)
-    taken = next((guess for sign, guess in GUESSES.items() if sign in repo.lower()), None)
-    if taken is not None and taken != method:
-        sign = next(sign for sign in GUESSES if sign in repo.lower())
+    sign = next((sign for sign in GUESSES if sign in repo.lower()), None)
+    if sign is not None and (taken := GUESSES[sign]) != method:
         kind = "EAGLE-1" if taken == "eagle" else "EAGLE-3"
         better = ", such as …-eagle3" if method == "eagle3" else ""
         return (
@@ -54,17 +55,10 @@ def misleading(repo: str, head: str) -> str | None:
     return f"note: {repo} says {others[0]} but the head is {head}; serving engines guess the method from the name"
 
 
-def _engines(facts: Facts) -> Iterator[Serving]:
-    if facts.form is None:
-        forms = ", ".join(form for form, kinds in FORMATS.items() if facts.kind in kinds)
-        remedy = f"publish it with format= one of {forms}" if forms else "no format of theirs holds this kind of head"
-        yield "Serving engines", f"vLLM, SGLang and TensorRT-LLM do not read headstart's own layout: {remedy}."
-        return
-    yield from SERVED[FORMATS[facts.form][facts.kind]](facts)
-
-
 def _eagle3(facts: Facts) -> Iterator[Serving]:
-    yield VLLM, _vllm(facts, "eagle3", facts.draft_tokens) + _alone(facts)
+    short = block(f"vllm serve {facts.publish.repo}")  # which takes the target from the head, and so from the Hub
+    alone = f"\n\nor, with the same target and number of tokens:\n\n{short}" if facts.hub else ""
+    yield VLLM, _vllm(facts, "eagle3", facts.publish.draft_tokens) + alone
     if facts.served["norm_before_residual"]:
         yield "Not served by", f"{SGLANG} and {TRTLLM}, which know no norm_before_residual=true."
         return
@@ -73,7 +67,7 @@ def _eagle3(facts: Facts) -> Iterator[Serving]:
 
 
 def _eagle(facts: Facts) -> Iterator[Serving]:
-    yield VLLM, _vllm(facts, "eagle", facts.draft_tokens)
+    yield VLLM, _vllm(facts, "eagle", facts.publish.draft_tokens)
     yield SGLANG, _sglang(facts, "EAGLE")
     yield "Not served by", f"{TRTLLM}, which reads EAGLE-3 alone."
 
@@ -94,19 +88,14 @@ def _dflash(facts: Facts) -> Iterator[Serving]:
     if "draft_vocab_size" in facts.served:
         yield "Not served by", f"{SGLANG}, which reads no pruned vocabulary of these heads."
     else:
-        flags = ["--model-path", facts.path, "--speculative-algorithm", method.upper()]
-        flags += ["--speculative-draft-model-path", facts.repo]
-        yield SGLANG, block(shlex.join(["python", "-m", "sglang.launch_server", *flags]))
+        yield SGLANG, block(_sglang_server(facts, method.upper()))
     yield "Not tried", f"{TRTLLM}, which has a loader of its own for these heads."
 
 
-def _authors(reader: str) -> Callable[[Facts], Iterator[Serving]]:
-    def parts(facts: Facts) -> Iterator[Serving]:
-        others = [form for form, kinds in FORMATS.items() if facts.kind in kinds and form != facts.form]
-        engines = f"; for engines publish it with format= one of {', '.join(others)}" if others else ""
-        yield "The authors' own code", f"{reader} reads this layout, for {code(facts.path)}{engines}."
-
-    return parts
+def _authors(reader: str, facts: Facts) -> Iterator[Serving]:
+    others = [form for form, kinds in FORMATS.items() if facts.kind in kinds and form != facts.publish.format]
+    engines = f"; for engines publish it with format= one of {', '.join(others)}" if others else ""
+    yield "The authors' own code", f"{reader} reads this layout, for {code(facts.path)}{engines}."
 
 
 SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
@@ -114,72 +103,40 @@ SERVED: dict[Callable[..., Any], Callable[[Facts], Iterator[Serving]]] = {
     eagle.engines: _eagle,
     medusa.engines: _medusa,
     dflash.engines: _dflash,
-    eagle3.authors: _authors("SafeAILab/EAGLE"),
-    eagle.authors: _authors("SafeAILab/EAGLE"),
-    medusa.authors: _authors("FasterDecoding/Medusa"),
-    hydra.authors: _authors("zankner/Hydra"),
+    eagle3.authors: partial(_authors, "SafeAILab/EAGLE"),
+    eagle.authors: partial(_authors, "SafeAILab/EAGLE"),
+    medusa.authors: partial(_authors, "FasterDecoding/Medusa"),
+    hydra.authors: partial(_authors, "zankner/Hydra"),
 }
 
 
 def _vllm(facts: Facts, method: str, tokens: int) -> str:
-    config = json.dumps({"method": method, "model": facts.repo, "num_speculative_tokens": tokens})
+    config = json.dumps({"method": method, "model": facts.publish.repo, "num_speculative_tokens": tokens})
     return block(f"vllm serve {shlex.quote(facts.path)} --speculative-config {shlex.quote(config)}")
 
 
-def _alone(facts: Facts) -> str:
-    """Return the short line, which takes the target from the head and so needs it on the Hub."""
-    return (
-        f"\n\nor, with the same target and number of tokens:\n\n{block(f'vllm serve {facts.repo}')}"
-        if facts.hub
-        else ""
-    )
-
-
 def _sglang(facts: Facts, algorithm: str) -> str:
-    base = ["python", "-m", "sglang.launch_server", "--model-path", facts.path, "--speculative-algorithm", algorithm]
-    base += ["--speculative-draft-model-path", facts.repo]
-    tokens = facts.draft_tokens
-    chain = shlex.join([*base, *_shape(tokens, 1, tokens + 1)])
-    tree = shlex.join([*base, *_shape(5, 4, 8)])
-    return f"{block(chain)}\n\nor with a tree:\n\n{block(tree)}"
+    server, tokens = _sglang_server(facts, algorithm), facts.publish.draft_tokens
+    chain, tree = (
+        block(
+            f"{server} --speculative-num-steps {steps} --speculative-eagle-topk {wide} "
+            f"--speculative-num-draft-tokens {count}"
+        )
+        for steps, wide, count in [(tokens, 1, tokens + 1), (5, 4, 8)]
+    )
+    return f"{chain}\n\nor with a tree:\n\n{tree}"
 
 
-def _shape(steps: int, wide: int, tokens: int) -> list[str]:
-    flags = {"num-steps": steps, "eagle-topk": wide, "num-draft-tokens": tokens}
-    return [word for name, value in flags.items() for word in (f"--speculative-{name}", str(value))]
+def _sglang_server(facts: Facts, algorithm: str) -> str:
+    words = ["python", "-m", "sglang.launch_server", "--model-path", facts.path, "--speculative-algorithm", algorithm]
+    return shlex.join([*words, "--speculative-draft-model-path", facts.publish.repo])
 
 
 def _trtllm(facts: Facts) -> str:
     layers, count = facts.served["eagle_config"][STATES], facts.config["target"]["num_layers"]
-    lines = ["speculative_config:", "  decoding_type: Eagle3", f"  max_draft_len: {facts.draft_tokens}"]
-    lines.append(f"  speculative_model: {facts.repo}")
+    lines = ["speculative_config:", "  decoding_type: Eagle3", f"  max_draft_len: {facts.publish.draft_tokens}"]
+    lines.append(f"  speculative_model: {facts.publish.repo}")
     if layers != default_layers(EAGLE3_LAYERS, count):  # which it reads by default
         lines.append(f"  eagle3_layers_to_capture: {layers}")
     line = f"trtllm-serve {shlex.quote(facts.path)} --config draft.yaml"
     return f"with this as draft.yaml:\n\n{block(chr(10).join(lines), 'yaml')}\n\n{block(line)}"
-
-
-def _plain(facts: Facts) -> str:
-    return block(
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({quoted(facts.path)})\n"
-        f"model = AutoModelForCausalLM.from_pretrained({quoted(facts.path)})\n"
-        'inputs = tokenizer("…", return_tensors="pt")\n'
-        f'out = model.generate(**inputs, custom_generate="{facts.repo}", trust_remote_code=True, max_new_tokens=64)',
-        "python",
-    )
-
-
-def _headstart(facts: Facts) -> str:
-    adapter = facts.config["target"].get("adapter")
-    model = f" model.path={shlex.quote(facts.path)}" + (f" model.adapter={shlex.quote(adapter)}" if adapter else "")
-    model += " tree=chain" if facts.form else ""  # which foreign formats do not hold
-    adapter_option = f", adapter={quoted(adapter)}" if adapter else ""
-    options = f"run={facts.repo}{model}"  # no workload of its own: the held-out prompts are not published
-    lines = f"python eval/run.py {options} workload=my_log.jsonl\npython inference/run.py {options} prompt='...'"
-    code = (
-        "from heads.formats.hub import load_found, resolve_head\nfrom inference.target.target import Target\n\n"
-        f"target = Target.load({quoted(facts.path)}{adapter_option})\n"
-        f'head = load_found(resolve_head("{facts.repo}"), target.embeddings, target.spec)'
-    )
-    return f"{block(lines)}\n\nor from Python, in a checkout of headstart:\n\n{block(code, 'python')}"

@@ -4,43 +4,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.measures.results import LIVE
+from eval.report.view import Result, results_of
 from heads.formats.hub import on_hub
+from train.release.config import PublishConfig
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The records of a head; an empty mapping where the run has none of that kind.
+    """The records of a head; an empty mapping where the run has none of that kind."""
 
-    Attributes:
-        repo: the repository to publish to, OWNER/NAME.
-        license: of the head, as the Hub abbreviates licences.
-        run: the run's folder.
-        config: the head's own config.json.
-        served: the published config.json, another one in a foreign format.
-        tokenizer_sha256: of the target's tokenizer.json.
-        form: the format, None for our own.
-        draft_tokens: a pass, in the command lines of engines.
-        report: its report.json.
-        provenance: its provenance.json.
-        settings: its config.yaml.
-    """
-
-    repo: str
-    license: str
-    run: Path
-    config: dict[str, Any]
-    served: dict[str, Any]
-    tokenizer_sha256: str | None
-    form: str | None
-    draft_tokens: int
+    publish: PublishConfig
+    config: dict[str, Any]  # the head's own config.json
+    served: dict[str, Any]  # the published one, another in a foreign format
+    tokenizer_sha256: str | None  # of the target's tokenizer.json
     report: dict[str, Any]
     provenance: dict[str, Any]
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # the run's config.yaml
 
     @property
     def kind(self) -> str:
         """The kind of the head."""
         return str(self.config["head"]["name"])
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return Path(self.publish.run).expanduser()
 
     @property
     def hub(self) -> bool:
@@ -57,6 +47,16 @@ class Facts:
     def path(self) -> str:
         """The target's path in command lines."""
         return self.base if self.hub else f"path/to/{self.base}"
+
+    @property
+    def live(self) -> list[Result]:
+        """The results by decoding, which a clock has measured."""
+        return [result for result in results_of(self.report) if result.row.get("tier", LIVE) == LIVE]
+
+    @property
+    def mine(self) -> list[Result]:
+        """Those of them that are this head's."""
+        return [result for result in self.live if self.has_drafter(result.row["drafter"])]
 
     def has_drafter(self, drafter: str) -> bool:
         """Whether a row's drafter is this head, named by its kind, and by its run too where there are several."""

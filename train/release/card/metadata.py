@@ -4,8 +4,6 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from eval.measures.results import LIVE
-from eval.report.view import results_of
 from heads.formats.hub import REPO
 from heads.formats.published.export import FORMATS
 from train.release.card.facts import Facts
@@ -19,13 +17,13 @@ def of(facts: Facts) -> ModelCardData:
     """Return the metadata, checked by huggingface_hub's own types."""
     measured = results(facts)
     return ModelCardData(
-        license=facts.license,
+        license=facts.publish.license,
         base_model=facts.base if facts.hub else None,
         datasets=datasets(facts) or None,
         library_name="headstart",
         pipeline_tag=TASK,
         tags=["speculative-decoding", "draft-head", facts.kind, *_readers(facts)],
-        model_name=facts.repo.split("/")[1] if measured else None,
+        model_name=facts.publish.repo.split("/")[1] if measured else None,
         eval_results=measured or None,
     )
 
@@ -40,10 +38,8 @@ def datasets(facts: Facts) -> list[str]:
 def results(facts: Facts) -> list[EvalResult]:
     """Return the head's own results by decoding, a failed one without its speedup."""
     evaluations = []
-    for result in results_of(facts.report):
+    for result in facts.mine:
         row = result.row
-        if row.get("tier", LIVE) != LIVE or not facts.has_drafter(row["drafter"]):
-            continue
         workload, rate = Path(row["workload"]).stem, row.get("request_rate")
         where = f"T={row['temperature']:g}, batch {row['batch_size']}, tree {row['tree']}"
         where += f", {rate:g} requests a second" if rate is not None else ""
@@ -69,7 +65,7 @@ def results(facts: Facts) -> list[EvalResult]:
 
 def _readers(facts: Facts) -> list[str]:
     """Return the engines whose format this is: those that share a format's writer read the same folder."""
-    if facts.form is None:
+    if facts.publish.format is None:
         return []
-    writer = FORMATS[facts.form][facts.kind]
+    writer = FORMATS[facts.publish.format][facts.kind]
     return [name for name in ENGINES if FORMATS[name].get(facts.kind) is writer]

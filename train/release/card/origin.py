@@ -8,34 +8,26 @@ from eval.live.extras import METRICS, records
 from train.release.card.facts import Facts
 from train.release.card.text import bullets, code, escaped
 
-NONE = "The run has not recorded on what it was trained."
 
-
-def section(facts: Facts) -> str:
-    """Return the provenance of target, data and training."""
-    parts = {"Target": _target(facts), "Data": "\n".join(_data(facts)), "Training": "\n".join(_training(facts))}
-    return "\n\n".join(f"**{name}**\n\n{text}" for name, text in parts.items() if text)
-
-
-def _target(facts: Facts) -> str:
-    values = {**facts.config["target"], "name": facts.base}
-    if facts.tokenizer_sha256:
-        values["sha256 of tokenizer.json"] = facts.tokenizer_sha256
-    return "\n".join(bullets(values))
+def lines_of(facts: Facts) -> dict[str, list[str]]:
+    """Return the lines about the origin of target, data and training."""
+    target = {**facts.config["target"], "name": facts.base, "sha256 of tokenizer.json": facts.tokenizer_sha256}
+    return {"Target": [bullets(target)], "Data": list(_data(facts)), "Training": list(_training(facts))}
 
 
 def _data(facts: Facts) -> Iterator[str]:
-    counts, sources = facts.provenance.get("data"), facts.provenance.get("sources") or []
+    counts, sources = facts.provenance.get("data") or {}, facts.provenance.get("sources") or []
     paths = (facts.settings.get("data") or {}).get("path") or []
-    counts = counts or {}
     names = [str(source["name"]) for source in sources] or list(counts.get("records", {}))
     names = names or [str(source) for source in (paths if isinstance(paths, list) else [paths])]
     if not names:
-        yield NONE
+        yield "The run has not recorded on what it was trained."
         return
     by_name = {str(source["name"]): source for source in sources}
     for name in names:
-        yield f"- {code(shown(name))}{_counts(name, counts)}{_identity(by_name.get(name, {}))}"
+        read, trained_on = counts.get("records", {}).get(name), counts.get("kept", {}).get(name, 0)
+        records_of_it = "" if read is None else f", {trained_on:,} of {read:,} records"
+        yield f"- {code(shown(name))}{records_of_it}{_identity(by_name.get(name, {}))}"
     dropped = {key: counts[key] for key in ("duplicates", "contaminated", "short") if counts.get(key)}
     if dropped:
         yield "- dropped: " + ", ".join(f"{n:,} {escaped(key)}" for key, n in dropped.items())
@@ -46,11 +38,6 @@ def _data(facts: Facts) -> Iterator[str]:
         yield f"- {counts['held_out']:,} records held out for measuring"
     if fingerprint := facts.provenance.get("data_fingerprint"):
         yield f"- fingerprint of the samples: {code(fingerprint)}"
-
-
-def _counts(name: str, counts: dict[str, Any]) -> str:
-    read, trained_on = counts.get("records", {}).get(name), counts.get("kept", {}).get(name, 0)
-    return "" if read is None else f", {trained_on:,} of {read:,} records"
 
 
 def _identity(source: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from textwrap import indent
 from typing import Any
 
 MARKUP = re.compile(r"([\\`*_\[\]<>~&#!|])")
@@ -32,11 +32,12 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def bullets(values: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield a nested list of everything that is set."""
+def bullets(values: dict[str, Any]) -> str:
+    """Return a nested list of everything that is set."""
+    lines = []
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield f"{indent}- {escaped(str(key))}:"
-            yield from bullets(value, indent + "  ")
+            lines += [f"- {escaped(str(key))}:", *(indent(bullets(value), "  ").splitlines())]
         elif value not in (None, [], {}, ""):
-            yield f"{indent}- {escaped(str(key))}: {code(value)}"
+            lines.append(f"- {escaped(str(key))}: {code(value)}")
+    return "\n".join(lines)
