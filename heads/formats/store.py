@@ -7,6 +7,7 @@ whole head can be loaded.
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import DraftVocabulary, Embeddings
+from heads.common.errors import one_line
 from heads.common.files import flush, last_good, replacing
 from heads.common.typed import typed
 from heads.common.untrusted import names_code, parse_json, shown
@@ -90,15 +92,30 @@ def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tenso
         ValueError: a value is not finite.
         OSError: the disk is full or the folder cannot be written.
     """
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     _assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
+    write_files(folder, {"format": FORMAT, **content}, tensors)
+
+
+def write_files(
+    folder: Path, content: dict[str, Any], tensors: dict[str, Tensor], check: Callable[[Path], None] | None = None
+) -> None:
+    """Write config.json and the tensors: whole and accepted by `check`, or leave the last as they were.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written.
+    """
+    # Copies: safetensors takes no two tensors that share memory.
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         with replacing(folder) as new:
             save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-            (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
+            (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            if check is not None:
+                check(new)
     except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise OSError(f"{folder}: could not be saved ({reason}); free space, what was saved last is whole") from error
+        raise OSError(
+            f"{folder}: could not be saved ({one_line(error)}); free space, what was saved last is whole"
+        ) from error
 
 
 def save_tree(folder: Path, tree: dict[str, Any]) -> None:

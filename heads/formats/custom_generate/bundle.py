@@ -51,7 +51,7 @@ def _tables(kind: str) -> dict[str, str]:
     heads = "".join(f"from {HEADS[name].__module__} import {HEADS[name].__qualname__}\n" for name in kinds)
     table = ", ".join(f'"{name}": {HEADS[name].__qualname__}' for name in kinds)
     formats = [
-        f'    "{n}": Format("{f.head}", {n}.matches, {n}.read),\n' for n, f in FORMATS.items() if f.head in kinds
+        f'    "{n}": Format("{f.head}", {n}.SIGNATURE, {n}.read),\n' for n, f in FORMATS.items() if f.head in kinds
     ]
     published, _ = _source("heads.formats.published")
     return {

@@ -6,11 +6,9 @@ A head that is loaded is one of `heads.HEADS` like any other: it can be measured
 Every tensor is mapped or refused by name; counts come from names and shapes, for config files are often wrong.
 
 files.py      their files, and the tensors in them
-plan.py       assembles a head, every tensor mapped
-decoder.py    the numbers of a decoder layer
+plan.py       assembles a head, every tensor mapped; the numbers of a decoder layer
 export.py     heads written in a format
-exporting.py  the head to export, and code that formats share
-written.py    the exported folder: checked on disk, then moved to its path
+exporting.py  the head to export, code that formats share, and the exported folder, checked on disk
 eagle.py      EAGLE-1/2 and HASS: vLLM, SGLang, the authors
 eagle3.py     EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
 medusa.py     Medusa: vLLM up to 0.32, the authors
@@ -19,6 +17,7 @@ mlp.py        the MLP speculator, read alone
 dflash.py     DFlash and DSpark: vLLM, SGLang
 """
 
+import re
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import NamedTuple
@@ -35,20 +34,24 @@ __all__ = ["FORMATS", "format_of", "is_published", "load_published"]
 
 
 class Format(NamedTuple):
-    """Which of HEADS a format is of, how it is recognised by its names, and how it is read."""
+    """Which of HEADS a format is of, the tensors that tell it from those below, as patterns, and how it is read."""
 
     head: str
-    matches: Callable[[Set[str]], bool]
+    signature: tuple[str, ...]
     read: Callable[[Source, Embeddings], Plan]
+
+    def matches(self, names: Set[str]) -> bool:
+        """Say whether tensors of these names are of this format."""
+        return all(any(re.fullmatch(pattern, name) for name in names) for pattern in self.signature)
 
 
 FORMATS = {
-    "dflash": Format("block", dflash.matches, dflash.read),
-    "eagle3": Format("eagle3", eagle3.matches, eagle3.read),
-    "eagle": Format("eagle", eagle.matches, eagle.read),
-    "medusa": Format("medusa", medusa.matches, medusa.read),
-    "hydra": Format("hydra", hydra.matches, hydra.read),
-    "mlp": Format("mlp", mlp.matches, mlp.read),
+    "dflash": Format("block", dflash.SIGNATURE, dflash.read),
+    "eagle3": Format("eagle3", eagle3.SIGNATURE, eagle3.read),
+    "eagle": Format("eagle", eagle.SIGNATURE, eagle.read),
+    "medusa": Format("medusa", medusa.SIGNATURE, medusa.read),
+    "hydra": Format("hydra", hydra.SIGNATURE, hydra.read),
+    "mlp": Format("mlp", mlp.SIGNATURE, mlp.read),
 }
 
 

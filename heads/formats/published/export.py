@@ -7,27 +7,17 @@ from torch import nn
 
 from heads import HEADS
 from heads.formats.published import dflash, eagle, eagle3, hydra, medusa
-from heads.formats.published.exporting import Export, Served
-from heads.formats.published.written import Foreign, put
+from heads.formats.published.exporting import Export, Foreign, Served, put
 
 __all__ = ["FORMATS", "Served", "export"]
 
 # The writer of each kind of head by format. Four engines read the same EAGLE-3 folder; which one is asked for decides
 # over options that not all of them run.
-FORMATS: dict[str, dict[str, Callable[[Export], Foreign]]] = {
-    "vllm": {
-        "eagle": eagle.engines,
-        "hass": eagle.engines,
-        "eagle3": eagle3.engines,
-        "medusa": medusa.engines,
-        "block": dflash.engines,
-    },
-    "sglang": {
-        "eagle": eagle.engines,
-        "hass": eagle.engines,
-        "eagle3": eagle3.engines,
-        "block": dflash.engines,
-    },
+Writers = dict[str, Callable[[Export], Foreign]]
+ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines}
+FORMATS: dict[str, Writers] = {
+    "vllm": {**ENGINES, "medusa": medusa.engines},
+    "sglang": ENGINES,
     "trtllm": {"eagle3": eagle3.engines},
     "speculators": {"eagle3": eagle3.engines},
     "eagle": {"eagle": eagle.authors, "hass": eagle.authors, "eagle3": eagle3.authors},

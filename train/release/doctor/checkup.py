@@ -14,7 +14,7 @@ from eval.report.reading import row_of
 from heads import HEADS
 from heads.common.typed import typed
 from heads.formats.layer_ids import STATES, as_states
-from heads.formats.published.decoder import THETA
+from heads.formats.published.plan import THETA
 from heads.formats.store import CONFIG
 from heads.modules.rope import Rope
 from inference.decode import Generation, Settings, speculate

@@ -6,7 +6,6 @@ from typing import Any
 
 from data.text.template import template_sha256
 from heads.formats.published import dflash, eagle, eagle3, medusa
-from heads.formats.published.written import NUMBERS
 from heads.formats.store import CONFIG, MUST_AGREE, QUANTISED, WEIGHTS
 from train.release.card.engines import GUESSES
 from train.release.doctor.examined import OWN, Against, Examined
@@ -15,6 +14,7 @@ from train.release.doctor.finding import Findings, ok, unknown, wrong
 TEMPLATE = "chat_template_sha256"  # of provenance.json and tokenizer_reference.json
 OTHER = "give the head's own target with target=…, or train a head for this one"
 NOTHING = "it drafts from features that mean something else: next to nothing is accepted"
+NUMBERS = ("target_hidden_size", "logit_scale")  # keys that engines read as numbers, so that a null stops them
 CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS}
 PRUNED = ("eagle3", "dflash")  # which may draft some tokens alone; these are never without architectures
 TWICE = (

@@ -20,8 +20,8 @@ from heads.common.target_config import read_target_config
 from heads.common.untrusted import parse_json, parse_yaml, regular
 from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published import FORMATS
-from heads.formats.published.decoder import positions_of
 from heads.formats.published.files import PREFIX, stored_tensors
+from heads.formats.published.plan import positions_of
 from heads.formats.store import CONFIG, WEIGHTS, TargetSpec, last_good
 from heads.formats.weights import read_weights
 from heads.modules.rope import Rope

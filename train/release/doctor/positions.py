@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from heads.formats.published.decoder import THETA
+from heads.formats.published.plan import THETA
 from heads.formats.store import CONFIG
 from heads.modules.rope import SCALINGS, Rope, scaling_of
 from train.release.doctor.examined import OWN, Against, Examined

@@ -8,7 +8,7 @@ from torch import Tensor
 from heads import HEADS
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3
-from heads.formats.published.written import KNOWN, OFFSETS
+from heads.formats.published.exporting import KNOWN, OFFSETS
 from heads.formats.store import CONFIG, WEIGHTS, read_config
 from heads.formats.store import head_config as own_config
 from heads.formats.weights import outline
