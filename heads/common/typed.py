@@ -90,10 +90,12 @@ def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -
         return build(hint, value, key)
     if hint in SCALARS:
         return convert_scalar(hint, value, key, within)
-    if hint is Any and not isinstance(value, dict | list):
-        check(value, MACHINE, key)
-        return value
-    return convert_items(*((type(value), (Any, Any)) if hint is Any else (origin, inner)), value, key, within)
+    if hint is not Any:
+        return convert_items(origin, inner, value, key, within)
+    if isinstance(value, dict | list):
+        return convert_items(type(value), (Any, Any), value, key, within)
+    check(value, MACHINE, key)
+    return value
 
 
 def convert_items(kind: Any, inner: tuple[Any, ...], value: Any, key: str, within: Within | OneOf) -> Any:

@@ -212,7 +212,7 @@ def vocabulary(head: Examined, against: Against) -> Findings:
         ids = head.tensors.get(IDS)
         if ids is None:
             yield ok(f"all {full} tokens")
-        elif not bool((ids.diff() > 0).all()) or int(ids.min()) < 0 or int(ids.max()) >= full:
+        elif not _increasing(ids, full):
             yield wrong(
                 f"{IDS} does not increase from 0 to {full - 1}", WRONG_TOKENS, "train again, or from a checkpoint"
             )
@@ -269,7 +269,7 @@ def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings
             f"every engine adds the index to it, so that {WRONG_TOKENS}",
             f"subtract torch.arange({len(offset)}) from {OFFSETS} in {WEIGHTS}",
         )
-    elif not bool((ids.diff() > 0).all()) or int(ids.min()) < 0 or int(ids.max()) >= full:
+    elif not _increasing(ids, full):
         yield wrong(
             f"{OFFSETS} leads to ids that do not increase from 0 to {full - 1}",
             f"engines draft tokens twice or none of the target's, and stop or gather out of bounds; {WRONG_TOKENS}",
@@ -288,26 +288,29 @@ def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings
 
 def _absolute(offset: Tensor, mask: Tensor | None, full: int) -> bool:
     """Say whether these are ids: increasing, of the vocabulary, and by the mask or by their range no offsets."""
-    if not len(offset) or not bool((offset.diff() > 0).all()) or int(offset.min()) < 0 or int(offset.max()) >= full:
+    if not len(offset) or not _increasing(offset, full):
         return False
     if mask is not None and len(mask) == full:
         return _same(offset, mask, full)
     return int(offset[-1]) + len(offset) - 1 >= full or len(offset) >= TELLING
 
 
+def _increasing(ids: Tensor, full: int) -> bool:
+    return bool((ids.diff() > 0).all()) and int(ids.min()) >= 0 and int(ids.max()) < full
+
+
 def _same(ids: Tensor, mask: Tensor, full: int) -> bool:
     return len(mask) == full and torch.equal(mask.bool().nonzero()[:, 0], ids)
 
 
+def whose_lm_head(head: Examined) -> str:
+    """Return whose lm_head engines use."""
+    return "its own" if LM_HEAD in head.stripped else "the target's"
+
+
 def lm_head(head: Examined, against: Against) -> Findings:
     """Whether the lm_head that an engine uses is the one that was trained."""
-    weight = head.stripped.get(LM_HEAD)
-    yield from list(_lm_head_faults(head, weight, against.vocabulary)) or [
-        ok("the target's" if weight is None else "its own")
-    ]
-
-
-def _lm_head_faults(head: Examined, weight: Tensor | None, full: int) -> Findings:
+    weight, full = head.stripped.get(LM_HEAD), against.vocabulary
     if head.form in PRUNED and head.config.get("tie_word_embeddings"):
         yield wrong(
             "tie_word_embeddings is true",
