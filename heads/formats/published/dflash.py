@@ -13,8 +13,8 @@ from torch import Tensor
 
 from heads.base import Embeddings
 from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, as_outputs
-from heads.formats.published.exporting import KNOWN, OFFSETS, EngineClass, Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import Plan, Source, check_width, decoder, drafted_by_offsets
+from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
 from heads.modules.fusion import DFLASH_LAYERS
 
 DSPARK = "Qwen3DSparkModel"
@@ -58,10 +58,9 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "mask_token": options["mask_token_id"],
         "qk_norm": "layers.0.self_attn.q_norm.weight" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
-        "draft_vocab": None if ids is None else len(ids),
         **decoder(source, "layers.0.", embeddings),
     }
-    unread = {"d2t", "t2d", *(NAMES[name] for name in filled if name in NAMES)} & source.tensors.keys()
+    unread = {OFFSETS, KNOWN, *(NAMES[name] for name in filled if name in NAMES)} & source.tensors.keys()
     return Plan("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
 
 

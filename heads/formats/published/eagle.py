@@ -28,7 +28,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "layers": layers,
         "bias": "fc.bias" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
-        "draft_vocab": None,
         **decoder(source, "layers.0.", embeddings),
     }
     return Plan("eagle", config, lambda name: name, {}, set(), None)

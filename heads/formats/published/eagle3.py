@@ -16,8 +16,8 @@ from torch import Tensor
 
 from heads.base import Embeddings
 from heads.formats.layer_ids import STATES, as_outputs, as_states
-from heads.formats.published.exporting import KNOWN, NORMS, OFFSETS, EngineClass, Export, Foreign, Shapes, layer_shapes
-from heads.formats.published.plan import Plan, Source, check_width, decoder, drafted_by_offsets
+from heads.formats.published.exporting import NORMS, EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "qk_norm": f"{first}self_attn.q_norm.weight" in source.tensors,
         "kv_injection": False,
         "lm_head": "own" if ids is not None or "lm_head.weight" in source.tensors else "shared",
-        "draft_vocab": None if ids is None else len(ids),
         **decoder(source, first, embeddings),
     }
     deep, unread = _deeper(source, layers)
@@ -73,7 +72,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         theirs = their_name(name, first)
         return deep.get(theirs, theirs)
 
-    return Plan("eagle3", config, rename, {}, {"d2t", "t2d", *unread} & source.tensors.keys(), ids)
+    return Plan("eagle3", config, rename, {}, {OFFSETS, KNOWN, *unread} & source.tensors.keys(), ids)
 
 
 def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[int] | None:

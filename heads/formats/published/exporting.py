@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.base import Embeddings, layer_shape
+from heads.formats.published.plan import KNOWN, OFFSETS, are_increasing, are_masked
 from heads.formats.store import CONFIG, WEIGHTS, write_files
 
 log = logging.getLogger(__name__)
 
 Shapes = dict[str, tuple[int, ...]]
-OFFSETS, KNOWN = "d2t", "t2d"  # over the draft's vocabulary an offset to the target's id, over the target's a mask
 DTYPES = {OFFSETS: torch.int64, KNOWN: torch.bool}  # of all other tensors the one that config.json names
 NORMS = ("input_layernorm", "post_attention_layernorm")  # of a Llama's decoder layer
 
@@ -247,12 +246,8 @@ def check(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtyp
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds values that are not finite in {dtype}; train again with a lower trainer.lr")
     if OFFSETS in tensors:
-        _check_vocabulary(tensors[OFFSETS], tensors.get(KNOWN), int(config["vocab_size"]))
-
-
-def _check_vocabulary(offset: Int[Tensor, "W"], mask: Bool[Tensor, "V"] | None, full: int) -> None:
-    ids = torch.arange(len(offset)) + offset
-    if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= full:
-        raise ValueError(f"{OFFSETS} does not lead to increasing ids below {full}; its entry i is the id less i")
-    if mask is not None and not torch.equal(mask.nonzero()[:, 0], ids):
-        raise ValueError(f"{OFFSETS} and {KNOWN} do not name the same tokens")
+        ids, full = torch.arange(len(tensors[OFFSETS])) + tensors[OFFSETS], int(config["vocab_size"])
+        if not are_increasing(ids, full):
+            raise ValueError(f"{OFFSETS} does not lead to increasing ids below {full}; its entry i is the id less i")
+        if not are_masked(ids, tensors[KNOWN], full):
+            raise ValueError(f"{OFFSETS} and {KNOWN} do not name the same tokens")

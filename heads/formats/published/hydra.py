@@ -65,7 +65,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "lm_head": "own",
         "lm_head_bias": lm_head.format(0) + "bias" in source.tensors,
         "lm_head_rank": None,
-        "draft_vocab": None,
     }
     rename = partial(their_name, block_numbers=block_numbers, lm_head=lm_head)
     unread = set(duplicates) if tied else set()

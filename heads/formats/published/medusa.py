@@ -44,7 +44,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "layers": layers,
         "lm_head": "shared" if original or second else "own",
         "lm_head_rank": None,
-        "draft_vocab": None if ids is None else len(ids),
     }
 
     def rename(name: str) -> str:

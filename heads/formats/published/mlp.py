@@ -38,7 +38,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "inner": inner,
         "tied": tied,
         "scale_input": bool(source.config.get("scale_input")),
-        "draft_vocab": None,
     }
     return Plan("mlp", config, lambda name: name, {}, duplicates if tied else set(), None)
 

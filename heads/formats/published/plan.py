@@ -18,6 +18,7 @@ from heads.modules.rope import SCALINGS, Rope, scaling_of
 
 log = logging.getLogger(__name__)
 
+OFFSETS, KNOWN = "d2t", "t2d"  # over the draft's vocabulary an offset to the target's id, over the target's a mask
 EMBEDDING = "embed_tokens.weight"  # the target's own, the end of its name
 OVER_VOCABULARY = re.compile(r"lm_heads?\.|bias\.weight$")  # of a head's tensors, those with a row for each token
 # The defaults of transformers for a Llama's config.json; published heads are, and run on these.
@@ -71,7 +72,7 @@ class Plan(NamedTuple):
 
     Attributes:
         head: which of HEADS.
-        config: its configuration but for the name.
+        config: its configuration but for the name and the size of its vocabulary.
         rename: a tensor's name in the head to its name in the file.
         filled: tensors of the head that the file does not hold as they are.
         unread: names in the file that the head has no use for.
@@ -95,7 +96,8 @@ def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
     checked = _checked_embeddings(source, embeddings)
     kind: Any = HEADS[plan.head]
     try:
-        config = typed(kind.Config, {"name": plan.head, **plan.config})
+        drafts = None if plan.ids is None else len(plan.ids)
+        config = typed(kind.Config, {"name": plan.head, "draft_vocab": drafts, **plan.config})
     except ValueError as error:
         raise source.error(f"head.{error}") from None
     expected_tensors = outline(kind, config, embeddings, f"{source.folder}: ")
@@ -144,15 +146,23 @@ def drafted_by_offsets(source: Source, embeddings: Embeddings) -> Tensor | None:
     Raises:
         ValueError: the two disagree, or d2t is no such offset.
     """
-    if "d2t" not in source.tensors:
+    if OFFSETS not in source.tensors:
         return None
-    offset = source.tensors["d2t"].flatten().long()
-    ids = drafted(source, torch.arange(len(offset)) + offset, "d2t", embeddings)
-    if "t2d" in source.tensors:
-        mask = source.tensors["t2d"].flatten().bool()
-        if len(mask) != embeddings.vocab_size or int(mask.sum()) != len(ids) or not bool(mask[ids].all()):
-            raise source.error("d2t and t2d do not name the same tokens; download it again")
+    offset, mask = source.tensors[OFFSETS].flatten().long(), source.tensors.get(KNOWN)
+    ids = drafted(source, torch.arange(len(offset)) + offset, OFFSETS, embeddings)
+    if mask is not None and not are_masked(ids.sort().values, mask.flatten(), embeddings.vocab_size):
+        raise source.error(f"{OFFSETS} and {KNOWN} do not name the same tokens; download it again")
     return ids
+
+
+def are_increasing(ids: Tensor, full: int) -> bool:
+    """Say whether ids are different tokens of a vocabulary of `full`, in ascending order."""
+    return bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < full
+
+
+def are_masked(ids: Tensor, mask: Tensor, full: int) -> bool:
+    """Say whether a mask over a vocabulary of `full` names these tokens, which are in ascending order."""
+    return len(mask) == full and torch.equal(mask.bool().nonzero()[:, 0], ids)
 
 
 def check_width(source: Source, name: str, embeddings: Embeddings) -> None:

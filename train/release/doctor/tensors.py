@@ -8,7 +8,7 @@ from torch import Tensor
 from heads import HEADS
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3
-from heads.formats.published.exporting import KNOWN, OFFSETS
+from heads.formats.published.plan import KNOWN, OFFSETS, are_increasing, are_masked
 from heads.formats.store import CONFIG, WEIGHTS, read_config
 from heads.formats.store import head_config as own_config
 from heads.formats.weights import outline
@@ -212,7 +212,7 @@ def vocabulary(head: Examined, against: Against) -> Findings:
         ids = head.tensors.get(IDS)
         if ids is None:
             yield ok(f"all {full} tokens")
-        elif not _increasing(ids, full):
+        elif not are_increasing(ids, full):
             yield wrong(
                 f"{IDS} does not increase from 0 to {full - 1}", WRONG_TOKENS, "train again, or from a checkpoint"
             )
@@ -269,13 +269,13 @@ def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings
             f"every engine adds the index to it, so that {WRONG_TOKENS}",
             f"subtract torch.arange({len(offset)}) from {OFFSETS} in {WEIGHTS}",
         )
-    elif not _increasing(ids, full):
+    elif not are_increasing(ids, full):
         yield wrong(
             f"{OFFSETS} leads to ids that do not increase from 0 to {full - 1}",
             f"engines draft tokens twice or none of the target's, and stop or gather out of bounds; {WRONG_TOKENS}",
             f"write {OFFSETS} again: entry i is the id of drafted token i less i, in the order of lm_head's rows",
         )
-    elif mask is not None and not _same(ids, mask, full):
+    elif mask is not None and not are_masked(ids, mask, full):
         yield wrong(
             f"{KNOWN} does not name the tokens that {OFFSETS} leads to",
             "speculators and trainers that go on with it drop other tokens than the head drafts",
@@ -288,19 +288,11 @@ def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings
 
 def _absolute(offset: Tensor, mask: Tensor | None, full: int) -> bool:
     """Say whether these are ids: increasing, of the vocabulary, and by the mask or by their range no offsets."""
-    if not len(offset) or not _increasing(offset, full):
+    if not len(offset) or not are_increasing(offset, full):
         return False
     if mask is not None and len(mask) == full:
-        return _same(offset, mask, full)
+        return are_masked(offset, mask, full)
     return int(offset[-1]) + len(offset) - 1 >= full or len(offset) >= TELLING
-
-
-def _increasing(ids: Tensor, full: int) -> bool:
-    return bool((ids.diff() > 0).all()) and int(ids.min()) >= 0 and int(ids.max()) < full
-
-
-def _same(ids: Tensor, mask: Tensor, full: int) -> bool:
-    return len(mask) == full and torch.equal(mask.bool().nonzero()[:, 0], ids)
 
 
 def whose_lm_head(head: Examined) -> str:
