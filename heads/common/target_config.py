@@ -33,12 +33,7 @@ UNFIT = (
 
 
 def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = False) -> PreTrainedConfig:
-    """Return the configuration of a folder or Hub name.
-
-    Args:
-        path: the folder or Hub name.
-        trust_remote_code: whether it may name code.
-        cached_alone: whether nothing is downloaded.
+    """Return the configuration of a folder or Hub name, of which nothing is downloaded if `cached_alone`.
 
     Raises:
         ValueError: there is none, or no target can be built from it; in one line, without the path.

@@ -67,13 +67,7 @@ MUST_AGREE = {
 
 
 def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, Any]) -> None:
-    """Write a head's folder whole, or leave the last one as it was.
-
-    Args:
-        folder: where; its parents are made.
-        head: one of HEADS.
-        spec: the target that it was trained for.
-        tree: the draft tree to decode with, as plain values.
+    """Write the folder of one of HEADS, with its target and its draft tree, whole, or leave the last one as it was.
 
     Raises:
         ValueError: a weight is not finite.
@@ -141,12 +135,7 @@ def save_tree(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Load a head for a target, on the CPU and in the dtype that it was saved in.
-
-    Args:
-        folder: the head's folder.
-        embeddings: the target's embedding and lm_head.
-        spec: the target; another one's head is refused.
+    """Load a head for the target that it was made for, on the CPU and in the dtype that it was saved in.
 
     Raises:
         ValueError: there is no head, it is damaged or of another target: one line with the remedy.
@@ -200,12 +189,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a folder's config.json, checked for its format, its target and these keys.
+    """Return a folder's config.json, checked for its format, its target and these keys beside the format.
 
-    Args:
-        folder: where.
-        kind: its kind, which is also its name in a run's folder.
-        keys: its keys beside the format.
+    `kind` is also the folder's name in a run's folder.
 
     Raises:
         ValueError: no such folder, nothing of the kind in it, or another content.
@@ -247,7 +233,6 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _kind(folder: Path, content: dict[str, Any]) -> Any:
-    """Return the head's class."""
     head = content["head"]
     name = head.get("name") if isinstance(head, dict) else None
     if not isinstance(name, str) or name not in HEADS:

@@ -31,10 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def files(kind: str) -> dict[str, str]:
-    """Return the files of a published folder's code by their names in it.
-
-    Args:
-        kind: a key of HEADS; the code reads heads of this kind in our format and in other projects'.
+    """Return a published folder's code by file name, for heads of one of HEADS in our format and other projects'.
 
     Raises:
         ValueError: the code needs a library that is not installed wherever transformers is.
@@ -185,7 +182,6 @@ def _flat(modules: dict[str, Module]) -> dict[str, str]:
 
 
 def _written(module: Module, names: dict[str, str]) -> str:
-    """Return the text of a module's file."""
     head, *rest = module.tree.body
     doc = module.lines[: head.end_lineno]
     imports = list[str]()

@@ -27,7 +27,7 @@ from torch import nn
 from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mlp
-from heads.formats.published.files import config_of, is_published, names_of, tensors_of
+from heads.formats.published.files import config_of, is_published, names_of, stored_tensors, without_prefix
 from heads.formats.published.plan import Plan, Source, assemble
 
 __all__ = ["FORMATS", "format_of", "is_published", "load_published"]
@@ -58,19 +58,14 @@ FORMATS = {
 def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
     """Load a published head for a target, on the CPU and in the file's dtype, ready for `save_head`.
 
-    What belongs to the target's weights cannot be checked, for published heads do not name them: width and vocabulary
-    can.
-
-    Args:
-        folder: weights and config.json.
-        embeddings: the target's embedding and lm_head.
+    Of the target, width and vocabulary can be checked; its weights cannot, for published heads do not name them.
 
     Raises:
         ValueError: the format is unknown, a file damaged, a tensor missing, unknown or of another shape, or the head
             does what ours cannot: one line that names it.
     """
     format_of(folder)  # by the names alone, before tensors are read
-    return read_published(Source(folder, config_of(folder), tensors_of(folder)), embeddings)
+    return read_published(Source(folder, config_of(folder), without_prefix(stored_tensors(folder))), embeddings)
 
 
 def read_published(source: Source, embeddings: Embeddings) -> nn.Module:

@@ -76,12 +76,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
 
 
 def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[int] | None:
-    """Return the layers whose outputs are read, None for the default three.
-
-    Args:
-        source: the folder.
-        joined: the number that fc joins.
-        embeddings: the target, whose depth decides the defaults.
+    """Return the layers whose outputs are read, of which fc joins `joined`; None for the default three.
 
     Raises:
         ValueError: config.json contradicts itself, or is silent where the fc does not join three.

@@ -28,13 +28,9 @@ FORMATS: dict[str, Writers] = {
 
 
 def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
-    """Write a head's folder in a foreign format, config.json and model.safetensors, whole or not at all.
+    """Write a head's folder in one of FORMATS, config.json and model.safetensors, whole or not at all.
 
-    Args:
-        head: one of HEADS, whose target's embedding and lm_head are plain tables.
-        form: one of FORMATS.
-        served: what the format says of the target.
-        folder: where; what is there is replaced.
+    The embedding and lm_head of its target must be plain tables.
 
     Raises:
         ValueError: the format is unknown or not one of this head, the head has an option that the format cannot say, or

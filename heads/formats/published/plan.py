@@ -180,12 +180,9 @@ def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
 
 
 def decoder(source: Source, layer: str, embeddings: Embeddings) -> dict[str, Any]:
-    """Return the numbers of the decoder layers for a head's configuration.
+    """Return the numbers of the decoder layers for a head's configuration, the target's where config.json is silent.
 
-    Args:
-        source: the folder.
-        layer: the prefix of a layer's tensors, with its point.
-        embeddings: the target, whose head count is taken where the config is silent.
+    `layer` is the prefix of a layer's tensors, with its point.
 
     Raises:
         ValueError: a tensor is missing, the rows are no whole heads, or the layer does what ours cannot.

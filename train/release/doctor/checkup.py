@@ -46,13 +46,7 @@ class Measured:
 
 
 def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig) -> list[Finding]:
-    """Return the findings of the checks by measurement.
-
-    Args:
-        head: the head's files.
-        against: its target.
-        loaded: the head, as `heads.formats.hub.load_found` gives it.
-        config: the amount to measure.
+    """Return the findings of the checks by measurement; `loaded` is the head as `load_found` gives it.
 
     Raises:
         ValueError: the workload that is given cannot be read.

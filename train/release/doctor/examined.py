@@ -20,7 +20,7 @@ from heads.common.target_config import context_of, read_target_config
 from heads.common.untrusted import parse_json, parse_yaml, regular
 from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published import FORMATS
-from heads.formats.published.files import PREFIX, stored_tensors
+from heads.formats.published.files import stored_tensors, without_prefix
 from heads.formats.published.plan import positions_of
 from heads.formats.store import CONFIG, WEIGHTS, TargetSpec, last_good
 from heads.formats.weights import read_weights
@@ -79,7 +79,7 @@ class Examined:
     @cached_property
     def stripped(self) -> dict[str, Tensor]:
         """The tensors by their names without the prefix that all may share."""
-        return {PREFIX.sub("", name): tensor for name, tensor in self.tensors.items()}
+        return without_prefix(self.tensors)
 
     @cached_property
     def form(self) -> str:
@@ -221,13 +221,9 @@ class Against:
 
 
 def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> Against:
-    """Load the target, as far as it loads.
+    """Load the target that is given, else the one that the head's files name, as far as it loads.
 
-    Args:
-        given: its folder or Hub id, None for the one that the head's files name.
-        head: the head.
-        dtype: of its weights.
-        measure: whether its layers are needed.
+    Its layers are needed only to `measure`.
 
     Raises:
         ValueError: no target is named, or there is none.
