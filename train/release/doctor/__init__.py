@@ -34,7 +34,7 @@ class Check(NamedTuple):
 
     run: Callable[[Examined, Against], Findings]
     needs: tuple[str, ...] = ()
-    faultless: str | Callable[[Examined], str] = ""
+    faultless: str | Callable[[Examined, Against], str] = ""
 
 
 # In the order of the report; the checks by measurement follow.
@@ -51,7 +51,7 @@ CHECKS = {
     "keys": Check(declared.keys, (CONFIG,), "none that engines stumble over"),
     "said twice": Check(declared.twice, (CONFIG,), "nothing is said twice and differently"),
     "biases": Check(declared.biases, (CONFIG, WEIGHTS), "those that the files hold"),
-    "vocabulary": Check(tensors.vocabulary, (CONFIG, WEIGHTS)),
+    "vocabulary": Check(tensors.vocabulary, (CONFIG, WEIGHTS), tensors.drafted),
     "lm_head": Check(tensors.lm_head, (CONFIG, WEIGHTS), tensors.whose_lm_head),
     "embedding": Check(tensors.embedding, (WEIGHTS,)),
     "layers": Check(layers.declared, (CONFIG,), layers.summary),
@@ -101,7 +101,7 @@ def _checked(check: Check, head: Examined, target: Against) -> list[Finding]:
     right = check.faultless
     try:
         findings = list(check.run(head, target))
-        return findings if findings or not right else [ok(right if isinstance(right, str) else right(head))]
+        return findings if findings or not right else [ok(right if isinstance(right, str) else right(head, target))]
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         return [unknown(f"the check stumbled over a value of another kind ({one_line(error)})")]
 

@@ -112,7 +112,7 @@ def architectures(head: Examined, _against: Against) -> Findings:
         )
 
 
-def classes(head: Examined) -> str:
+def classes(head: Examined, _against: Against) -> str:
     """Return by what classes engines find the head."""
     if head.form == OWN:
         return "headstart's own form, which engines do not load: export it with format=…"

@@ -55,7 +55,7 @@ def as_read(head: Examined) -> list[int] | None:
     return as_outputs(top) if top is not None else list(nested or [])
 
 
-def summary(head: Examined) -> str:
+def summary(head: Examined, _against: Against) -> str:
     """Return the layers that engines read."""
     if head.form not in ("eagle3", "dflash", OWN):
         return "reads the target's last state alone"

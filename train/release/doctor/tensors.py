@@ -15,7 +15,7 @@ from heads.formats.weights import outline
 from heads.modules.fusion import EAGLE3_LAYERS
 from train.release.doctor.declared import PRUNED
 from train.release.doctor.examined import OWN, Against, Examined
-from train.release.doctor.finding import WRONG, Finding, Findings, ok, unknown, wrong
+from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
 
 EXPORT = "write it again: python train/publish.py run=… format=…"
 LOST = "train again from an earlier checkpoint, or export again from a good one"
@@ -205,51 +205,41 @@ def loads(why: str) -> Finding:
     return wrong(trouble or why, "headstart refuses it, so that nothing can be measured", remedy if trouble else EXPORT)
 
 
+def drafted(head: Examined, against: Against) -> str:
+    """Return how many of the target's tokens it drafts."""
+    ids = head.tensors.get(IDS) if head.form == OWN else head.stripped.get(OFFSETS)
+    return f"all {against.vocabulary} tokens" if ids is None else f"{len(ids)} of {against.vocabulary} tokens"
+
+
 def vocabulary(head: Examined, against: Against) -> Findings:
     """Whether the drafted tokens are tokens of the target, and the maps between both vocabularies agree."""
-    full = against.vocabulary
-    if head.form == OWN:
-        ids = head.tensors.get(IDS)
-        if ids is None:
-            yield ok(f"all {full} tokens")
-        elif not are_increasing(ids, full):
-            yield wrong(
-                f"{IDS} does not increase from 0 to {full - 1}", WRONG_TOKENS, "train again, or from a checkpoint"
-            )
-        else:
-            yield ok(f"{len(ids)} of {full} tokens")
-        return
+    full, ids, offset = against.vocabulary, head.tensors.get(IDS), head.stripped.get(OFFSETS)
+    if head.form == OWN and ids is not None and not are_increasing(ids, full):
+        yield wrong(f"{IDS} does not increase from 0 to {full - 1}", WRONG_TOKENS, "train again, or from a checkpoint")
     if head.form not in PRUNED:
-        yield ok(f"all {full} tokens")
         return
-    declared, offset, mask = head.layer.get("draft_vocab_size"), head.stripped.get(OFFSETS), head.stripped.get(KNOWN)
+    silent = full if offset is None else len(offset)
     if head.form == "eagle3" and "draft_vocab_size" not in head.config:
         yield wrong(
             f"{CONFIG} has no draft_vocab_size",
             "SGLang stops with an AttributeError, TensorRT-LLM does not take it for EAGLE-3",
-            f'set "draft_vocab_size": {full if offset is None else len(offset)} in {CONFIG}',
+            f'set "draft_vocab_size": {silent} in {CONFIG}',
             "sglang", "trtllm",
         )  # fmt: skip
-    silent = full if offset is None else len(offset)
-    size = declared if isinstance(declared, int) else silent if "draft_vocab_size" not in head.layer else full
-    if offset is None:
-        if size < full:
-            yield wrong(
-                f"draft_vocab_size is {size} of {full} and there is no {OFFSETS}",
-                f"vLLM takes the first {size} tokens for the drafted ones: {WRONG_TOKENS}",
-                f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its index",
-            )
-        else:
-            yield ok(f"all {full} tokens")
-        return
-    maps = _maps(offset.long(), mask, size, full)
-    yield from maps if "draft_vocab_size" in head.layer else (finding for finding in maps if finding.verdict == WRONG)
+    declared = head.layer.get("draft_vocab_size", silent)
+    size = declared if isinstance(declared, int) else full
+    if offset is not None:
+        yield from _maps(offset.long(), head.stripped.get(KNOWN), size, full)
+    elif size < full:
+        yield wrong(
+            f"draft_vocab_size is {size} of {full} and there is no {OFFSETS}",
+            f"vLLM takes the first {size} tokens for the drafted ones: {WRONG_TOKENS}",
+            f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its index",
+        )
 
 
 def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings:
-    """Check the offsets, and the mask beside them."""
-    slot = torch.arange(len(offset))
-    ids = slot + offset
+    ids = torch.arange(len(offset)) + offset
     if size >= full and len(offset) >= full:
         yield wrong(
             f"{OFFSETS} is there though all {full} tokens are drafted",
@@ -282,8 +272,6 @@ def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings
             f"write {KNOWN} again: true at the {len(ids)} ids, {full} entries",
             "speculators",
         )
-    else:
-        yield ok(f"{len(ids)} of {full} tokens, by offsets that increase")
 
 
 def _absolute(offset: Tensor, mask: Tensor | None, full: int) -> bool:
@@ -295,7 +283,7 @@ def _absolute(offset: Tensor, mask: Tensor | None, full: int) -> bool:
     return int(offset[-1]) + len(offset) - 1 >= full or len(offset) >= TELLING
 
 
-def whose_lm_head(head: Examined) -> str:
+def whose_lm_head(head: Examined, _against: Against) -> str:
     """Return whose lm_head engines use."""
     return "its own" if LM_HEAD in head.stripped else "the target's"
 
