@@ -6,7 +6,6 @@ Hub that is named there as an attention. So it must describe a model of possible
 
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
-from heads.common.untrusted import parse_json, regular, shown
+from heads.common.untrusted import entries, parse_json, regular, shown
 
 UNBOUNDED = 2**31  # of a target whose configuration does not say
 MOST_PARTS = 2_000  # layers and other modules that are built one by one: beyond any target that there is
@@ -123,23 +122,11 @@ def _check(values: Any, trust_remote_code: bool) -> None:
     """
     if not isinstance(values, dict):
         raise ValueError(f"its config.json is {shown(values)}, expected a mapping")
-    for key, value in _leaves("", values):
-        if PARTS.search(key) and isinstance(value, int | float) and not value <= MOST_PARTS:
+    for key, value in entries(values):
+        if PARTS.search(key.rpartition(".")[2]) and isinstance(value, int | float) and not value <= MOST_PARTS:
             raise ValueError(f"{key} is {shown(value)} in its config.json, at most {MOST_PARTS} are made")
         if "_implementation" in key and isinstance(value, str) and value not in OURS and not trust_remote_code:
             raise ValueError(
                 f"its config.json names code to run by the key {key}, {shown(value)}: remove the key, or trust it with "
                 "model.trust_remote_code=true"
             )
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every value but mappings and lists, with the nearest key above it."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}" if "_implementation" in key else name, inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _leaves(key, inner)
-    else:
-        yield key, value
