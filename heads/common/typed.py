@@ -119,7 +119,7 @@ def convert_scalar(kind: type, value: Any, key: str, within: Within | OneOf) -> 
     except OmegaConfBaseException:
         scalar = None
     if scalar is None or scalar == UNSET:
-        raise ValueError(f"{key} is {shown(value)}, expected {expected}")
+        raise ValueError(f"{key}: {shown(value)} is not {expected}")
     check(scalar, within, key)
     return scalar
 
