@@ -26,7 +26,7 @@ PACKAGE = __name__.rpartition(".")[0]
 ENTRY = (f"{PACKAGE}.generate", "generate")
 INSTEAD = {"heads.common.typed": f"{PACKAGE}.typed"}
 LIBRARIES = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
-TABLE = re.compile(r"^FORMATS = \{\n.*?^\}", re.MULTILINE | re.DOTALL)
+FORMAT = re.compile(r'^    "(\w+)": Format\(.*\n', re.MULTILINE)  # a line of the table
 ROOT = Path(__file__).parents[3]
 
 
@@ -47,13 +47,10 @@ def _tables(kind: str) -> dict[str, str]:
     kinds = [name for name, head in HEADS.items() if issubclass(HEADS[kind], head)]  # HASS is published as EAGLE
     heads = "".join(f"from {HEADS[name].__module__} import {HEADS[name].__qualname__}\n" for name in kinds)
     table = ", ".join(f'"{name}": {HEADS[name].__qualname__}' for name in kinds)
-    formats = [
-        f'    "{n}": Format("{f.head}", {n}.SIGNATURE, {n}.read),\n' for n, f in FORMATS.items() if f.head in kinds
-    ]
     published, _ = _source("heads.formats.published")
     return {
         "heads": f'"""The heads that this code drafts with."""\n\n{heads}\nHEADS = {{{table}}}\n',
-        "heads.formats.published": TABLE.sub(f"FORMATS = {{\n{''.join(formats)}}}", published),
+        "heads.formats.published": FORMAT.sub(lambda m: m[0] if FORMATS[m[1]].head in kinds else "", published),
     }
 
 
