@@ -8,7 +8,7 @@ from torch import Tensor
 from heads import HEADS
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3
-from heads.formats.published.plan import KNOWN, OFFSETS, are_increasing, are_masked
+from heads.formats.published.plan import EMBEDDING, KNOWN, OFFSETS, are_increasing, are_masked
 from heads.formats.store import CONFIG, WEIGHTS, read_config
 from heads.formats.store import head_config as own_config
 from heads.formats.weights import outline
@@ -17,16 +17,16 @@ from train.release.doctor.declared import PRUNED
 from train.release.doctor.examined import OWN, Against, Examined
 from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
 
+LM_HEAD, IDS = "lm_head.weight", "vocab.ids"
 EXPORT = "write it again: python train/publish.py run=… format=…"
 LOST = "train again from an earlier checkpoint, or export again from a good one"
 # Tensors that engines create, or that another check covers.
-ELSEWHERE = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "fc.bias", "input_norm.weight", "mask_hidden")
+ELSEWHERE = (OFFSETS, KNOWN, LM_HEAD, EMBEDDING, "fc.bias", "input_norm.weight", "mask_hidden")
 SKIPPED = ("rotary_emb.inv_freq", ".q_norm.weight", ".k_norm.weight")  # by every loader, or of a Qwen3 draft
 FEW = 3  # names that are shown
 CHAINED = ("eagle", "eagle3", "dflash")  # the forms that engines read by names without a prefix
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 DTYPES = {"float32", "bfloat16", "float16"}
-LM_HEAD, IDS = "lm_head.weight", "vocab.ids"
 TELLING = 64  # numbers that all increase are ids, for offsets stay equal over tokens with neighbouring ids
 WRONG_TOKENS = "every draft is another token than the head means: nothing is accepted, without an error"
 
@@ -336,7 +336,7 @@ def _of_eagle3(weight: Tensor | None, declared: Any, full: int, pruned: bool) ->
 
 def embedding(head: Examined, against: Against) -> Findings:
     """Whether an embedding that is shipped is the target's."""
-    shipped = {name: tensor for name, tensor in head.tensors.items() if name.endswith("embed_tokens.weight")}
+    shipped = {name: tensor for name, tensor in head.tensors.items() if name.endswith(EMBEDDING)}
     if not shipped:
         yield ok("none is shipped; engines take the target's")
         return
