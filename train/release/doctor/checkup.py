@@ -113,8 +113,8 @@ def _layers(head: Examined, trials: Trials) -> Finding:
         shifted = [i + by for i in trials.head.feature_layers]
         if {*shifted} <= {*trials.layers_read}:
             compared = trials.from_layers(shifted)
-            says, remedy = f"the layers {by:+d} accept more: {compared.shares()}", layers.set_to(head, shifted)
-            ways[f"layers {by:+d}"] = compared, wrong(says, SILENT, f"{remedy} in {CONFIG}")
+            says = f"the layers {by:+d} accept more: {compared.shares()}"
+            ways[f"layers {by:+d}"] = compared, wrong(says, SILENT, f"{layers.set_to(head, shifted)} in {CONFIG}")
     if not ways:
         return unknown("no layers beside its own to compare with")
     return _concluded(trials, ways, "the layers beside give too much the same to tell")
@@ -147,14 +147,12 @@ def _moved(trials: Trials) -> Finding:
     ways = {}
     for name, move in MOVES.items() if trials.attentions else ():
         compared = trials.moved(move)
-        ways[name] = (
-            compared,
-            wrong(
-                f"drafted rows {name} accept more: {compared.shares()}",
-                f"engines put a row that is drafted d deep at its own position and d - 1; {SILENT}",
-                "correct the positions of drafted rows in its trainer (row t at depth d at t + d - 1) and train again",
-            ),
+        fault = wrong(
+            f"drafted rows {name} accept more: {compared.shares()}",
+            f"engines put a row that is drafted d deep at its own position and d - 1; {SILENT}",
+            "correct the positions of drafted rows in its trainer (row t at depth d at t + d - 1) and train again",
         )
+        ways[name] = compared, fault
     return _concluded(trials, ways) if ways else ok("it has no positions")
 
 
@@ -167,14 +165,12 @@ def _rope(head: Examined, against: Against, trials: Trials) -> Finding:
     for rope in (Rope(THETA, None), *positions.ropes(head.layer).values(), against.rope):
         if rope is not None and positions.supported(rope) and positions.shown(rope) not in {mine, *ways}:
             compared = trials.turned(rope)
-            ways[positions.shown(rope)] = (
-                compared,
-                wrong(
-                    f"{positions.shown(rope)} accepts more than {mine}: {compared.shares()}",
-                    f"it was trained by other angles than {CONFIG} says; {SILENT}",
-                    f"set {positions.remedy(rope)} in {CONFIG}",
-                ),
+            fault = wrong(
+                f"{positions.shown(rope)} accepts more than {mine}: {compared.shares()}",
+                f"it was trained by other angles than {CONFIG} says; {SILENT}",
+                f"set {positions.remedy(rope)} in {CONFIG}",
             )
+            ways[positions.shown(rope)] = compared, fault
     return _concluded(trials, ways, f"{mine} and the target's differ too little here to tell which it was trained by")
 
 
