@@ -36,11 +36,11 @@ from data.text.template import template_sha256
 from heads import rows
 from heads.base import Features, parameter_count
 from heads.common.command import command
-from heads.common.context import check_rows, context_of
 from heads.common.errors import user_errors
 from heads.common.ranges import Count, Within
 from heads.common.redact import redacted_values
 from heads.common.resolvers import register_resolvers
+from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
 from heads.formats.store import read_tensors
 from heads.modules.top_k import TopLogProbs, argmax

@@ -18,7 +18,7 @@ from data.features.vllm_features import VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
-from heads.common.context import check_rows, context_of
+from heads.common.target_config import check_rows, context_of
 from inference.target.config import ModelConfig
 from inference.target.embeddings import final_norm
 from inference.target.embeddings_only import EmbeddingsOnly, load_target

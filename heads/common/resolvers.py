@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from heads.common.context import row_length
+from heads.common.target_config import row_length
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,12 +1,11 @@
-"""A target's configuration, which is untrusted: check that it describes a model of possible size and names no code.
+"""A target's configuration, checked before transformers reads it, and the context length that it gives.
 
-transformers builds a module for every layer that a config.json claims, and runs code from the Hub that is named there
-as an attention. So the file is checked before transformers reads it.
+The file is untrusted: transformers builds a module for every layer that a config.json claims, and runs code from the
+Hub that is named there as an attention. So it must describe a model of possible size and name no code.
 """
 
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from transformers import PreTrainedConfig
 
 from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
-from heads.common.untrusted import parse_json, regular, shown
+from heads.common.untrusted import entries, parse_json, regular, shown
 
+UNBOUNDED = 2**31  # of a target whose configuration does not say
 MOST_PARTS = 2_000  # layers and other modules that are built one by one: beyond any target that there is
 PARTS = re.compile(r"layers?$|blocks?$|^depths?$|_depth$|^num_labels$")
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
@@ -32,21 +32,15 @@ UNFIT = (
 
 
 def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = False) -> PreTrainedConfig:
-    """Return the configuration of a folder or Hub name.
-
-    Args:
-        path: the folder or Hub name.
-        trust_remote_code: whether it may name code.
-        cached_alone: whether nothing is downloaded.
+    """Return the configuration of a folder or Hub name, of which nothing is downloaded if `cached_alone`.
 
     Raises:
         ValueError: there is none, or no target can be built from it; in one line, without the path.
     """
     read_target_values(path, trust_remote_code, cached_alone)
-    where: dict[str, Any] = {"local_files_only": True} if cached_alone else {}
     try:
         config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
-            path, trust_remote_code=trust_remote_code, **where
+            path, trust_remote_code=trust_remote_code, local_files_only=cached_alone
         )
         text = config.get_text_config()
     except UNFIT as error:
@@ -64,11 +58,12 @@ def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -
     Raises:
         ValueError: there is none, or one is refused; in one line, without the path.
     """
-    where: dict[str, Any] = {"local_files_only": True} if cached_alone else {}
     try:
         regular(Path(path))
-        file = Path(path) / "config.json"
-        values = parse_json(file.read_bytes()) if file.is_file() else PreTrainedConfig.get_config_dict(path, **where)[0]
+        if (file := Path(path) / "config.json").is_file():
+            values = parse_json(file.read_bytes())
+        else:
+            values, _ = PreTrainedConfig.get_config_dict(path, local_files_only=cached_alone)
         _check(values, trust_remote_code)
     except UNFIT as error:
         raise ValueError(reason(error)) from error
@@ -88,6 +83,37 @@ def reason(error: BaseException) -> str:
     return one_line(ValueError(str(error).strip().split("\n")[0] or type(error).__name__))
 
 
+def context_of(config: Any) -> int:
+    """Return the most tokens that a sequence may have, from a model's configuration."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else UNBOUNDED
+
+
+def row_length(path: str, length: int) -> int:
+    """Return the length of packed rows: `length`, or the target's context where that is known to be less.
+
+    A target that has still to be downloaded is not known here; `check_rows` runs once it is.
+    """
+    try:
+        values = read_target_values(path, trust_remote_code=False, cached_alone=True)
+        written = values.get("text_config", values).get("max_position_embeddings")
+        if isinstance(written, int) and written > 0:
+            return min(length, written)
+        return min(length, context_of(read_target_config(path, trust_remote_code=False, cached_alone=True)))
+    except ValueError:
+        return length
+
+
+def check_rows(length: int, context: int, name: str) -> None:
+    """Check that a target can read rows of this length.
+
+    Raises:
+        ValueError: the rows are longer than its context.
+    """
+    if length > context:
+        raise ValueError(f"data.length is {length}, but {name} reads at most {context} tokens: give {context} or less")
+
+
 def _check(values: Any, trust_remote_code: bool) -> None:
     """Check the values of a config.json before transformers reads it.
 
@@ -96,23 +122,11 @@ def _check(values: Any, trust_remote_code: bool) -> None:
     """
     if not isinstance(values, dict):
         raise ValueError(f"its config.json is {shown(values)}, expected a mapping")
-    for key, value in _leaves("", values):
-        if PARTS.search(key) and isinstance(value, int | float) and not value <= MOST_PARTS:
+    for key, value in entries(values):
+        if PARTS.search(key.rpartition(".")[2]) and isinstance(value, int | float) and not value <= MOST_PARTS:
             raise ValueError(f"{key} is {shown(value)} in its config.json, at most {MOST_PARTS} are made")
         if "_implementation" in key and isinstance(value, str) and value not in OURS and not trust_remote_code:
             raise ValueError(
                 f"its config.json names code to run by the key {key}, {shown(value)}: remove the key, or trust it with "
                 "model.trust_remote_code=true"
             )
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every value but mappings and lists, with the nearest key above it."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}" if "_implementation" in key else name, inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _leaves(key, inner)
-    else:
-        yield key, value

@@ -7,6 +7,7 @@ code to run, and a file name in them leads to no other folder.
 import importlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,21 +86,24 @@ def shallow(value: Any, deepest: int = DEEPEST) -> Any:
     raise ValueError(TOO_DEEP)
 
 
+def entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value in mappings and lists within each other, with the keys above it, joined by points."""
+    yield key, value
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from entries(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from entries(inner, key)
+
+
 def names_code(value: Any) -> str | None:
     """Return the first key, at any depth, by which a configuration would name code to run; None without one.
 
     A key that is switched off, as in `trust_remote_code: false`, names none.
     """
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            if key := next((key for key in NAMES_CODE if item.get(key)), None):
-                return key
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
-    return None
+    keys = (key.rpartition(".")[2] for key, item in entries(value) if item)
+    return next((key for key in keys if key in NAMES_CODE), None)
 
 
 def regular(path: Path) -> Path:

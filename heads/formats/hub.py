@@ -28,10 +28,7 @@ PATIENCE = 5  # seconds
 
 
 def resolve_head(run_or_repo: str) -> Path:
-    """Return the folder of a head, ready for `load_found`.
-
-    Args:
-        run_or_repo: a run's folder, a published folder, or a Hub id OWNER/NAME, which is downloaded.
+    """Return the folder of a head, ready for `load_found`: a run's, a published one, or one downloaded by its Hub id.
 
     Raises:
         ValueError: there is no head, or the Hub does not give it.

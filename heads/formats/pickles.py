@@ -17,7 +17,7 @@ from heads.common.errors import one_line
 from heads.common.redact import SECRET_NAME
 from heads.formats.hub import REPO, hub_errors
 from heads.formats.published.files import PICKLED
-from heads.formats.store import CONFIG, WEIGHTS, flush
+from heads.formats.store import CONFIG, WEIGHTS, replacing
 from heads.formats.weights import header
 
 CHILD = """
@@ -62,20 +62,11 @@ def convert(pickle: Path, out: Path) -> Path:
     """
     if out.exists():
         raise ValueError(f"out={out}: is there already; name another folder")
-    new = out.with_name(f".{out.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
+    with replacing(out) as new:
         _unpickle(pickle, new / WEIGHTS)
         header(new / WEIGHTS)
         if (pickle.parent / CONFIG).is_file():
             shutil.copyfile(pickle.parent / CONFIG, new / CONFIG)
-        for path in (*new.iterdir(), new):
-            flush(path)
-        os.replace(new, out)
-        flush(out.parent)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     return out
 
 

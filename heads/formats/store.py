@@ -7,6 +7,7 @@ whole head can be loaded.
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from heads import HEADS
 from heads.base import DraftVocabulary, Embeddings
+from heads.common.errors import one_line
 from heads.common.files import flush, last_good, replacing
 from heads.common.typed import typed
 from heads.common.untrusted import names_code, parse_json, shown
@@ -65,13 +67,7 @@ MUST_AGREE = {
 
 
 def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, Any]) -> None:
-    """Write a head's folder whole, or leave the last one as it was.
-
-    Args:
-        folder: where; its parents are made.
-        head: one of HEADS.
-        spec: the target that it was trained for.
-        tree: the draft tree to decode with, as plain values.
+    """Write the folder of one of HEADS, with its target and its draft tree, whole, or leave the last one as it was.
 
     Raises:
         ValueError: a weight is not finite.
@@ -90,15 +86,30 @@ def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tenso
         ValueError: a value is not finite.
         OSError: the disk is full or the folder cannot be written.
     """
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     _assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
+    write_files(folder, {"format": FORMAT, **content}, tensors)
+
+
+def write_files(
+    folder: Path, content: dict[str, Any], tensors: dict[str, Tensor], check: Callable[[Path], None] | None = None
+) -> None:
+    """Write config.json and the tensors: whole and accepted by `check`, or leave the last as they were.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written.
+    """
+    # Copies: safetensors takes no two tensors that share memory.
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         with replacing(folder) as new:
             save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-            (new / CONFIG).write_text(json.dumps({"format": FORMAT, **content}, indent=2) + "\n", encoding="utf-8")
+            (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            if check is not None:
+                check(new)
     except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise OSError(f"{folder}: could not be saved ({reason}); free space, what was saved last is whole") from error
+        raise OSError(
+            f"{folder}: could not be saved ({one_line(error)}); free space, what was saved last is whole"
+        ) from error
 
 
 def save_tree(folder: Path, tree: dict[str, Any]) -> None:
@@ -124,12 +135,7 @@ def save_tree(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Load a head for a target, on the CPU and in the dtype that it was saved in.
-
-    Args:
-        folder: the head's folder.
-        embeddings: the target's embedding and lm_head.
-        spec: the target; another one's head is refused.
+    """Load a head for the target that it was made for, on the CPU and in the dtype that it was saved in.
 
     Raises:
         ValueError: there is no head, it is damaged or of another target: one line with the remedy.
@@ -183,12 +189,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a folder's config.json, checked for its format, its target and these keys.
+    """Return a folder's config.json, checked for its format, its target and these keys beside the format.
 
-    Args:
-        folder: where.
-        kind: its kind, which is also its name in a run's folder.
-        keys: its keys beside the format.
+    `kind` is also the folder's name in a run's folder.
 
     Raises:
         ValueError: no such folder, nothing of the kind in it, or another content.
@@ -230,7 +233,6 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _kind(folder: Path, content: dict[str, Any]) -> Any:
-    """Return the head's class."""
     head = content["head"]
     name = head.get("name") if isinstance(head, dict) else None
     if not isinstance(name, str) or name not in HEADS:

@@ -3,7 +3,8 @@
 A header or a configuration may claim any size; memory is allocated only for what the file holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ def header(path: Path) -> dict[str, Entry]:
     Raises:
         ValueError: the file is missing, truncated or damaged, or holds a type or shape that no head is made of.
     """
-    try:
+    with _whole(path):
         with regular(path).open("rb") as file:
             size = int.from_bytes(file.read(8), "little")  # of the header that follows
         if size > LONGEST:
@@ -45,10 +46,6 @@ def header(path: Path) -> dict[str, Entry]:
         with safe_open(path, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in list(opened.keys())}
             entries = {name: (tuple(slice_.get_shape()), str(slice_.get_dtype())) for name, slice_ in slices.items()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{path}: truncated, damaged or missing ({one_line(error)[:CUT]}); save or download it again"
-        ) from None
     for name, (shape, dtype) in entries.items():
         if len(shape) > DEEPEST or any(size > LARGEST for size in shape):
             raise ValueError(
@@ -66,9 +63,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         ValueError: as `header`.
     """
     names = header(path)
+    with _whole(path), safe_open(path, "pt") as opened:
+        return {name: opened.get_tensor(name) for name in names}
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Turn the errors of a file that is not whole into one line."""
     try:
-        with safe_open(path, "pt") as opened:
-            return {name: opened.get_tensor(name) for name in names}
+        yield
     except (OSError, SafetensorError, RuntimeError, OverflowError) as error:
         raise ValueError(
             f"{path}: truncated, damaged or missing ({one_line(error)[:CUT]}); save or download it again"

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from heads import rows
 from heads.base import Features
-from heads.common.context import context_of
-from heads.common.target_config import cache_argument
+from heads.common.target_config import cache_argument, context_of
 from heads.formats.store import TargetSpec
 from inference.target import loading
 from inference.target.adapter import Adapter

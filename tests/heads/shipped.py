@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from heads.base import Features
 from heads.formats.custom_generate import bundle
 from heads.formats.custom_generate import generate as entry
-from heads.formats.custom_generate.drafts import Drafts
+from heads.formats.custom_generate.decoding import Drafts
 from heads.formats.custom_generate.reading import Head
 from heads.formats.custom_generate.target import Embeddings
 from heads.formats.hub import kind_of

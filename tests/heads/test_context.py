@@ -6,8 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import PreTrainedConfig
 
-from heads.common.context import UNBOUNDED, check_rows, context_of
 from heads.common.resolvers import register_resolvers
+from heads.common.target_config import UNBOUNDED, check_rows, context_of
 from tests import toys
 
 

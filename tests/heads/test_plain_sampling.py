@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -19,8 +20,7 @@ from transformers import (
 from eval.measures.chi_square import ALPHA, p_value
 from heads.base import Features
 from heads.formats.custom_generate import decoding
-from heads.formats.custom_generate.decoding import Sequence, Settings, decode
-from heads.formats.custom_generate.drafts import Drafts
+from heads.formats.custom_generate.decoding import Drafts, Sequence, Settings, decode
 from heads.formats.custom_generate.target import Embeddings, Seen, Target
 
 VOCAB, LENGTH, DRAWS = 5, 3, 2000  # tokens, of a text, texts
@@ -73,7 +73,7 @@ class Plain(Embeddings):
 def settings() -> Settings:
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
     criteria = StoppingCriteriaList([MaxLengthCriteria(len(PROMPT) + LENGTH)])
-    return Settings(processors, criteria, None, True, 2, keep_scores=False, keep_logits=False)
+    return Settings(processors, criteria, None, GenerationConfig(do_sample=True), 2)
 
 
 def expected(table: Table) -> dict[tuple[int, ...], float]:

@@ -48,6 +48,9 @@ FAULTS = {
     "layer ids that do not increase": Fault(
         {"config": set_to(**{IDS: [4, 2, 5]})}, "layers", "does not increase", f"set {IDS} to [2, 4, 5]"
     ),
+    "layer ids that repeat": Fault(
+        {"config": set_to(**{IDS: [2, 2, 5]})}, "layers", "does not increase", f"set {IDS} to [2, 5]"
+    ),
     "layer ids that are no layers": Fault(
         {"config": set_to(**{IDS: [2, 4, 8]})}, "layers", "1 to 7 can be read", "from 1 to 7"
     ),
@@ -88,6 +91,9 @@ FAULTS = {
     ),
     "d2t that goes back": Fault(
         {"tensors": turned("d2t", lambda d2t: d2t.flip(0))}, "vocabulary", "do not increase", "write d2t again"
+    ),
+    "d2t below the first token": Fault(
+        {"tensors": turned("d2t", lambda d2t: d2t - 1)}, "vocabulary", "do not increase from 0", "write d2t again"
     ),
     "t2d of other tokens": Fault(
         {"tensors": turned("t2d", lambda t2d: ~t2d)}, "vocabulary", "t2d does not name", "write t2d again"
@@ -139,6 +145,9 @@ FAULTS = {
     ),
     "no bias": Fault({"tensors": without("fc.bias")}, "biases", "fc.bias is missing", "32 zeros", "eagle"),
     "a bias that nothing fills": Fault({"config": set_to(bias=True)}, "biases", "bias is true", '"bias": false'),
+    "a bias of attention that nothing fills": Fault(
+        {"config": set_to(attention_bias=True)}, "biases", "attention_bias is true", '"attention_bias": false'
+    ),
     "a null width": Fault({"config": set_to(target_hidden_size=None)}, "keys", "is null", "remove target_hidden_size"),
     "a normed residual": Fault(
         {"config": set_to(norm_before_residual=True)}, "keys", "is true", "head.norm_before_residual=false"

@@ -12,8 +12,8 @@ from data.text.sources import check_source, check_sources
 from eval.config import eval_config
 from eval.inputs.runs import find_heads
 from heads import HEADS
-from heads.common.context import check_rows, context_of
 from heads.common.files import check_writable
+from heads.common.target_config import check_rows, context_of
 from heads.common.untrusted import regular
 from heads.formats.hub import kind_of, resolve_head
 from heads.mtp import Mtp

@@ -26,15 +26,12 @@ PACKAGE = __name__.rpartition(".")[0]
 ENTRY = (f"{PACKAGE}.generate", "generate")
 INSTEAD = {"heads.common.typed": f"{PACKAGE}.typed"}
 LIBRARIES = {*sys.stdlib_module_names, "torch", "transformers", "safetensors"}
-TABLE = re.compile(r"^FORMATS = \{\n.*?^\}", re.MULTILINE | re.DOTALL)
+FORMAT = re.compile(r'^    "(\w+)": Format\(.*\n', re.MULTILINE)  # a line of the table
 ROOT = Path(__file__).parents[3]
 
 
 def files(kind: str) -> dict[str, str]:
-    """Return the files of a published folder's code by their names in it.
-
-    Args:
-        kind: a key of HEADS; the code reads heads of this kind in our format and in other projects'.
+    """Return a published folder's code by file name, for heads of one of HEADS in our format and other projects'.
 
     Raises:
         ValueError: the code needs a library that is not installed wherever transformers is.
@@ -50,13 +47,10 @@ def _tables(kind: str) -> dict[str, str]:
     kinds = [name for name, head in HEADS.items() if issubclass(HEADS[kind], head)]  # HASS is published as EAGLE
     heads = "".join(f"from {HEADS[name].__module__} import {HEADS[name].__qualname__}\n" for name in kinds)
     table = ", ".join(f'"{name}": {HEADS[name].__qualname__}' for name in kinds)
-    formats = [
-        f'    "{n}": Format("{f.head}", {n}.matches, {n}.read),\n' for n, f in FORMATS.items() if f.head in kinds
-    ]
     published, _ = _source("heads.formats.published")
     return {
         "heads": f'"""The heads that this code drafts with."""\n\n{heads}\nHEADS = {{{table}}}\n',
-        "heads.formats.published": TABLE.sub(f"FORMATS = {{\n{''.join(formats)}}}", published),
+        "heads.formats.published": FORMAT.sub(lambda m: m[0] if FORMATS[m[1]].head in kinds else "", published),
     }
 
 
@@ -185,7 +179,6 @@ def _flat(modules: dict[str, Module]) -> dict[str, str]:
 
 
 def _written(module: Module, names: dict[str, str]) -> str:
-    """Return the text of a module's file."""
     head, *rest = module.tree.body
     doc = module.lines[: head.end_lineno]
     imports = list[str]()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -18,8 +18,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from heads.formats.custom_generate.drafts import Drafts
+from heads.base import Features, Level
 from heads.formats.custom_generate.target import Embeddings, Seen, Target
+from heads.modules.vocab import scatter_logits
 
 # What a draft's logits go through as well, to be near the model's. Others may count their calls; the output does not
 # depend on it.
@@ -29,15 +30,13 @@ SHARED = (
 
 
 class Settings(NamedTuple):
-    """The settings that `generate` has prepared, the number of tokens drafted at once, and the outputs to record."""
+    """The settings that `generate` has prepared, and the number of tokens drafted at once."""
 
     processors: Any  # a LogitsProcessorList, which is annotated for types that torch does not make
     criteria: StoppingCriteriaList
     streamer: Any
-    sample: bool
+    config: GenerationConfig
     draft_tokens: int
-    keep_scores: bool
-    keep_logits: bool
 
 
 class Written(NamedTuple):
@@ -48,6 +47,48 @@ class Written(NamedTuple):
     verified: int
     scores: list[Tensor]
     logits: list[Tensor]
+
+
+class Drafts:
+    """A head with the state of one sequence.
+
+    Attributes:
+        depth: how many tokens the head drafts at most.
+        feature_layers: which of the model's layers it reads.
+    """
+
+    def __init__(self, head: Any) -> None:
+        self.head, self.depth = head, int(head.max_depth)
+        self.feature_layers: tuple[int, ...] = head.feature_layers
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin another sequence."""
+        self.state: Any = None
+        self.level: Level | None = None
+        self.drafted = 0
+
+    def commit(self, features: Features, token: Tensor) -> Tensor:
+        """Take in T verified rows (B = 1), each with its chosen next token t + 1, (T,).
+
+        Returns the logits (V,) of the token behind the last row, minus infinity for tokens that a head never drafts.
+        """
+        self.state, self.level = self.head.extend(self.state, features, token[None])
+        self.drafted = 0
+        return self.logits()
+
+    def draft(self, token: Tensor) -> Tensor:
+        """Take the token (1,) that was drafted last; return the logits (V,) of the one behind it."""
+        self.drafted += 1
+        path = torch.ones(1, 1, self.drafted, dtype=torch.bool, device=token.device)
+        above = torch.zeros_like(token)[None]
+        self.level = self.head.expand(self.state, self.level, token[None], above, path, self.drafted)
+        return self.logits()
+
+    def logits(self) -> Tensor:
+        """Return the level's logits over the model's vocabulary."""
+        assert self.level is not None
+        return scatter_logits(self.head.vocab, self.level.logits[0, 0])
 
 
 class Sequence:
@@ -67,10 +108,10 @@ class Sequence:
     def add(self, logits: Tensor, drafted: Tensor | None = None, q: Tensor | None = None) -> bool:
         """Choose the next token by the model's logits (V,), a drafted one (1,) if it stands; say whether it does."""
         raw = logits[None].to(self.ids.device, torch.float32, copy=True)
-        if self.settings.keep_logits:
+        if self.settings.config.output_logits:
             self.logits.append(raw.clone())
         scores = self.settings.processors(self.ids, raw)
-        if self.settings.keep_scores:
+        if self.settings.config.output_scores:
             self.scores.append(scores)
         token = self._choice(scores[0], drafted, q)
         self.ids = torch.cat([self.ids, token.to(self.ids)[None]], 1)
@@ -80,7 +121,7 @@ class Sequence:
         return drafted is not None and bool(token == drafted.to(token.device))
 
     def _choice(self, scores: Tensor, drafted: Tensor | None, q: Tensor | None) -> Tensor:
-        if not self.settings.sample:
+        if not self.settings.config.do_sample:
             return scores.argmax(keepdim=True)
         p = scores.softmax(-1)
         if drafted is not None and q is not None:
@@ -93,7 +134,7 @@ class Sequence:
         """Sample a drafted token (1,) by a head's logits (V,), behind those drafted before; return it and its probs."""
         ids = torch.cat([self.ids, *(token.to(self.ids)[None] for token in before)], 1)
         scores = self.shared(ids, logits[None].to(self.ids.device, torch.float32, copy=True))[0]
-        if not self.settings.sample:
+        if not self.settings.config.do_sample:
             return scores.argmax(keepdim=True), None
         q = scores.softmax(-1)
         return torch.multinomial(q, 1), q
@@ -108,15 +149,7 @@ def verified(p: Tensor, q: Tensor, drafted: int) -> tuple[Tensor, bool]:
 
 
 def decode(target: Target, drafts: Drafts, embeddings: Embeddings, prompt: Tensor, sequence: Sequence) -> Written:
-    """Write a sequence to its end.
-
-    Args:
-        target: the model, its cache empty.
-        drafts: the head, restarted.
-        embeddings: the model's sizes.
-        prompt: the tokens (T,) of the prompt, without padding.
-        sequence: what is written, the prompt alone so far.
-    """
+    """Write a sequence to its end behind a prompt (T,) without padding, which neither model nor head has seen yet."""
     passes, verified_tokens, start = 0, 0, sequence.ids.shape[1]
     seen = target.run(prompt, 1)
     sequence.add(seen.logits[-1])

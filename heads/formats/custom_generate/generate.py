@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -88,10 +89,8 @@ def generate(
             logits_processor,
             stopping_criteria,
             streamer,
-            bool(generation_config.do_sample),
+            generation_config,
             draft_tokens or loaded.draft_tokens,
-            keep_scores=bool(generation_config.output_scores),
-            keep_logits=bool(generation_config.output_logits),
         )
         rows = _rows(model, loaded, input_ids, model_kwargs.get("attention_mask"), settings)
         if streamer is not None:
@@ -167,13 +166,8 @@ def _answer(rows: list[Written], config: GenerationConfig) -> Any:
     pad: Any = config._pad_token_tensor
     if pad is None and any(row.ids.shape[1] < longest for row in rows):
         raise ValueError("the sequences ended at different lengths: give generate a pad_token_id")
-    padded = [
-        row.ids
-        if row.ids.shape[1] == longest
-        else torch.cat([row.ids, pad.to(row.ids).expand(1, longest - row.ids.shape[1])], 1)
-        for row in rows
-    ]
-    sequences = torch.cat(padded)
+    fill = 0 if pad is None else int(pad)
+    sequences = torch.cat([functional.pad(row.ids, (0, longest - row.ids.shape[1]), value=fill) for row in rows])
     if not config.return_dict_in_generate:
         return sequences
     passes, tokens = sum(row.passes for row in rows), sum(row.verified for row in rows)

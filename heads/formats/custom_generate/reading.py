@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from heads.formats.custom_generate.drafts import Drafts
+from heads.formats.custom_generate.decoding import Drafts
 from heads.formats.custom_generate.target import Embeddings
 from heads.formats.published import read_published
 from heads.formats.published.files import config_of, is_published, without_prefix
@@ -36,12 +36,7 @@ _LAST: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Head]]" = weakref.
 
 
 def load(where: str, model: PreTrainedModel, hub: dict[str, Any]) -> Head:
-    """Return the head of a folder or repository, in the model's dtype and on its device.
-
-    Args:
-        where: the folder, or the repository's id.
-        model: what it drafts for.
-        hub: revision, token and the like.
+    """Return the head of a folder or repository, in the model's dtype and on its device; `hub` has revision and token.
 
     Raises:
         ValueError: there is no head, it is damaged, or it is one of another model.

@@ -3,17 +3,20 @@
 Layer i is the output of the decoder layer i, from 0, before the final norm; `last` the final layer's after that norm.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from heads.base import Features, LayerShape
 from heads.common.target_config import cache_argument
 
+LAST = -1
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of which a cache can be cropped
 
 
@@ -39,10 +42,16 @@ class Embeddings:
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
-        self.layer = _layer_shape(config)
+        heads: int = config.num_attention_heads
+        self.layer = LayerShape(
+            heads,
+            getattr(config, "num_key_value_heads", None) or heads,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
+        )
         self.context: int = getattr(config, "max_position_embeddings", None) or 2**31
         self.device: torch.device = model.device
-        self._some: tuple[Tensor, nn.Linear] | None = None
+        self._some: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
 
     def embed(self, token: Tensor) -> Tensor:
         """Return the input embeddings (…, D) of tokens (…)."""
@@ -50,8 +59,8 @@ class Embeddings:
 
     def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return the logits of final-normed states (…, D), of the tokens `ids` (W,) alone if given."""
-        head = self.lm_head if ids is None else self._rows(ids)
-        logits = head(hidden.to(head.weight.device, head.weight.dtype)).to(hidden.device)
+        head, weight = self.lm_head if ids is None else self._rows(ids), self.head_weight()
+        logits = head(hidden.to(weight.device, weight.dtype)).to(hidden.device)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def head_weight(self) -> Tensor:
@@ -59,29 +68,13 @@ class Embeddings:
         weight: Tensor = self.lm_head.weight
         return weight
 
-    def _rows(self, ids: Tensor) -> nn.Linear:
-        """Return the lm_head's rows of these tokens; the last ones are kept, since a head asks at each step."""
-        if self._some is not None and self._some[0] is ids:
-            return self._some[1]
-        weight: Tensor = self.lm_head.weight
-        bias: Tensor | None = self.lm_head.bias
-        some = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
-        some.weight = nn.Parameter(weight[ids.to(weight.device)], requires_grad=False)
-        if bias is not None:
-            some.bias = nn.Parameter(bias[ids.to(bias.device)], requires_grad=False)
-        self._some = ids, some
-        return some
-
-
-def _layer_shape(config: Any) -> LayerShape:
-    """Return the shape of a decoder layer of the model."""
-    heads: int = config.num_attention_heads
-    return LayerShape(
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size,
-    )
+    def _rows(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the lm_head of these tokens alone; the last one is kept, since a head asks at each step."""
+        if self._some is None or self._some[0] is not ids:
+            weight, bias = self.head_weight(), self.lm_head.bias
+            some = None if bias is None else bias[ids.to(bias.device)]
+            self._some = ids, partial(functional.linear, weight=weight[ids.to(weight.device)], bias=some)
+        return self._some[1]
 
 
 class Target:
@@ -91,29 +84,22 @@ class Target:
         self.model, self.layers = model, layers
         # Without the model's configuration no layer forgets what its window has passed; the mask still hides it.
         self.cache = DynamicCache()
-        self.noted: dict[int, Tensor] = {}
-        self.last: Tensor | None = None
+        self.noted: dict[int, Tensor] = {}  # the last layer's output after the norm is at LAST
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note layers' outputs until the block ends."""
         stack = decoder_layers(self.model)
-        handles = [stack[i].register_forward_hook(self._note(i)) for i in self.layers]
-        handles.append(self.model.base_model.register_forward_hook(self._note_last))
+        noted: dict[int, nn.Module] = {i: stack[i] for i in self.layers} | {LAST: self.model.base_model}
+        handles = [module.register_forward_hook(partial(self._note, i)) for i, module in noted.items()]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _note(self, i: int) -> Any:
-        def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            self.noted[i] = output[0] if isinstance(output, tuple) else output
-
-        return note
-
-    def _note_last(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self.last = output[0]
+    def _note(self, i: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        self.noted[i] = output if isinstance(output, Tensor) else output[0]
 
     def run(self, token: Tensor, scored: int) -> Seen:
         """Append tokens (T,) to the cache; return the logits of the last `scored` of them."""
@@ -122,8 +108,7 @@ class Target:
         if model._supports_logits_to_keep():
             more["logits_to_keep"] = scored
         out = model(input_ids=token[None], use_cache=True, return_dict=True, **more)
-        assert self.last is not None
-        last = self.last[0].to(token.device)
+        last = self.noted[LAST][0].to(token.device)
         layers = [self.noted[i][0].to(token.device) for i in self.layers]
         hidden = torch.stack(layers, 1) if layers else last.new_zeros(len(last), 0, last.shape[-1])
         features = Features(token[None], hidden[None], last[None], torch.zeros_like(token)[None])

@@ -6,11 +6,9 @@ A head that is loaded is one of `heads.HEADS` like any other: it can be measured
 Every tensor is mapped or refused by name; counts come from names and shapes, for config files are often wrong.
 
 files.py      their files, and the tensors in them
-plan.py       assembles a head, every tensor mapped
-decoder.py    the numbers of a decoder layer
+plan.py       assembles a head, every tensor mapped; the numbers of a decoder layer
 export.py     heads written in a format
-exporting.py  the head to export, and code that formats share
-written.py    the exported folder: checked on disk, then moved to its path
+exporting.py  the head to export, code that formats share, and the exported folder, checked on disk
 eagle.py      EAGLE-1/2 and HASS: vLLM, SGLang, the authors
 eagle3.py     EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
 medusa.py     Medusa: vLLM up to 0.32, the authors
@@ -19,6 +17,7 @@ mlp.py        the MLP speculator, read alone
 dflash.py     DFlash and DSpark: vLLM, SGLang
 """
 
+import re
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import NamedTuple
@@ -28,46 +27,45 @@ from torch import nn
 from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mlp
-from heads.formats.published.files import config_of, is_published, names_of, tensors_of
+from heads.formats.published.files import config_of, is_published, names_of, stored_tensors, without_prefix
 from heads.formats.published.plan import Plan, Source, assemble
 
 __all__ = ["FORMATS", "format_of", "is_published", "load_published"]
 
 
 class Format(NamedTuple):
-    """Which of HEADS a format is of, how it is recognised by its names, and how it is read."""
+    """Which of HEADS a format is of, the tensors that tell it from those below, as patterns, and how it is read."""
 
     head: str
-    matches: Callable[[Set[str]], bool]
+    signature: tuple[str, ...]
     read: Callable[[Source, Embeddings], Plan]
+
+    def matches(self, names: Set[str]) -> bool:
+        """Say whether tensors of these names are of this format."""
+        return all(any(re.fullmatch(pattern, name) for name in names) for pattern in self.signature)
 
 
 FORMATS = {
-    "dflash": Format("block", dflash.matches, dflash.read),
-    "eagle3": Format("eagle3", eagle3.matches, eagle3.read),
-    "eagle": Format("eagle", eagle.matches, eagle.read),
-    "medusa": Format("medusa", medusa.matches, medusa.read),
-    "hydra": Format("hydra", hydra.matches, hydra.read),
-    "mlp": Format("mlp", mlp.matches, mlp.read),
+    "dflash": Format("block", dflash.SIGNATURE, dflash.read),
+    "eagle3": Format("eagle3", eagle3.SIGNATURE, eagle3.read),
+    "eagle": Format("eagle", eagle.SIGNATURE, eagle.read),
+    "medusa": Format("medusa", medusa.SIGNATURE, medusa.read),
+    "hydra": Format("hydra", hydra.SIGNATURE, hydra.read),
+    "mlp": Format("mlp", mlp.SIGNATURE, mlp.read),
 }
 
 
 def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
     """Load a published head for a target, on the CPU and in the file's dtype, ready for `save_head`.
 
-    What belongs to the target's weights cannot be checked, for published heads do not name them: width and vocabulary
-    can.
-
-    Args:
-        folder: weights and config.json.
-        embeddings: the target's embedding and lm_head.
+    Of the target, width and vocabulary can be checked; its weights cannot, for published heads do not name them.
 
     Raises:
         ValueError: the format is unknown, a file damaged, a tensor missing, unknown or of another shape, or the head
             does what ours cannot: one line that names it.
     """
     format_of(folder)  # by the names alone, before tensors are read
-    return read_published(Source(folder, config_of(folder), tensors_of(folder)), embeddings)
+    return read_published(Source(folder, config_of(folder), without_prefix(stored_tensors(folder))), embeddings)
 
 
 def read_published(source: Source, embeddings: Embeddings) -> nn.Module:

@@ -6,7 +6,6 @@ DFlash drafts from its mask slots alone; in DSpark the chosen token's slot draft
 a pruned vocabulary.
 """
 
-from collections.abc import Set
 from typing import Any
 
 import torch
@@ -14,10 +13,8 @@ from torch import Tensor
 
 from heads.base import Embeddings
 from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, as_outputs
-from heads.formats.published.decoder import decoder
-from heads.formats.published.exporting import EngineClass, Export, layer_shapes
-from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
-from heads.formats.published.written import KNOWN, OFFSETS, Foreign, Shapes
+from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
 from heads.modules.fusion import DFLASH_LAYERS
 
 DSPARK = "Qwen3DSparkModel"
@@ -30,13 +27,8 @@ NAMES = {
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
+SIGNATURE = (r"fc\.weight", r"hidden_norm\.weight", r"layers\.0\.self_attn\.q_proj\.weight")
 OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors that have another form there
-NORMS = ("input_layernorm", "post_attention_layernorm")
-
-
-def matches(names: Set[str]) -> bool:
-    """Say whether the names are of this format."""
-    return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"} <= names
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
@@ -66,10 +58,9 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "mask_token": options["mask_token_id"],
         "qk_norm": "layers.0.self_attn.q_norm.weight" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
-        "draft_vocab": None if ids is None else len(ids),
         **decoder(source, "layers.0.", embeddings),
     }
-    unread = {"d2t", "t2d", *(NAMES[name] for name in filled if name in NAMES)} & source.tensors.keys()
+    unread = {OFFSETS, KNOWN, *(NAMES[name] for name in filled if name in NAMES)} & source.tensors.keys()
     return Plan("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
 
 
@@ -94,14 +85,9 @@ def _mask(source: Source, options: dict[str, Any], embeddings: Embeddings) -> Te
 
 def _confidence(source: Source, markov: Tensor | None) -> dict[str, Tensor]:
     """Return the confidence's weights with zeros for the Markov state, where it does not read that."""
-    name = NAMES["confidence.weight"]
-    if (
-        markov is None
-        or name not in source.tensors
-        or source.tensors[name].shape[1] != len(source.tensors["fc.weight"])
-    ):
+    weight = source.tensors.get(NAMES["confidence.weight"])
+    if markov is None or weight is None or weight.shape[1] != len(source.tensors["fc.weight"]):
         return {}
-    weight = source.tensors[name]
     return {"confidence.weight": torch.cat([weight, weight.new_zeros(1, markov.shape[1])], 1)}
 
 
@@ -163,7 +149,7 @@ def shapes(config: dict[str, Any]) -> Shapes:
     expected: Shapes = {"fc.weight": (width, count * width), "hidden_norm.weight": (width,), "norm.weight": (width,)}
     for i in range(config["num_hidden_layers"]):
         inner = f"layers.{i}.self_attn."
-        expected |= layer_shapes(config, f"layers.{i}.", width, NORMS)
+        expected |= layer_shapes(config, f"layers.{i}.", width)
         expected |= {f"{inner}{kind}_norm.weight": (config["head_dim"],) for kind in "qk"}
     if rank is not None:
         expected |= {NAMES["before.weight"]: (full, rank), NAMES["bias.weight"]: (drafted, rank)}

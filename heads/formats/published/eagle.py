@@ -4,26 +4,19 @@ vLLM finds the head by the second of its architectures and SGLang by the first. 
 vLLM drops a bias of fc without a word, while SGLang makes one at random where the file has none.
 """
 
-from collections.abc import Set
 from typing import Any
 
 import torch
 
 from heads.base import Embeddings
-from heads.formats.published.decoder import decoder
-from heads.formats.published.exporting import EMBEDDING, EngineClass, Export, layer_shapes
-from heads.formats.published.plan import Plan, Source, check_width
-from heads.formats.published.written import Foreign, Shapes
+from heads.formats.published.exporting import NORMS, EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.plan import EMBEDDING, Plan, Source, check_width, decoder
 
+SIGNATURE = (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight")  # and no hidden_norm, as the formats before it
 CLASS = EngineClass(["LlamaForCausalLMEagle", "LlamaForCausalLM"], "llama", {
     "vllm": r"(Llama|Llama4|MiniCPM|Cohere|Mistral|MistralLarge3)ForCausalLM",  # which prepends Eagle to it
     "sglang": r".*ForCausalLMEagle",
 })  # fmt: skip
-
-
-def matches(names: Set[str]) -> bool:
-    """Say whether the names are of this format."""
-    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names and not any("hidden_norm" in n for n in names)
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
@@ -35,7 +28,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "layers": layers,
         "bias": "fc.bias" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
-        "draft_vocab": None,
         **decoder(source, "layers.0.", embeddings),
     }
     return Plan("eagle", config, lambda name: name, {}, set(), None)
@@ -89,8 +81,7 @@ def shapes(config: dict[str, Any]) -> Shapes:
     width = config["hidden_size"]
     expected: Shapes = {"fc.weight": (width, 2 * width)}
     for i in range(config["num_hidden_layers"]):
-        norms = ("input_layernorm", "post_attention_layernorm")[i == 0 :]
-        expected |= layer_shapes(config, f"layers.{i}.", width, norms)
+        expected |= layer_shapes(config, f"layers.{i}.", width, NORMS[i == 0 :])
     return expected
 
 

@@ -9,7 +9,6 @@ other. The lm_head is always written, the target's where the head shares it: wit
 
 import logging
 import re
-from collections.abc import Set
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from heads.base import Embeddings
 from heads.formats.layer_ids import STATES, as_outputs, as_states
-from heads.formats.published.decoder import decoder
-from heads.formats.published.exporting import EngineClass, Export, layer_shapes
-from heads.formats.published.plan import Plan, Source, check_width, drafted_by_offsets
-from heads.formats.published.written import KNOWN, OFFSETS, Foreign, Shapes
+from heads.formats.published.exporting import NORMS, EngineClass, Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.plan import KNOWN, OFFSETS, Plan, Source, check_width, decoder, drafted_by_offsets
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 
 log = logging.getLogger(__name__)
 
+SIGNATURE = (r"(midlayer|layers\.0)\.hidden_norm\.weight",)
 FIRST = ("midlayer.", "layers.0.")
 NORMED_RESIDUAL = ("vllm", "speculators")  # the formats of engines that know it
 # Targets for which SGLang takes ids for outputs, as otherwise, only if the first is 1, and else for inputs.
@@ -35,11 +33,6 @@ CLASS = EngineClass(["LlamaForCausalLMEagle3"], "llama", {
     "sglang": r"LlamaForCausalLMEagle3|Eagle3DeepseekV2ForCausalLM",
     "trtllm": r"LlamaForCausalLM|LlamaForCausalLMEagle3|.*Deepseek.*",
 })  # fmt: skip
-
-
-def matches(names: Set[str]) -> bool:
-    """Say whether the names are of this format."""
-    return any(f"{first}hidden_norm.weight" in names for first in FIRST)
 
 
 def their_name(name: str, first: str) -> str:
@@ -71,7 +64,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "qk_norm": f"{first}self_attn.q_norm.weight" in source.tensors,
         "kv_injection": False,
         "lm_head": "own" if ids is not None or "lm_head.weight" in source.tensors else "shared",
-        "draft_vocab": None if ids is None else len(ids),
         **decoder(source, first, embeddings),
     }
     deep, unread = _deeper(source, layers)
@@ -80,16 +72,11 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         theirs = their_name(name, first)
         return deep.get(theirs, theirs)
 
-    return Plan("eagle3", config, rename, {}, {"d2t", "t2d", *unread} & source.tensors.keys(), ids)
+    return Plan("eagle3", config, rename, {}, {OFFSETS, KNOWN, *unread} & source.tensors.keys(), ids)
 
 
 def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[int] | None:
-    """Return the layers whose outputs are read, None for the default three.
-
-    Args:
-        source: the folder.
-        joined: the number that fc joins.
-        embeddings: the target, whose depth decides the defaults.
+    """Return the layers whose outputs are read, of which fc joins `joined`; None for the default three.
 
     Raises:
         ValueError: config.json contradicts itself, or is silent where the fc does not join three.
@@ -223,14 +210,14 @@ def shapes(config: dict[str, Any], first: str) -> Shapes:
     """Return the shapes; where config.json does not count the features there are three."""
     width, full, drafted = (config[key] for key in ("hidden_size", "vocab_size", "draft_vocab_size"))
     count = config.get("num_aux_hidden_states", EAGLE3_LAYERS)
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     expected: Shapes = {
         "fc.weight": (width, count * width),
         "norm.weight": (width,),
         "lm_head.weight": (drafted, width),
     }
     for i in range(config["num_hidden_layers"]):
-        expected |= layer_shapes(config, f"layers.{i}." if i else first, width if i else 2 * width, norms)
+        layer, inputs = (f"layers.{i}.", width) if i else (first, 2 * width)
+        expected |= layer_shapes(config, layer, inputs, (*NORMS, "hidden_norm"))
     if config.get("fc_norm"):
         expected |= {f"fc_norm.{i}.weight": (width,) for i in range(count)}
     return expected | ({OFFSETS: (drafted,), KNOWN: (full,)} if drafted < full else {})

@@ -7,27 +7,17 @@ from torch import nn
 
 from heads import HEADS
 from heads.formats.published import dflash, eagle, eagle3, hydra, medusa
-from heads.formats.published.exporting import Export, Served
-from heads.formats.published.written import Foreign, put
+from heads.formats.published.exporting import Export, Foreign, Served, put
 
 __all__ = ["FORMATS", "Served", "export"]
 
 # The writer of each kind of head by format. Four engines read the same EAGLE-3 folder; which one is asked for decides
 # over options that not all of them run.
-FORMATS: dict[str, dict[str, Callable[[Export], Foreign]]] = {
-    "vllm": {
-        "eagle": eagle.engines,
-        "hass": eagle.engines,
-        "eagle3": eagle3.engines,
-        "medusa": medusa.engines,
-        "block": dflash.engines,
-    },
-    "sglang": {
-        "eagle": eagle.engines,
-        "hass": eagle.engines,
-        "eagle3": eagle3.engines,
-        "block": dflash.engines,
-    },
+Writers = dict[str, Callable[[Export], Foreign]]
+ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines}
+FORMATS: dict[str, Writers] = {
+    "vllm": {**ENGINES, "medusa": medusa.engines},
+    "sglang": ENGINES,
     "trtllm": {"eagle3": eagle3.engines},
     "speculators": {"eagle3": eagle3.engines},
     "eagle": {"eagle": eagle.authors, "hass": eagle.authors, "eagle3": eagle3.authors},
@@ -38,13 +28,9 @@ FORMATS: dict[str, dict[str, Callable[[Export], Foreign]]] = {
 
 
 def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
-    """Write a head's folder in a foreign format, config.json and model.safetensors, whole or not at all.
+    """Write a head's folder in one of FORMATS, config.json and model.safetensors, whole or not at all.
 
-    Args:
-        head: one of HEADS, whose target's embedding and lm_head are plain tables.
-        form: one of FORMATS.
-        served: what the format says of the target.
-        folder: where; what is there is replaced.
+    The embedding and lm_head of its target must be plain tables.
 
     Raises:
         ValueError: the format is unknown or not one of this head, the head has an option that the format cannot say, or

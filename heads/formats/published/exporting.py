@@ -1,21 +1,29 @@
-"""The head to export, the facts of its target that formats need, and the parts that formats share.
+"""The head to export, what formats share, and the exported folder: checked, and moved to its path whole or not at all.
 
-Ours count the outputs of layers from 0; `outputs` gives them in increasing order, as every reader joins them.
+Ours count the outputs of layers from 0; `outputs` gives them in increasing order, as every reader joins them. A folder
+is checked tensor by tensor against the format, because engines do not: vLLM leaves a missing tensor as memory happened
+to be, SGLang passes over names that it does not know, and both then draft without an error and without success.
 """
 
 import json
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from heads.base import Embeddings, LayerShape, layer_shape
-from heads.formats.published.written import KNOWN, OFFSETS, Shapes
+from heads.base import Embeddings, layer_shape
+from heads.formats.published.plan import KNOWN, OFFSETS, are_increasing, are_masked
+from heads.formats.store import CONFIG, WEIGHTS, write_files
 
 log = logging.getLogger(__name__)
 
-EMBEDDING = "embed_tokens.weight"
+Shapes = dict[str, tuple[int, ...]]
+DTYPES = {OFFSETS: torch.int64, KNOWN: torch.bool}  # of all other tensors the one that config.json names
+NORMS = ("input_layernorm", "post_attention_layernorm")  # of a Llama's decoder layer
 
 
 class EngineClass(NamedTuple):
@@ -63,19 +71,17 @@ class Export(NamedTuple):
     @property
     def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        embeddings: Embeddings = self.head.embeddings
-        return embeddings
-
-    @property
-    def shape(self) -> LayerShape:
-        """The shape of its decoder layers."""
-        return layer_shape(self.config, self.embeddings)
+        return self.head.embeddings
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by our names."""
-        tensors: dict[str, Tensor] = self.head.state_dict()
-        return tensors
+        return self.head.state_dict()
+
+    @property
+    def dtype(self) -> str:
+        """The exported dtype as config.json names it."""
+        return str(self.served.dtype).removeprefix("torch.")
 
     def refusal(self, what: str, why: str) -> ValueError:
         """Return the error for an option that the format cannot express."""
@@ -140,7 +146,8 @@ class Export(NamedTuple):
 
     def decoder(self) -> dict[str, Any]:
         """Return the decoder layers' keys of config.json, as in a Llama's."""
-        shape, embeddings, config = self.shape, self.embeddings, self.config
+        config, embeddings = self.config, self.embeddings
+        shape = layer_shape(config, embeddings)
         context = self.served.config.get("max_position_embeddings")
         if config.length is not None and (context is None or config.length < context):
             log.warning(
@@ -163,10 +170,16 @@ class Export(NamedTuple):
             "rope_scaling": config.rope_scaling,
         }
 
-    @property
-    def dtype(self) -> str:
-        """The exported dtype as config.json names it."""
-        return str(self.served.dtype).removeprefix("torch.")
+
+class Foreign(NamedTuple):
+    """A head as another project lays it out: its config.json, its tensors, and the shapes that the format demands.
+
+    The shapes are made of config.json alone, as its reader makes them, and not of the head.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    shapes: Shapes
 
 
 def written(value: Any) -> str:
@@ -174,14 +187,10 @@ def written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def layer_shapes(config: dict[str, Any], layer: str, width: int, norms: tuple[str, ...]) -> Shapes:
-    """Return the shapes of a Llama's decoder layer, made of config.json.
+def layer_shapes(config: dict[str, Any], layer: str, width: int, norms: tuple[str, ...] = NORMS) -> Shapes:
+    """Return the shapes of a Llama's decoder layer by config.json, whose attention reads states of this width.
 
-    Args:
-        config: config.json.
-        layer: the prefix of the names, with its point.
-        width: of what attention reads.
-        norms: the names of its norms.
+    `layer` is the prefix of the names, with its point.
     """
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     rows, kv_rows = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
@@ -196,3 +205,49 @@ def layer_shapes(config: dict[str, Any], layer: str, width: int, norms: tuple[st
         **dict.fromkeys(norms, (hidden,)),
     }
     return {f"{layer}{name}.weight": shape for name, shape in inside.items()}
+
+
+def put(folder: Path, foreign: Foreign, dtype: torch.dtype) -> None:
+    """Write a folder whole and checked as it lies on disk, its floats in this dtype, or leave what was there.
+
+    Raises:
+        ValueError: the check fails: one line that names the tensor.
+        OSError: the disk is full or the folder cannot be written.
+    """
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in foreign.tensors.items()}
+
+    def checked(new: Path) -> None:
+        try:
+            check(new, foreign.shapes, dtype)
+        except ValueError as error:
+            raise ValueError(f"{folder}: not exported, {error}") from None
+
+    write_files(folder, foreign.config, tensors, checked)
+
+
+def check(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    """Check that the tensors of an exported folder are those of the format and no others.
+
+    Raises:
+        ValueError: naming the tensor, and what is expected of it.
+    """
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    tensors = load_file(folder / WEIGHTS)
+    missing, unknown = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
+    if missing:
+        raise ValueError(f"the tensor {missing[0]} is missing, which the format demands")
+    if unknown:
+        raise ValueError(f"the tensor {unknown[0]} is none of the format's; engines stop at it, or leave it out")
+    for name, tensor in tensors.items():
+        expected = DTYPES.get(name, dtype)
+        if tuple(tensor.shape) != shapes[name] or tensor.dtype != expected:
+            actual = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"{name} is {actual}, expected {shapes[name]} {expected} by its {CONFIG}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} holds values that are not finite in {dtype}; train again with a lower trainer.lr")
+    if OFFSETS in tensors:
+        ids, full = torch.arange(len(tensors[OFFSETS])) + tensors[OFFSETS], int(config["vocab_size"])
+        if not are_increasing(ids, full):
+            raise ValueError(f"{OFFSETS} does not lead to increasing ids below {full}; its entry i is the id less i")
+        if not are_masked(ids, tensors[KNOWN], full):
+            raise ValueError(f"{OFFSETS} and {KNOWN} do not name the same tokens")

@@ -20,10 +20,9 @@ PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # what trainers put
 def is_published(folder: Path) -> bool:
     """Say whether a folder holds a head of another project: weights beside a foreign config.json."""
     try:
-        content = parse_json(regular(folder / CONFIG).read_bytes())
-    except (OSError, ValueError):
+        ours = "format" in config_of(folder)
+    except ValueError:
         return False
-    ours = not isinstance(content, dict) or "format" in content
     return not ours and any((folder / name).is_file() for name in (*SAFE, INDEX, *PICKLED))
 
 
@@ -54,15 +53,6 @@ def names_of(folder: Path) -> set[str]:
     if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in SAFE):
         return {PREFIX.sub("", name) for name in _shards(folder)}
     return {PREFIX.sub("", name) for name in weights.header(_weights(folder))}
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors by their names without prefix.
-
-    Raises:
-        ValueError: as `names_of`.
-    """
-    return without_prefix(stored_tensors(folder))
 
 
 def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,29 +7,22 @@ positions, for its config.json does not describe it.
 """
 
 import re
-from collections.abc import Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heads.base import Embeddings, LayerShape
-from heads.formats.published.decoder import EPS, THETA, decoder, positions_of
-from heads.formats.published.exporting import EMBEDDING, Export, layer_shapes
-from heads.formats.published.plan import Plan, Source, check_width
-from heads.formats.published.written import Foreign, Shapes
+from heads.base import Embeddings, LayerShape, layer_shape
+from heads.formats.published.exporting import Export, Foreign, Shapes, layer_shapes
+from heads.formats.published.plan import EMBEDDING, EPS, THETA, Plan, Source, check_width, decoder, positions_of
 from heads.modules.rope import Rope
 
 PREFIX = "prefix_embeding_layer."
 LINEAR = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
+SIGNATURE = (LINEAR.pattern,)
 BRANCH = re.compile(r"branches\.(\d+)\.(?:entry|blocks\.(\d+))\.(.*)")
 LM_HEAD = {True: "hydra_lm_head.{}.1.", False: "hydra_lm_head.{}."}  # with dropouts, and without
-
-
-def matches(names: Set[str]) -> bool:
-    """Say whether the names are of this format."""
-    return any(LINEAR.fullmatch(name) for name in names)
 
 
 def their_name(name: str, block_numbers: list[int], lm_head: str) -> str:
@@ -72,7 +65,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "lm_head": "own",
         "lm_head_bias": lm_head.format(0) + "bias" in source.tensors,
         "lm_head_rank": None,
-        "draft_vocab": None,
     }
     rename = partial(their_name, block_numbers=block_numbers, lm_head=lm_head)
     unread = set(duplicates) if tied else set()
@@ -118,7 +110,7 @@ def authors(source: Export) -> Foreign:
     }
     if options.prefix:
         positions = Rope(options.rope_theta, options.rope_scaling)
-        values = (*source.shape, *positions, options.norm_eps)
+        values = (*layer_shape(options, source.embeddings), *positions, options.norm_eps)
         target = (
             *source.embeddings.layer,
             *(positions_of(served, THETA) or ()),
@@ -160,7 +152,6 @@ def _shapes(source: Export, config: dict[str, Any]) -> Shapes:
         lm_head = LM_HEAD[prefix].format(i)
         expected |= {f"{lm_head}weight": (full, width), f"{lm_head}bias": (full,)}
     if prefix:
-        norms = ("input_layernorm", "post_attention_layernorm")
-        expected |= layer_shapes(config, f"{PREFIX}layers.0.", width, norms)
+        expected |= layer_shapes(config, f"{PREFIX}layers.0.", width)
         expected |= {f"{PREFIX}norm.weight": (width,), PREFIX + EMBEDDING: (full, width)}
     return expected

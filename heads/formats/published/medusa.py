@@ -7,7 +7,6 @@ module, so that they cannot differ.
 """
 
 import re
-from collections.abc import Set
 from itertools import product
 from typing import Any
 
@@ -15,19 +14,14 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings
-from heads.formats.published.exporting import EngineClass, Export
+from heads.formats.published.exporting import EngineClass, Export, Foreign, Shapes
 from heads.formats.published.plan import Plan, Source, check_width, drafted
-from heads.formats.published.written import Foreign, Shapes
 
 AUTHORS, VLLM = "{0}.{1}.linear.{2}", "blocks.{0}.layers.{1}.{2}"
+SIGNATURE = (r"0\.0\.linear\.weight|blocks\.0\.layers\.0\.weight",)
 CLASS = EngineClass(["MedusaModel"], "medusa", {"vllm": "MedusaModel"})
 LM_HEAD = {AUTHORS: "{{0}}.{layers}.weight", VLLM: "lm_heads.{{0}}.weight"}
 BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
-
-
-def matches(names: Set[str]) -> bool:
-    """Say whether the names are of this format."""
-    return AUTHORS.format(0, 0, "weight") in names or VLLM.format(0, 0, "weight") in names
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
@@ -50,7 +44,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "layers": layers,
         "lm_head": "shared" if original or second else "own",
         "lm_head_rank": None,
-        "draft_vocab": None if ids is None else len(ids),
     }
 
     def rename(name: str) -> str:

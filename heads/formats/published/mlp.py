@@ -4,19 +4,14 @@ With tied weights the steps' tensors are one and the same, written once or for e
 """
 
 import re
-from collections.abc import Set
 
 import torch
 
 from heads.base import Embeddings
 from heads.formats.published.plan import Plan, Source
 
+SIGNATURE = (r"emb\.0\.weight", r"proj\.0\.weight", r"head\.0\.weight")
 STEP = re.compile(r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
-
-
-def matches(names: Set[str]) -> bool:
-    """Say whether the names are of this format."""
-    return {"emb.0.weight", "proj.0.weight", "head.0.weight"} <= names
 
 
 def read(source: Source, embeddings: Embeddings) -> Plan:
@@ -43,7 +38,6 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "inner": inner,
         "tied": tied,
         "scale_input": bool(source.config.get("scale_input")),
-        "draft_vocab": None,
     }
     return Plan("mlp", config, lambda name: name, {}, duplicates if tied else set(), None)
 

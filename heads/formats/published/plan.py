@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +14,16 @@ from heads.base import Embeddings
 from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.formats.weights import outline
+from heads.modules.rope import SCALINGS, Rope, scaling_of
 
 log = logging.getLogger(__name__)
 
+OFFSETS, KNOWN = "d2t", "t2d"  # over the draft's vocabulary an offset to the target's id, over the target's a mask
 EMBEDDING = "embed_tokens.weight"  # the target's own, the end of its name
 OVER_VOCABULARY = re.compile(r"lm_heads?\.|bias\.weight$")  # of a head's tensors, those with a row for each token
+# The defaults of transformers for a Llama's config.json; published heads are, and run on these.
+THETA, EPS = 10000.0, 1e-6
+ACTIVATIONS = (None, "silu", "swish")
 
 
 class Source(NamedTuple):
@@ -67,7 +72,7 @@ class Plan(NamedTuple):
 
     Attributes:
         head: which of HEADS.
-        config: its configuration but for the name.
+        config: its configuration but for the name and the size of its vocabulary.
         rename: a tensor's name in the head to its name in the file.
         filled: tensors of the head that the file does not hold as they are.
         unread: names in the file that the head has no use for.
@@ -91,7 +96,8 @@ def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
     checked = _checked_embeddings(source, embeddings)
     kind: Any = HEADS[plan.head]
     try:
-        config = typed(kind.Config, {"name": plan.head, **plan.config})
+        drafts = None if plan.ids is None else len(plan.ids)
+        config = typed(kind.Config, {"name": plan.head, "draft_vocab": drafts, **plan.config})
     except ValueError as error:
         raise source.error(f"head.{error}") from None
     expected_tensors = outline(kind, config, embeddings, f"{source.folder}: ")
@@ -140,15 +146,23 @@ def drafted_by_offsets(source: Source, embeddings: Embeddings) -> Tensor | None:
     Raises:
         ValueError: the two disagree, or d2t is no such offset.
     """
-    if "d2t" not in source.tensors:
+    if OFFSETS not in source.tensors:
         return None
-    offset = source.tensors["d2t"].flatten().long()
-    ids = drafted(source, torch.arange(len(offset)) + offset, "d2t", embeddings)
-    if "t2d" in source.tensors:
-        mask = source.tensors["t2d"].flatten().bool()
-        if len(mask) != embeddings.vocab_size or int(mask.sum()) != len(ids) or not bool(mask[ids].all()):
-            raise source.error("d2t and t2d do not name the same tokens; download it again")
+    offset, mask = source.tensors[OFFSETS].flatten().long(), source.tensors.get(KNOWN)
+    ids = drafted(source, torch.arange(len(offset)) + offset, OFFSETS, embeddings)
+    if mask is not None and not are_masked(ids.sort().values, mask.flatten(), embeddings.vocab_size):
+        raise source.error(f"{OFFSETS} and {KNOWN} do not name the same tokens; download it again")
     return ids
+
+
+def are_increasing(ids: Tensor, full: int) -> bool:
+    """Say whether ids are different tokens of a vocabulary of `full`, in ascending order."""
+    return bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < full
+
+
+def are_masked(ids: Tensor, mask: Tensor, full: int) -> bool:
+    """Say whether a mask over a vocabulary of `full` names these tokens, which are in ascending order."""
+    return len(mask) == full and torch.equal(mask.bool().nonzero()[:, 0], ids)
 
 
 def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
@@ -163,6 +177,69 @@ def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
             f"{name} has {width} rows, expected {embeddings.hidden_size}, the width of the target; choose the head's "
             "own target with model.path"
         )
+
+
+def decoder(source: Source, layer: str, embeddings: Embeddings) -> dict[str, Any]:
+    """Return the numbers of the decoder layers for a head's configuration, the target's where config.json is silent.
+
+    `layer` is the prefix of a layer's tensors, with its point.
+
+    Raises:
+        ValueError: a tensor is missing, the rows are no whole heads, or the layer does what ours cannot.
+    """
+    _check_options(source, layer)
+    config = source.config
+    rows, kv_rows = (len(source.tensor(f"{layer}self_attn.{name}_proj.weight")) for name in "qk")
+    normed = source.tensors.get(f"{layer}self_attn.q_norm.weight")
+    width = (
+        len(normed)
+        if normed is not None
+        else config.get("head_dim") or rows // (config.get("num_attention_heads") or embeddings.layer.num_heads)
+    )
+    if not width or rows % width or kv_rows % width or (rows // width) % (kv_rows // width or 1):
+        raise source.error(f"{layer}self_attn.q_proj.weight has {rows} rows, k_proj {kv_rows}: no heads of {width}")
+    sizes = {
+        "num_heads": rows // width,
+        "num_kv_heads": kv_rows // width,
+        "head_dim": width,
+        "intermediate_size": len(source.tensor(f"{layer}mlp.gate_proj.weight")),
+    }
+    source.compare("num_attention_heads", sizes["num_heads"])
+    source.compare("num_key_value_heads", sizes["num_kv_heads"])
+    source.compare("intermediate_size", sizes["intermediate_size"])
+    return {**sizes, "length": None, **_rope(source), "norm_eps": float(config.get("rms_norm_eps", EPS))}
+
+
+def positions_of(config: Mapping[str, Any], default: float | None = None) -> Rope | None:
+    """Return the rotary positions of a config.json, `default` being the base where it names none; None without one.
+
+    Base and scaling stand side by side in older files and together in newer ones.
+    """
+    parameters = config.get("rope_parameters") or {}
+    theta = config.get("rope_theta") or parameters.get("rope_theta") or default
+    return None if theta is None else Rope(float(theta), scaling_of(config.get("rope_scaling") or parameters))
+
+
+def _rope(source: Source) -> dict[str, Any]:
+    rope = positions_of(source.config, THETA)
+    assert rope is not None
+    if rope.scaling is not None and rope.scaling["rope_type"] not in SCALINGS:
+        raise source.refusal(f"rope_scaling of type {rope.scaling['rope_type']}")
+    return {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
+
+
+def _check_options(source: Source, layer: str) -> None:
+    """Refuse options that the shared decoder layer lacks."""
+    config = source.config
+    for name in sorted(source.tensors):
+        if name.startswith(layer) and name.endswith("_proj.bias"):
+            raise source.refusal(f"a bias in its layer, {name} (attention_bias, qkv_bias)")
+    if config.get("hidden_act") not in ACTIVATIONS:
+        raise source.refusal(f"hidden_act={config['hidden_act']}")
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise source.refusal("a sliding window (layer_types, use_sliding_window)")
+    if config.get("logit_scale", 1.0) != 1.0:
+        raise source.refusal(f"logit_scale={config['logit_scale']}")
 
 
 def _checked_embeddings(source: Source, embeddings: Embeddings) -> set[str]:

@@ -15,7 +15,7 @@ checkup.py     findings from the trials, and the measured acceptance against the
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from heads.common.errors import one_line
 from heads.formats.hub import load_found
@@ -28,40 +28,35 @@ from train.release.doctor.finding import WRONG, Finding, Findings, meant_for, ok
 
 __all__ = ["CHECKS", "TEMPLATE", "examine", "report"]
 
-# The checks that are skipped where a file cannot be read.
-NEEDED = {
-    CONFIG: {"architectures", "tensors", "dtype", "keys", "said twice", "biases", "vocabulary", "lm_head", "layers",
-             "rope", "length"},
-    WEIGHTS: {"tensors", "values", "dtype", "biases", "vocabulary", "lm_head", "embedding"},
-}  # fmt: skip
-# The checks of the files, in the order of the report; those by measurement follow.
-CHECKS: dict[str, Callable[[Examined, Against], Findings]] = {
-    "files": tensors.readable,
-    "target": declared.target,
-    "tokenizer": declared.tokenizer,
-    "chat template": declared.template,
-    "architectures": declared.architectures,
-    "name": declared.named,
-    "tensors": tensors.names,
-    "values": tensors.values,
-    "dtype": tensors.dtype,
-    "keys": declared.keys,
-    "said twice": declared.twice,
-    "biases": declared.biases,
-    "vocabulary": tensors.vocabulary,
-    "lm_head": tensors.lm_head,
-    "embedding": tensors.embedding,
-    "layers": layers.declared,
-    "rope": positions.theta,
-    "length": positions.length,
-}
 
-# What the checks that yield faults alone say where they find none.
-FAULTLESS = {
-    "values": "all finite, no matrix all zero",
-    "keys": "none that engines stumble over",
-    "said twice": "nothing is said twice and differently",
-    "biases": "those that the files hold",
+class Check(NamedTuple):
+    """A check, the files that it needs, and what is right where it finds nothing, if it yields faults alone."""
+
+    run: Callable[[Examined, Against], Findings]
+    needs: tuple[str, ...] = ()
+    faultless: str | Callable[[Examined, Against], str] = ""
+
+
+# In the order of the report; the checks by measurement follow.
+CHECKS = {
+    "files": Check(tensors.readable),
+    "target": Check(declared.target),
+    "tokenizer": Check(declared.tokenizer),
+    "chat template": Check(declared.template),
+    "architectures": Check(declared.architectures, (CONFIG,), declared.classes),
+    "name": Check(declared.named),
+    "tensors": Check(tensors.names, (CONFIG, WEIGHTS)),
+    "values": Check(tensors.values, (WEIGHTS,), "all finite, no matrix all zero"),
+    "dtype": Check(tensors.dtype, (CONFIG, WEIGHTS)),
+    "keys": Check(declared.keys, (CONFIG,), "none that engines stumble over"),
+    "said twice": Check(declared.twice, (CONFIG,), "nothing is said twice and differently"),
+    "biases": Check(declared.biases, (CONFIG, WEIGHTS), "those that the files hold"),
+    "vocabulary": Check(tensors.vocabulary, (CONFIG, WEIGHTS), tensors.drafted),
+    "lm_head": Check(tensors.lm_head, (CONFIG, WEIGHTS), tensors.whose_lm_head),
+    "embedding": Check(tensors.embedding, (WEIGHTS,)),
+    "layers": Check(layers.declared, (CONFIG,), layers.summary),
+    "rope": Check(positions.theta, (CONFIG,)),
+    "length": Check(positions.length, (CONFIG,)),
 }
 
 
@@ -77,9 +72,9 @@ def examine(config: DoctorConfig) -> list[Finding]:
     head = examined.read(config.doctor)
     target = examined.load_target(config.target, head, config.checkup.dtype, config.checkup.measure)
     findings = []
-    for name in CHECKS:
-        unread = [file for file, names in NEEDED.items() if name in names and file in head.trouble]
-        results = [unknown(f"{unread[0]} cannot be read")] if unread else _checked(name, head, target)
+    for name, check in CHECKS.items():
+        unread = [file for file in check.needs if file in head.trouble]
+        results = [unknown(f"{unread[0]} cannot be read")] if unread else _checked(check, head, target)
         findings += [finding._replace(check=name) for finding in results]
     loaded, why = _loaded(head, target)
     if target.embeddings is not None:
@@ -101,11 +96,12 @@ def report(config: DoctorConfig) -> tuple[str, int]:
     return written(findings), int(any(finding.verdict == WRONG for finding in findings))
 
 
-def _checked(name: str, head: Examined, target: Against) -> list[Finding]:
+def _checked(check: Check, head: Examined, target: Against) -> list[Finding]:
     """Return the findings of a check; an error on a config.json of unexpected types becomes a finding."""
+    right = check.faultless
     try:
-        findings = list(CHECKS[name](head, target))
-        return [ok(FAULTLESS[name])] if name in FAULTLESS and not findings else findings
+        findings = list(check.run(head, target))
+        return findings if findings or not right else [ok(right if isinstance(right, str) else right(head, target))]
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         return [unknown(f"the check stumbled over a value of another kind ({one_line(error)})")]
 

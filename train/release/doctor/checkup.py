@@ -13,8 +13,7 @@ from eval.measures.results import LIVE, Row
 from eval.report.reading import row_of
 from heads import HEADS
 from heads.common.typed import typed
-from heads.formats.layer_ids import STATES, as_states
-from heads.formats.published.decoder import THETA
+from heads.formats.published.plan import THETA
 from heads.formats.store import CONFIG
 from heads.modules.rope import Rope
 from inference.decode import Generation, Settings, speculate
@@ -26,8 +25,7 @@ from train.release.config import CheckupConfig
 from train.release.doctor import layers, positions
 from train.release.doctor.examined import OWN, Against, Examined
 from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
-from train.release.doctor.layers import BLOCK, WITHIN
-from train.release.doctor.trials import Compared, Trials
+from train.release.doctor.trials import MOVES, Compared, Trials
 
 BUNDLED = "tiny"
 CHECKS = ("layers, measured", "tokens, measured", "positions, measured", "rope, measured", "acceptance")
@@ -48,13 +46,7 @@ class Measured:
 
 
 def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig) -> list[Finding]:
-    """Return the findings of the checks by measurement.
-
-    Args:
-        head: the head's files.
-        against: its target.
-        loaded: the head, as `heads.formats.hub.load_found` gives it.
-        config: the amount to measure.
+    """Return the findings of the checks by measurement; `loaded` is the head as `load_found` gives it.
 
     Raises:
         ValueError: the workload that is given cannot be read.
@@ -77,14 +69,10 @@ def measure(head: Examined, against: Against, loaded: Any, config: CheckupConfig
     pairs = zip(decoded.prompts, decoded.generations, strict=True)
     answered = [of_answer(target, prompt, generation.tokens, decoded.settings) for prompt, generation in pairs]
     trials = Trials(target, drafting, [text for text in answered if text.generated > 1])
-    by_check = {
-        CHECKS[0]: _layers(head, trials),
-        CHECKS[1]: _tokens(head, trials),
-        CHECKS[2]: _moved(head, trials),
-        CHECKS[3]: _rope(head, against, trials),
-        CHECKS[4]: _acceptance(head, reported, decoded),
-    }
-    return [finding._replace(check=name) for name, findings in by_check.items() for finding in findings]
+    by_layers = _layers(head, trials) if trials.head.feature_layers else _norm(trials)
+    tried = zip(CHECKS, (by_layers, _tokens(trials), _moved(trials), _rope(head, against, trials)), strict=False)
+    findings = [finding._replace(check=check) for check, finding in tried]
+    return findings + [finding._replace(check=CHECKS[-1]) for finding in _acceptance(head, reported, decoded)]
 
 
 def _decoded(head: Examined, target: Target, drafting: Any, config: CheckupConfig) -> tuple[Measured, Row | None]:
@@ -103,106 +91,93 @@ def _decoded(head: Examined, target: Target, drafting: Any, config: CheckupConfi
     return Measured(tree, read.name, settings, prompts, generations), reported
 
 
-def _layers(head: Examined, trials: Trials) -> Findings:
+def _concluded(trials: Trials, ways: Mapping[str, tuple[Compared, Finding]], unsure: str | None = None) -> Finding:
+    """Return the fault of the best way of drafting that is clearly better than the declared one, else the shares.
+
+    Where `unsure` says what cannot be told, all is right only if every other way is clearly worse.
+    """
+    tried = {name: compared for name, (compared, _) in ways.items()}
+    if better := [name for name, compared in tried.items() if compared.better]:
+        return ways[max(better, key=lambda name: tried[name].other)][1]
+    shares = f"as declared {float(trials.declared.float().mean()):.0%} of {len(trials.declared)} drafts right"
+    shares += "".join(f"; {name}: {compared.other / max(compared.drafts, 1):.0%}" for name, compared in tried.items())
+    if unsure is None or all(compared.worse for compared in tried.values()):
+        return ok(shares)
+    return unknown(f"{unsure}: {shares}")
+
+
+def _layers(head: Examined, trials: Trials) -> Finding:
     """Whether neighbouring layers accept more than the declared ones."""
-    declared, tried = list(trials.head.feature_layers), list(trials.layers())
-    for by, compared in tried:
-        if compared.better:
-            shifted = [i + by for i in declared]
-            yield wrong(f"the layers {by:+d} accept more: {compared.shares()}", SILENT, _layer_keys(head, shifted))
-            return
-    normed = trials.before_norm()
-    if normed is not None and normed.better:
-        yield wrong(
-            f"the last state before the final norm accepts more: {normed.shares()}",
-            f"engines hand out the state behind the final norm; {SILENT}",
-            "train on the state behind the norm, as headstart does",
-        )
-    elif not tried and normed is None:
-        yield unknown("no layers beside its own to compare with")
-    else:
-        others = {f"layers {by:+d}": compared for by, compared in tried}
-        others |= {} if normed is None else {"no norm": normed}
-        if all(compared.worse for _, compared in tried):
-            yield ok(_best(trials, others))
-        else:
-            yield unknown(f"the layers beside give too much the same to tell: {_best(trials, others)}")
+    ways = {}
+    for by in (-1, 1):
+        shifted = [i + by for i in trials.head.feature_layers]
+        if {*shifted} <= {*trials.layers_read}:
+            compared = trials.from_layers(shifted)
+            says = f"the layers {by:+d} accept more: {compared.shares()}"
+            ways[f"layers {by:+d}"] = compared, wrong(says, SILENT, f"{layers.set_to(head, shifted)} in {CONFIG}")
+    if not ways:
+        return unknown("no layers beside its own to compare with")
+    return _concluded(trials, ways, "the layers beside give too much the same to tell")
 
 
-def _layer_keys(head: Examined, outputs: list[int]) -> str:
-    if head.form == "eagle3":
-        return f"set {STATES} to {as_states(outputs)} and {WITHIN} to {outputs} in {CONFIG}"
-    return f"set {BLOCK if head.form == 'dflash' else 'head.feature_layers'} to {outputs} in {CONFIG}"
+def _norm(trials: Trials) -> Finding:
+    """Whether the last state before the final norm accepts more than the one behind it."""
+    compared = trials.before_norm()
+    fault = wrong(
+        f"the last state before the final norm accepts more: {compared.shares()}",
+        f"engines hand out the state behind the final norm; {SILENT}",
+        "train on the state behind the norm, as headstart does",
+    )
+    return _concluded(trials, {"no norm": (compared, fault)})
 
 
-def _best(trials: Trials, others: Mapping[str, Compared]) -> str:
-    fraction = float(trials.declared.float().mean())
-    beside = "; ".join(f"{name}: {compared.other / max(compared.drafts, 1):.0%}" for name, compared in others.items())
-    return f"as declared {fraction:.0%} of {len(trials.declared)} drafts right" + (f"; {beside}" if beside else "")
-
-
-def _tokens(_head: Examined, trials: Trials) -> Findings:
+def _tokens(trials: Trials) -> Finding:
     """Whether the row's own token accepts more than the next one."""
     compared = trials.token_before()
-    if compared.better:
-        yield wrong(
-            f"the token of the feature's own row accepts more: {compared.shares()}",
-            f"engines give it the token behind the feature's; {SILENT}",
-            "shift the tokens by one in its trainer (row t holds feature t and token t+1) and train again",
-        )
-    else:
-        yield ok(_best(trials, {"token before": compared}))
+    fault = wrong(
+        f"the token of the feature's own row accepts more: {compared.shares()}",
+        f"engines give it the token behind the feature's; {SILENT}",
+        "shift the tokens by one in its trainer (row t holds feature t and token t+1) and train again",
+    )
+    return _concluded(trials, {"token before": (compared, fault)})
 
 
-def _moved(_head: Examined, trials: Trials) -> Findings:
+def _moved(trials: Trials) -> Finding:
     """Whether drafted rows at other positions accept more."""
-    tried = list(trials.positions())
-    better = [pair for pair in tried if pair[1].better]
-    if better:
-        name, compared = max(better, key=lambda pair: pair[1].other)
-        yield wrong(
+    ways = {}
+    for name, move in MOVES.items() if trials.attentions else ():
+        compared = trials.moved(move)
+        fault = wrong(
             f"drafted rows {name} accept more: {compared.shares()}",
             f"engines put a row that is drafted d deep at its own position and d - 1; {SILENT}",
             "correct the positions of drafted rows in its trainer (row t at depth d at t + d - 1) and train again",
         )
-    else:
-        yield ok(_best(trials, dict(tried)) if tried else "it has no positions")
+        ways[name] = compared, fault
+    return _concluded(trials, ways) if ways else ok("it has no positions")
 
 
-def _rope(head: Examined, against: Against, trials: Trials) -> Findings:
+def _rope(head: Examined, against: Against, trials: Trials) -> Finding:
     """Whether the target's rotary positions, or the usual ones, accept more than the declared ones."""
     declared = positions.effective(head)
     if declared is None or head.form == OWN:
-        yield ok("none" if declared is None else "as it was trained")
-        return
-    others = {"rope_theta": Rope(THETA, None), **positions.ropes(head.layer), "the target": against.rope}
-    tried: list[tuple[Rope, Compared]] = []
-    for other in others.values():
-        seen = [declared, *(rope for rope, _ in tried)]
-        if other is not None and positions.supported(other) and other not in seen:
-            tried.append((other, trials.turned(other)))
-    better = [(other, compared) for other, compared in tried if compared.better]
-    if better:
-        other, compared = max(better, key=lambda pair: pair[1].other)
-        yield wrong(
-            f"{positions.shown(other)} accepts more than {positions.shown(declared)}: {compared.shares()}",
-            f"it was trained by other angles than {CONFIG} says; {SILENT}",
-            f"set {positions.remedy(other)} in {CONFIG}",
-        )
-    elif all(compared.worse for _, compared in tried):
-        yield ok(_best(trials, {positions.shown(other): compared for other, compared in tried}))
-    else:
-        rope_shown = positions.shown(declared)
-        yield unknown(f"{rope_shown} and the target's differ too little here to tell which it was trained by")
+        return ok("none" if declared is None else "as it was trained")
+    mine, ways = positions.shown(declared), dict[str, tuple[Compared, Finding]]()
+    for rope in (Rope(THETA, None), *positions.ropes(head.layer).values(), against.rope):
+        if rope is not None and positions.supported(rope) and positions.shown(rope) not in {mine, *ways}:
+            compared = trials.turned(rope)
+            fault = wrong(
+                f"{positions.shown(rope)} accepts more than {mine}: {compared.shares()}",
+                f"it was trained by other angles than {CONFIG} says; {SILENT}",
+                f"set {positions.remedy(rope)} in {CONFIG}",
+            )
+            ways[positions.shown(rope)] = compared, fault
+    return _concluded(trials, ways, f"{mine} and the target's differ too little here to tell which it was trained by")
 
 
 def _row(head: Examined, kind: str, workload: str | None) -> Row | None:
     """Return the report's row on this head that can be measured again: greedy, one at a time, of a known tree.
 
-    Args:
-        head: the head.
-        kind: which of HEADS it is.
-        workload: the one to measure on, whose row comes first.
+    One on the workload comes first.
     """
     name = str(head.trained.get("name") or kind)
     rows = [row_of(candidate) for candidate in head.report.get("rows", [])]

@@ -2,11 +2,9 @@
 
 import json
 import re
-from typing import Any
 
 from data.text.template import template_sha256
 from heads.formats.published import dflash, eagle, eagle3, medusa
-from heads.formats.published.written import NUMBERS
 from heads.formats.store import CONFIG, MUST_AGREE, QUANTISED, WEIGHTS
 from train.release.card.engines import GUESSES
 from train.release.doctor.examined import OWN, Against, Examined
@@ -15,6 +13,7 @@ from train.release.doctor.finding import Findings, ok, unknown, wrong
 TEMPLATE = "chat_template_sha256"  # of provenance.json and tokenizer_reference.json
 OTHER = "give the head's own target with target=…, or train a head for this one"
 NOTHING = "it drafts from features that mean something else: next to nothing is accepted"
+NUMBERS = ("target_hidden_size", "logit_scale")  # keys that engines read as numbers, so that a null stops them
 CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS}
 PRUNED = ("eagle3", "dflash")  # which may draft some tokens alone; these are never without architectures
 TWICE = (
@@ -27,7 +26,8 @@ UNFILLED = "no tensor fills the biases that engines make for it: they stay as me
 
 def target(head: Examined, against: Against) -> Findings:
     """Whether the sizes and the fingerprint are the target's."""
-    metadata = head.part("target") if head.form == OWN else _reported(head)
+    reported = head.report.get("target")  # of a foreign head: what lies beside it
+    metadata = head.part("target") if head.form == OWN else reported if isinstance(reported, dict) else {}
     sizes = {"hidden_size": against.width, "vocab_size": against.vocabulary, "num_layers": against.layers}
     recorded = {key: metadata[key] for key in sizes if key in metadata}
     if head.form != OWN:
@@ -56,12 +56,6 @@ def target(head: Examined, against: Against) -> Findings:
         )
     elif not odd:
         yield ok(f"{against.path}, by its fingerprint")
-
-
-def _reported(head: Examined) -> dict[str, Any]:
-    """Return the target's metadata in the report beside a foreign head."""
-    metadata = head.report.get("target")
-    return metadata if isinstance(metadata, dict) else {}
 
 
 def tokenizer(head: Examined, against: Against) -> Findings:
@@ -100,9 +94,6 @@ def template(head: Examined, against: Against) -> Findings:
 def architectures(head: Examined, _against: Against) -> Findings:
     """Whether each engine finds its class by the names that config.json gives."""
     names, served = head.architectures, CLASSES.get(head.form)
-    if head.form == OWN:
-        yield ok("headstart's own form, which engines do not load: export it with format=…")
-        return
     patterns = {} if served is None or not (names or head.form in PRUNED) else served.found
     lacking = [engine for engine, pattern in patterns.items() if not any(re.fullmatch(pattern, name) for name in names)]
     if served is not None and lacking:
@@ -112,19 +103,19 @@ def architectures(head: Examined, _against: Against) -> Findings:
             f'set "architectures": {json.dumps(served.architectures)} in {CONFIG}',
             *lacking,
         )
-    untyped = bool(names) and head.config.get("model_type") is None
-    if untyped:
+    if names and head.form != OWN and head.config.get("model_type") is None:
         yield wrong(
             f"{CONFIG} has no model_type",
             "SGLang refuses the head (Should have a `model_type` key)",
             f'set "model_type": "{"llama" if served is None else served.model_type}" in {CONFIG}',
             "sglang",
         )
-    if not lacking and not untyped:
-        yield ok(_summary(head))
 
 
-def _summary(head: Examined) -> str:
+def classes(head: Examined, _against: Against) -> str:
+    """Return by what classes engines find the head."""
+    if head.form == OWN:
+        return "headstart's own form, which engines do not load: export it with format=…"
     if not head.architectures:
         return "none: the authors' own layout, for their code and headstart"
     last = f"; vLLM up to {LAST_WITH_MEDUSA} is the last engine that runs it" if head.form == "medusa" else ""

@@ -16,12 +16,12 @@ from data.text.files import content_hash
 from eval.report.reading import read_report
 from heads.base import Embeddings
 from heads.common.errors import one_line
-from heads.common.target_config import read_target_config
+from heads.common.target_config import context_of, read_target_config
 from heads.common.untrusted import parse_json, parse_yaml, regular
 from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published import FORMATS
-from heads.formats.published.decoder import positions_of
-from heads.formats.published.files import PREFIX, stored_tensors
+from heads.formats.published.files import stored_tensors, without_prefix
+from heads.formats.published.plan import positions_of
 from heads.formats.store import CONFIG, WEIGHTS, TargetSpec, last_good
 from heads.formats.weights import read_weights
 from heads.modules.rope import Rope
@@ -79,7 +79,7 @@ class Examined:
     @cached_property
     def stripped(self) -> dict[str, Tensor]:
         """The tensors by their names without the prefix that all may share."""
-        return {PREFIX.sub("", name): tensor for name, tensor in self.tensors.items()}
+        return without_prefix(self.tensors)
 
     @cached_property
     def form(self) -> str:
@@ -171,6 +171,9 @@ class Against:
     Attributes:
         path: folder or Hub id.
         config: its text model's config.json.
+        layers: how many decoder layers it has.
+        width: its hidden size.
+        context: the most tokens that a text may have, UNBOUNDED where it does not say.
         tokenizer: None where none loads.
         model: the whole of it, its embedding and lm_head alone, or None where neither loads.
         why: the reason that not all of it loads.
@@ -178,6 +181,9 @@ class Against:
 
     path: str
     config: dict[str, Any]
+    layers: int
+    width: int
+    context: int
     tokenizer: PreTrainedTokenizerBase | None
     model: Target | EmbeddingsOnly | None
     why: str
@@ -198,25 +204,9 @@ class Against:
         return None if self.model is None else self.model.spec
 
     @property
-    def layers(self) -> int:
-        """How many decoder layers it has."""
-        return int(self.config["num_hidden_layers"])
-
-    @property
-    def width(self) -> int:
-        """Its hidden size."""
-        return int(self.config["hidden_size"])
-
-    @property
     def vocabulary(self) -> int:
         """How many tokens it knows, padding included."""
         return self.embeddings.vocab_size if self.embeddings is not None else int(self.config["vocab_size"])
-
-    @property
-    def context(self) -> int | None:
-        """The most tokens that a text may have, None where it does not say."""
-        length = self.config.get("max_position_embeddings")
-        return length if isinstance(length, int) else None
 
     @property
     def rope(self) -> Rope | None:
@@ -231,13 +221,9 @@ class Against:
 
 
 def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> Against:
-    """Load the target, as far as it loads.
+    """Load the target that is given, else the one that the head's files name, as far as it loads.
 
-    Args:
-        given: its folder or Hub id, None for the one that the head's files name.
-        head: the head.
-        dtype: of its weights.
-        measure: whether its layers are needed.
+    Its layers are needed only to `measure`.
 
     Raises:
         ValueError: no target is named, or there is none.
@@ -252,9 +238,8 @@ def load_target(given: str | None, head: Examined, dtype: str, measure: bool) ->
         raise ValueError(
             f"target={path}: no model there ({one_line(error).split('. ')[0]}); give target=FOLDER or target=OWNER/NAME"
         ) from None
-    values = config.to_dict()
-    values |= {key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
-    values["max_position_embeddings"] = getattr(config, "max_position_embeddings", None)
+    values = config.to_dict() | {"vocab_size": getattr(config, "vocab_size", None)}
+    layers, width = (int(getattr(config, key, None) or 0) for key in ("num_hidden_layers", "hidden_size"))
     adapter = head.part("target").get("adapter")
     model, why = _weights(path, dtype, adapter if isinstance(adapter, str) else None, measure)
     tokenizer = None if model is None else model.tokenizer
@@ -263,7 +248,7 @@ def load_target(given: str | None, head: Examined, dtype: str, measure: bool) ->
             tokenizer = load_tokenizer(path, False)
         except ValueError as error:
             log.warning("%s", error)
-    return Against(path, values, tokenizer, model, why)
+    return Against(path, values, layers, width, context_of(config), tokenizer, model, why)
 
 
 def _weights(path: str, dtype: str, adapter: str | None, measure: bool) -> tuple[Target | EmbeddingsOnly | None, str]:

@@ -10,7 +10,7 @@ from heads.formats.layer_ids import BLOCK_OUTPUTS, BLOCK_STATES, STATES, as_outp
 from heads.formats.published.eagle3 import COUNTED_BY_FIRST
 from heads.modules.fusion import EAGLE3_LAYERS, chosen_layers, default_layers
 from train.release.doctor.examined import OWN, Against, Examined
-from train.release.doctor.finding import Findings, ok, wrong
+from train.release.doctor.finding import Findings, wrong
 
 WITHIN = f"eagle_config.{STATES}"
 BLOCK = f"dflash_config.{BLOCK_OUTPUTS}"
@@ -19,16 +19,9 @@ SILENT = "it reads other layers than those it was trained on: acceptance falls, 
 
 def declared(head: Examined, against: Against) -> Findings:
     """Whether the ids are layers of the target, and the same ones under each key."""
-    if head.form == "eagle3":
-        findings = list(_eagle3(head, against))
-    elif head.form == "dflash":
-        findings = list(_dflash(head, against))
-    elif head.form == OWN:
-        findings = list(_own(head, against))
-    else:
-        yield ok("reads the target's last state alone")
-        return
-    yield from findings or list(_recorded(head, against)) or [ok(_summary(head))]
+    checks = {"eagle3": _eagle3, "dflash": _dflash, OWN: _own}
+    if head.form in checks:
+        yield from list(checks[head.form](head, against)) or _recorded(head, against)
 
 
 def _recorded(head: Examined, against: Against) -> Findings:
@@ -40,16 +33,18 @@ def _recorded(head: Examined, against: Against) -> Findings:
     right = sorted(chosen_layers(layers, count, against.layers))
     read = as_read(head) if head.form == "eagle3" else head.part("dflash_config")[BLOCK_OUTPUTS]
     if read is not None and read != right:
-        remedy = (
-            f"set {STATES} to {as_states(right)} and {WITHIN} to {right}"
-            if head.form == "eagle3"
-            else f"set {BLOCK} to {right}"
-        )
         yield wrong(
             f"engines read the outputs of layers {read}, and it was trained on {right} (config.yaml)",
             SILENT,
-            remedy,
+            set_to(head, right),
         )
+
+
+def set_to(head: Examined, outputs: list[int]) -> str:
+    """Return the remedy that makes engines read these layers."""
+    if head.form == "eagle3":
+        return f"set {STATES} to {as_states(outputs)} and {WITHIN} to {outputs}"
+    return f"set {BLOCK if head.form == 'dflash' else 'head.feature_layers'} to {outputs}"
 
 
 def as_read(head: Examined) -> list[int] | None:
@@ -60,7 +55,10 @@ def as_read(head: Examined) -> list[int] | None:
     return as_outputs(top) if top is not None else list(nested or [])
 
 
-def _summary(head: Examined) -> str:
+def summary(head: Examined, _against: Against) -> str:
+    """Return the layers that engines read."""
+    if head.form not in ("eagle3", "dflash", OWN):
+        return "reads the target's last state alone"
     if head.form == "eagle3":
         top, nested = head.config.get(STATES), head.part("eagle_config").get(STATES)
         return "the default three" if top is None and nested is None else f"{top} for vLLM, {nested} for SGLang"

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from heads.formats.published.decoder import THETA
+from heads.common.target_config import UNBOUNDED
+from heads.formats.published.plan import THETA
 from heads.formats.store import CONFIG
 from heads.modules.rope import SCALINGS, Rope, scaling_of
 from train.release.doctor.examined import OWN, Against, Examined
@@ -89,7 +90,7 @@ def length(head: Examined, against: Against) -> Findings:
         yield ok("no limit of its own")
         return
     declared, context = head.layer.get(LENGTH), against.context
-    if context is None:
+    if context == UNBOUNDED:
         yield unknown("the target does not say how long a text it reads")
         return
     limit = declared if isinstance(declared, int) else SILENT_LENGTH

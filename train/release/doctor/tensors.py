@@ -8,25 +8,25 @@ from torch import Tensor
 from heads import HEADS
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3
-from heads.formats.published.written import KNOWN, OFFSETS
+from heads.formats.published.plan import EMBEDDING, KNOWN, OFFSETS, are_increasing, are_masked
 from heads.formats.store import CONFIG, WEIGHTS, read_config
 from heads.formats.store import head_config as own_config
 from heads.formats.weights import outline
 from heads.modules.fusion import EAGLE3_LAYERS
 from train.release.doctor.declared import PRUNED
 from train.release.doctor.examined import OWN, Against, Examined
-from train.release.doctor.finding import WRONG, Finding, Findings, ok, unknown, wrong
+from train.release.doctor.finding import Finding, Findings, ok, unknown, wrong
 
+LM_HEAD, IDS = "lm_head.weight", "vocab.ids"
 EXPORT = "write it again: python train/publish.py run=… format=…"
 LOST = "train again from an earlier checkpoint, or export again from a good one"
 # Tensors that engines create, or that another check covers.
-ELSEWHERE = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "fc.bias", "input_norm.weight", "mask_hidden")
+ELSEWHERE = (OFFSETS, KNOWN, LM_HEAD, EMBEDDING, "fc.bias", "input_norm.weight", "mask_hidden")
 SKIPPED = ("rotary_emb.inv_freq", ".q_norm.weight", ".k_norm.weight")  # by every loader, or of a Qwen3 draft
 FEW = 3  # names that are shown
 CHAINED = ("eagle", "eagle3", "dflash")  # the forms that engines read by names without a prefix
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 DTYPES = {"float32", "bfloat16", "float16"}
-LM_HEAD, IDS = "lm_head.weight", "vocab.ids"
 TELLING = 64  # numbers that all increase are ids, for offsets stay equal over tokens with neighbouring ids
 WRONG_TOKENS = "every draft is another token than the head means: nothing is accepted, without an error"
 
@@ -205,51 +205,41 @@ def loads(why: str) -> Finding:
     return wrong(trouble or why, "headstart refuses it, so that nothing can be measured", remedy if trouble else EXPORT)
 
 
+def drafted(head: Examined, against: Against) -> str:
+    """Return how many of the target's tokens it drafts."""
+    ids = head.tensors.get(IDS) if head.form == OWN else head.stripped.get(OFFSETS)
+    return f"all {against.vocabulary} tokens" if ids is None else f"{len(ids)} of {against.vocabulary} tokens"
+
+
 def vocabulary(head: Examined, against: Against) -> Findings:
     """Whether the drafted tokens are tokens of the target, and the maps between both vocabularies agree."""
-    full = against.vocabulary
-    if head.form == OWN:
-        ids = head.tensors.get(IDS)
-        if ids is None:
-            yield ok(f"all {full} tokens")
-        elif not bool((ids.diff() > 0).all()) or int(ids.min()) < 0 or int(ids.max()) >= full:
-            yield wrong(
-                f"{IDS} does not increase from 0 to {full - 1}", WRONG_TOKENS, "train again, or from a checkpoint"
-            )
-        else:
-            yield ok(f"{len(ids)} of {full} tokens")
-        return
+    full, ids, offset = against.vocabulary, head.tensors.get(IDS), head.stripped.get(OFFSETS)
+    if head.form == OWN and ids is not None and not are_increasing(ids, full):
+        yield wrong(f"{IDS} does not increase from 0 to {full - 1}", WRONG_TOKENS, "train again, or from a checkpoint")
     if head.form not in PRUNED:
-        yield ok(f"all {full} tokens")
         return
-    declared, offset, mask = head.layer.get("draft_vocab_size"), head.stripped.get(OFFSETS), head.stripped.get(KNOWN)
+    silent = full if offset is None else len(offset)
     if head.form == "eagle3" and "draft_vocab_size" not in head.config:
         yield wrong(
             f"{CONFIG} has no draft_vocab_size",
             "SGLang stops with an AttributeError, TensorRT-LLM does not take it for EAGLE-3",
-            f'set "draft_vocab_size": {full if offset is None else len(offset)} in {CONFIG}',
+            f'set "draft_vocab_size": {silent} in {CONFIG}',
             "sglang", "trtllm",
         )  # fmt: skip
-    silent = full if offset is None else len(offset)
-    size = declared if isinstance(declared, int) else silent if "draft_vocab_size" not in head.layer else full
-    if offset is None:
-        if size < full:
-            yield wrong(
-                f"draft_vocab_size is {size} of {full} and there is no {OFFSETS}",
-                f"vLLM takes the first {size} tokens for the drafted ones: {WRONG_TOKENS}",
-                f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its index",
-            )
-        else:
-            yield ok(f"all {full} tokens")
-        return
-    maps = _maps(offset.long(), mask, size, full)
-    yield from maps if "draft_vocab_size" in head.layer else (finding for finding in maps if finding.verdict == WRONG)
+    declared = head.layer.get("draft_vocab_size", silent)
+    size = declared if isinstance(declared, int) else full
+    if offset is not None:
+        yield from _maps(offset.long(), head.stripped.get(KNOWN), size, full)
+    elif size < full:
+        yield wrong(
+            f"draft_vocab_size is {size} of {full} and there is no {OFFSETS}",
+            f"vLLM takes the first {size} tokens for the drafted ones: {WRONG_TOKENS}",
+            f"add {OFFSETS}, int64 ({size},): of each drafted token its id less its index",
+        )
 
 
 def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings:
-    """Check the offsets, and the mask beside them."""
-    slot = torch.arange(len(offset))
-    ids = slot + offset
+    ids = torch.arange(len(offset)) + offset
     if size >= full and len(offset) >= full:
         yield wrong(
             f"{OFFSETS} is there though all {full} tokens are drafted",
@@ -269,45 +259,38 @@ def _maps(offset: Tensor, mask: Tensor | None, size: int, full: int) -> Findings
             f"every engine adds the index to it, so that {WRONG_TOKENS}",
             f"subtract torch.arange({len(offset)}) from {OFFSETS} in {WEIGHTS}",
         )
-    elif not bool((ids.diff() > 0).all()) or int(ids.min()) < 0 or int(ids.max()) >= full:
+    elif not are_increasing(ids, full):
         yield wrong(
             f"{OFFSETS} leads to ids that do not increase from 0 to {full - 1}",
             f"engines draft tokens twice or none of the target's, and stop or gather out of bounds; {WRONG_TOKENS}",
             f"write {OFFSETS} again: entry i is the id of drafted token i less i, in the order of lm_head's rows",
         )
-    elif mask is not None and not _same(ids, mask, full):
+    elif mask is not None and not are_masked(ids, mask, full):
         yield wrong(
             f"{KNOWN} does not name the tokens that {OFFSETS} leads to",
             "speculators and trainers that go on with it drop other tokens than the head drafts",
             f"write {KNOWN} again: true at the {len(ids)} ids, {full} entries",
             "speculators",
         )
-    else:
-        yield ok(f"{len(ids)} of {full} tokens, by offsets that increase")
 
 
 def _absolute(offset: Tensor, mask: Tensor | None, full: int) -> bool:
     """Say whether these are ids: increasing, of the vocabulary, and by the mask or by their range no offsets."""
-    if not len(offset) or not bool((offset.diff() > 0).all()) or int(offset.min()) < 0 or int(offset.max()) >= full:
+    if not len(offset) or not are_increasing(offset, full):
         return False
     if mask is not None and len(mask) == full:
-        return _same(offset, mask, full)
+        return are_masked(offset, mask, full)
     return int(offset[-1]) + len(offset) - 1 >= full or len(offset) >= TELLING
 
 
-def _same(ids: Tensor, mask: Tensor, full: int) -> bool:
-    return len(mask) == full and torch.equal(mask.bool().nonzero()[:, 0], ids)
+def whose_lm_head(head: Examined, _against: Against) -> str:
+    """Return whose lm_head engines use."""
+    return "its own" if LM_HEAD in head.stripped else "the target's"
 
 
 def lm_head(head: Examined, against: Against) -> Findings:
     """Whether the lm_head that an engine uses is the one that was trained."""
-    weight = head.stripped.get(LM_HEAD)
-    yield from list(_lm_head_faults(head, weight, against.vocabulary)) or [
-        ok("the target's" if weight is None else "its own")
-    ]
-
-
-def _lm_head_faults(head: Examined, weight: Tensor | None, full: int) -> Findings:
+    weight, full = head.stripped.get(LM_HEAD), against.vocabulary
     if head.form in PRUNED and head.config.get("tie_word_embeddings"):
         yield wrong(
             "tie_word_embeddings is true",
@@ -353,7 +336,7 @@ def _of_eagle3(weight: Tensor | None, declared: Any, full: int, pruned: bool) ->
 
 def embedding(head: Examined, against: Against) -> Findings:
     """Whether an embedding that is shipped is the target's."""
-    shipped = {name: tensor for name, tensor in head.tensors.items() if name.endswith("embed_tokens.weight")}
+    shipped = {name: tensor for name, tensor in head.tensors.items() if name.endswith(EMBEDDING)}
     if not shipped:
         yield ok("none is shipped; engines take the target's")
         return

@@ -5,14 +5,13 @@ from the token before, or at other positions, the files are wrong, or its traine
 answers are decoded once, its features kept, and the head drafts from all rows at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from eval.inputs.texts import Text
 from eval.offline.teacher_forced import FIXED, ranks, unrolled
@@ -51,10 +50,6 @@ MOVES: dict[str, Move] = {
 }
 
 
-def _moved(move: Move, rotary: Rotary, _width: int) -> Moved:
-    return Moved(rotary, move)
-
-
 class Compared(NamedTuple):
     """Counts of right drafts as declared and in another way, of how many; whether the difference is clear."""
 
@@ -66,7 +61,7 @@ class Compared(NamedTuple):
 
     def shares(self) -> str:
         """Return both shares for reading."""
-        right, declared = self.other / self.drafts, self.declared / self.drafts
+        right, declared = (hits / max(self.drafts, 1) for hits in (self.other, self.declared))
         return f"{right:.0%} of {self.drafts} drafts right, as declared {declared:.0%}"
 
 
@@ -83,6 +78,7 @@ class Trials:
             token = torch.tensor(text.token, device=target.device)[None]
             self.texts.append((target.features(token, torch.zeros_like(token), tuple(self.layers_read)), text.start))
         self.depth = head.max_depth if head.max_depth <= FIXED else DEPTHS
+        self.attentions = [module for module in head.modules() if isinstance(module, Attention)]
         self.declared = self.hits(lambda features: self.of_layers(features, declared))
 
     def of_layers(self, features: Features, layers: Sequence[int]) -> Features:
@@ -110,18 +106,12 @@ class Trials:
         better = sure and theirs > MARGIN * mine and len(other) >= FEWEST
         return Compared(mine, theirs, len(other), better, sure and mine > theirs)
 
-    def layers(self) -> Iterator[tuple[int, Compared]]:
-        """Yield each shift of the layers with its comparison; nothing for heads that read the last alone."""
-        declared = self.head.feature_layers
-        for by in (-1, 1) if declared else ():
-            shifted = [i + by for i in declared]
-            if all(i in self.layers_read for i in shifted):
-                yield by, self.compared(self.hits(partial(self.of_layers, layers=shifted)))
+    def from_layers(self, layers: Sequence[int]) -> Compared:
+        """Return the comparison for other layers that are kept."""
+        return self.compared(self.hits(partial(self.of_layers, layers=layers)))
 
-    def before_norm(self) -> Compared | None:
-        """Return the comparison for the last state before the final norm, None for heads that read other layers."""
-        if self.head.feature_layers:
-            return None
+    def before_norm(self) -> Compared:
+        """Return the comparison for the last state before the final norm, for heads that read that state alone."""
         index = self.layers_read.index(self.last)
         return self.compared(self.hits(lambda f: f._replace(last=f.hidden[:, :, index], hidden=f.hidden[:, :, :0])))
 
@@ -135,33 +125,21 @@ class Trials:
 
         return self.compared(self.hits(unshifted))
 
-    def positions(self) -> Iterator[tuple[str, Compared]]:
-        """Yield each move of drafted rows with its comparison; nothing for heads without attention."""
-        for name, move in MOVES.items() if self._attentions() else ():
-            with self._turned(partial(_moved, move)):
-                compared = self.compared(self._as_declared())
-            yield name, compared
+    def moved(self, move: Move) -> Compared:
+        """Return the comparison for drafted rows at other positions."""
+        return self._rotated(lambda rotary, _: Moved(rotary, move))
 
     def turned(self, rope: Rope) -> Compared:
         """Return the comparison for other rotary positions."""
-        with self._turned(lambda _, width: Rotary(width, rope)):
-            return self.compared(self._as_declared())
+        return self._rotated(lambda _, width: Rotary(width, rope))
 
-    def _as_declared(self) -> Hits:
-        return self.hits(lambda features: self.of_layers(features, self.head.feature_layers))
-
-    def _attentions(self) -> list[Attention]:
-        head: nn.Module = self.head
-        return [module for module in head.modules() if isinstance(module, Attention)]
-
-    @contextmanager
-    def _turned(self, make: Callable[..., Any]) -> Iterator[None]:
-        """Put other rotary positions into the head until the block ends."""
-        before = [(attention, attention.rotary) for attention in self._attentions()]
+    def _rotated(self, make: Callable[[Rotary, int], Any]) -> Compared:
+        """Compare with rotary positions made from those of each attention and the width of its heads."""
+        before = [attention.rotary for attention in self.attentions]
         try:
-            for attention, rotary in before:
-                attention.rotary = make(rotary, attention.shape.head_dim)
-            yield
+            for attention in self.attentions:
+                attention.rotary = make(attention.rotary, attention.shape.head_dim)
+            return self.from_layers(self.head.feature_layers)
         finally:
-            for attention, rotary in before:
+            for attention, rotary in zip(self.attentions, before, strict=True):
                 attention.rotary = rotary
