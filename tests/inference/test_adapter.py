@@ -154,6 +154,7 @@ def test_an_adapter_whose_product_overflows_is_named(base: str, carried: str, tm
         Target.load(base, "float32", "cpu", adapter=str(tmp_path / "huge"))
 
 
+@pytest.mark.slow
 def test_a_head_of_the_base_is_the_start_for_the_target_with_an_adapter(tmp_path: Path) -> None:
     """The whole path: train for the adapted target from the base's head, pass the gate, evaluate by the run alone."""
     overrides = jobs.make(tmp_path)

@@ -79,7 +79,7 @@ def graphs() -> int:
 @pytest.mark.parametrize(
     ("name", "static"),
     [
-        ("llama", False), ("mistral", True), pytest.param("llama", True, marks=pytest.mark.slow),
+        ("mistral", True), *(pytest.param("llama", static, marks=pytest.mark.slow) for static in (False, True)),
         pytest.param("gemma2", False, marks=pytest.mark.slow), pytest.param("gpt2", True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip

@@ -64,6 +64,7 @@ def test_a_sigterm_to_the_command_that_launches_reaches_the_processes(
     assert all(abs(found[step] - whole[step]) < 1e-4 * abs(whole[step]) for step in whole)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(toy: tuple[Path, list[str], dict[int, float]]) -> None:
     folder, overrides, whole = toy
     out = folder / "two"

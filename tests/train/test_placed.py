@@ -38,6 +38,7 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bool:
     return near and all(a.get(key) == b.get(key) for a, b in zip(ours, theirs, strict=True) for key in ("tau", "step"))
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_run_has_the_losses_of_one_process(alone: tuple[Path, list[str], list[Any]]) -> None:
     folder, words, whole = alone
     out = folder / "tensor_parallel"

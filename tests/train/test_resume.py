@@ -64,6 +64,7 @@ def test_a_second_sigterm_kills(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> No
     assert job.end() == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_one_process_is_told_and_all_stop(toy: Toy) -> None:
     """Then one goes on, then two again: every row of every step is trained on once."""
     place = toy.new()
@@ -114,6 +115,7 @@ def trained_alone(toy: Toy) -> dict[int, list[int]]:
     return rows
 
 
+@pytest.mark.slow
 def test_what_may_change_and_what_may_not(toy: Toy) -> None:
     place = toy.new()
     toy.start(place, "trainer.steps=4", "trainer.eval_prompts=0")[0].finish()
@@ -139,6 +141,7 @@ def test_what_may_change_and_what_may_not(toy: Toy) -> None:
     assert kept == ["step-00000005", "step-00000006"]
 
 
+@pytest.mark.slow
 def test_a_run_out_of_patience_stays_so(toy: Toy) -> None:
     """Also at another number of processes; and the best checkpoint outlives newer ones."""
     place = toy.new()

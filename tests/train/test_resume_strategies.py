@@ -51,7 +51,7 @@ def test_told_to_stop_amid_an_accumulation(toy: Toy, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp2", *(pytest.param(zero, marks=pytest.mark.slow) for zero in ("zero2", "zero3"))]
+    "strategy", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2", "zero3"))]
 )
 def test_a_step_that_is_bad_on_one_process_alone(toy: Toy, strategy: str) -> None:
     """All skip it, counted once; or all stop, the main process says why, and the run goes on as if it had not."""
