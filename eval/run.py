@@ -15,14 +15,14 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from data.text.prompts import locate
+from data.text.prompts import Prompt, locate
 from data.text.sources import check_source
 from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
 from eval.endpoint import measure
 from eval.gates import check, sources
 from eval.inputs.drafters import check_drafters
 from eval.inputs.runs import model_of, own_prompts
-from eval.inputs.workloads import Workload, load_workload, read_workload
+from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_workload
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
@@ -233,7 +233,7 @@ def speed_dtype(config: EvalConfig, model: ModelConfig, device: torch.device) ->
     return str(fast_dtype(device)).removeprefix("torch.") if chosen == "auto" else chosen
 
 
-def read(config: EvalConfig, model: ModelConfig, target: Target) -> list[Workload]:
+def read(config: EvalConfig, model: ModelConfig, target: Target) -> list[Workload[Prompt]]:
     """Return the workloads; of dialogues, the target greedily writes the answers that nobody recorded."""
     settings = config.settings(0.0)
 
@@ -250,18 +250,15 @@ def described(target: Target) -> dict[str, Any]:
     return {**spec, "parameters": parameters, "context": target.context, "quantized": target.quantized}
 
 
-def settings_of(config: EvalConfig, workloads: Sequence[Workload]) -> dict[str, Any]:
+def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
     """Return the settings that the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     keys = ("max_new_tokens", "min_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
     chosen = {key: getattr(config, key) for key in (*keys, "turns", "balanced", "budget", "gate_tv")}
     if {REPLAY, TEACHER_FORCED} & set(config.tiers()):
         chosen["text"] = RECORDED if config.from_log else OWN
-    fresh = all(workload.fresh for workload in workloads)
     return {
-        "prompts": sum(len(workload.prompts) for workload in workloads),
-        "distinct_prompts": sum(workload.distinct for workload in workloads),
-        "warmup_prompts": "further ones" if fresh else "measured ones, halves swapped",
+        **prompt_counts(workloads, "measured ones, halves swapped"),
         **chosen,
         "engine": config.engine.label,
         "provenance": provenance(),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from data.text.prompts import Prompt
 from eval.config import DecodingConfig, Selection, SourcesConfig, TunerConfig
 from eval.explain import explained, price
 from eval.inputs.states import in_states
@@ -40,27 +41,19 @@ SAMPLED = ("chain", "sampled", "independent")  # kinds of tree whose nodes are s
 class Material:
     """The texts of a workload at a temperature, in its order, and whether the target has just written them."""
 
-    workload: Workload
+    workload: Workload[Any]
     temperature: float
     texts: list[Text]
     by_target: bool
 
     def measurement(self, tier: str, seed: int) -> Measurement:
         """Return the settings that its rows share."""
-        workload = self.workload
-        return Measurement(
-            workload.name,
-            self.temperature,
-            1,
-            0,
-            seed,
-            categories=workload.categories(),
-            conversations=workload.conversations,
-            tier=tier,
-        )
+        return self.workload.measurement(self.temperature, 1, seed, tier=tier)
 
 
-def answered(workload: Workload, target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]) -> Material:
+def answered(
+    workload: Workload[Prompt], target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]
+) -> Material:
     """Return the texts of autoregressive decoding, given the repeats of each prompt."""
     texts = [
         of_answer(target, prompt.token, median_run(repeats).tokens, settings)
@@ -69,7 +62,7 @@ def answered(workload: Workload, target: Target, settings: Settings, runs: Seque
     return Material(workload, settings.sampling.temperature, texts, True)
 
 
-def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload]) -> list[Material]:
+def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload[Prompt]]) -> list[Material]:
     """Let the target answer the prompts at every temperature."""
     materials = []
     for workload in workloads:
@@ -90,12 +83,10 @@ def recorded(
     """
     materials = []
     for name in names:
-        workload, texts = read_log(name, reads, selection, config.max_new_tokens)
+        workload = read_log(name, reads, selection, config.max_new_tokens)
+        texts = [entry.text for entry in workload.prompts]
         if isinstance(reads, Target):
-            texts = [
-                within_context(text, prompt.id, name, reads, selection.truncate)
-                for text, prompt in zip(texts, workload.prompts, strict=True)
-            ]
+            texts = [within_context(text, id_, name, reads, selection.truncate) for id_, _, text in workload.prompts]
         materials += [Material(workload, temperature, texts, False) for temperature in config.temperatures()]
     return materials
 

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from data.answers.client import FINISH_REASONS, Client, EndpointConfig, EndpointError
@@ -21,13 +20,11 @@ API = "/v1"
 POLL_S = 0.02  # between two readings of counters that lag behind
 
 
-@dataclass(frozen=True)
-class Request:
-    """A request: its id and category, the index of its conversation, its path, and its fields of the body."""
+class Request(NamedTuple):
+    """A request: its id and category, its path, and its fields of the body."""
 
     id: str
     category: str
-    conversation: int
     path: str
     body: Mapping[str, Any]
 
@@ -58,18 +55,18 @@ class BatchResult(NamedTuple):
     passes: Passes
 
 
-def requests_of(record: Record | Prompt | TokenLog, conversation: int, turns: str, chat: bool) -> Iterator[Request]:
+def requests_of(record: Record | Prompt | TokenLog, turns: str, chat: bool) -> Iterator[Request]:
     """Yield a record's requests: its first question, or every question behind the messages before it.
 
-    A plain text's prompt is the end of its first half, at most OPENING words. `conversation` is the index that the
-    record's requests share; without `chat`, messages are sent as one text.
+    A plain text's prompt is the end of its first half, at most OPENING words. Without `chat`, messages are sent as one
+    text.
 
     Raises:
         ValueError: the record has no prompt, or no recorded answer before a question.
     """
     if not isinstance(record, Record):
         token = record.token if isinstance(record, Prompt) else record.prompt
-        yield Request(record.id, record.category, conversation, "/completions", {"prompt": list(token)})
+        yield Request(record.id, record.category, "/completions", {"prompt": list(token)})
         return
     questions = [i for i, message in enumerate(record.messages) if message["role"] == "user"]
     if not questions:
@@ -78,7 +75,7 @@ def requests_of(record: Record | Prompt | TokenLog, conversation: int, turns: st
             raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
         half = max(1, len(words) // 2)
         text = " ".join(words[max(0, half - OPENING) : half])
-        yield Request(record.id, record.category, conversation, "/completions", {"prompt": text})
+        yield Request(record.id, record.category, "/completions", {"prompt": text})
         return
     for turn, index in enumerate(questions if turns == "all" else questions[:1], 1):
         messages = record.messages[: index + 1]
@@ -90,10 +87,10 @@ def requests_of(record: Record | Prompt | TokenLog, conversation: int, turns: st
         name = f"{record.id}.{turn}" if turns == "all" and len(questions) > 1 else record.id
         if chat:
             body = {"messages": list(messages), **({"tools": list(record.tools)} if record.tools else {})}
-            yield Request(name, record.category, conversation, "/chat/completions", body)
+            yield Request(name, record.category, "/chat/completions", body)
         else:  # the prompt of a tokenizer without a chat template
             text = "\n\n".join(map(content_text, messages if turn > 1 else messages[-1:]))
-            yield Request(name, record.category, conversation, "/completions", {"prompt": text})
+            yield Request(name, record.category, "/completions", {"prompt": text})
 
 
 class Server:

@@ -8,8 +8,7 @@ import itertools
 import json
 import platform
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -18,25 +17,14 @@ from rich.progress import track
 from eval.config import DecodingConfig, EndpointConfig, Selection
 from eval.endpoint.client import Request, Server, requests_of
 from eval.endpoint.rows import Runs, Timed, row_of, text_gate
-from eval.inputs.workloads import by_category, chosen, short_name
+from eval.inputs.workloads import Readable, Workload, gathered, prompt_counts
 from eval.live.interleaved import PLAIN
-from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.results import Measurement, Row
 from eval.report.write import Report
 
 Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
-
-
-class Job(NamedTuple):
-    """A workload's requests, those of its warm-up, whether these are `fresh`, and the number of distinct requests."""
-
-    name: str
-    requests: list[Request]
-    warmup: list[Request]
-    fresh: bool
-    distinct: int
 
 
 class Measured(NamedTuple):
@@ -57,7 +45,7 @@ def measure(
             meanwhile; a request failed; or a workload cannot be read. Nothing is written then.
     """
     assert served.endpoint is not None
-    jobs = [_job(name, prompts, chat=served.client.chat) for name in workloads]
+    jobs = [_read(name, prompts, served.client.chat) for name in workloads]
     server = Server(served.endpoint, served.client, "endpoint")
     info = server.describe()
     servers = {info.get("speculative_algorithm", "endpoint").lower(): server}
@@ -66,14 +54,12 @@ def measure(
     measured: list[Measured] = []
     start = 0
     for job in jobs:
-        ids = [request.id for request in job.requests]
-        categories = by_category([request.category for request in job.requests])
-        conversations = [request.conversation for request in job.requests]
+        ids = [request.id for request in job.prompts]
         for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
-            measurement = Measurement(job.name, temperature, size, 0, config.seed, start, categories, conversations)
+            measurement = job.measurement(temperature, size, config.seed, start=start)
             runs = _runs(servers, job, _settings(config, temperature), size, repeats, config.seed)
             measured.append(Measured(measurement, ids, runs))
-        start += len(job.requests)
+        start += len(job.prompts)
     gates = _gates(measured) if served.baseline is not None else {}
     return Report(
         target={"name": server.model, "path": server.model},
@@ -90,20 +76,16 @@ def measure(
     )
 
 
-def _job(name: str, config: Selection, *, chat: bool) -> Job:
-    """Read a workload's requests; a workload without further prompts for the warm-up repeats its last ones."""
-    measured, spare = chosen(name, config, config.warmup)
-    try:
-        requests = [request for i, record in measured for request in requests_of(record, i, config.turns, chat)]
-        warmup = [request for record in spare for request in requests_of(record, -1, "first", chat)]
-    except ValueError as error:
-        raise ValueError(f"workload {name}, {error}") from error
-    bodies = [(request.path, json.dumps(request.body, sort_keys=True)) for request in requests]
-    clusters = metrics.clustered(bodies, [request.conversation for request in requests])
-    requests = [replace(request, conversation=i) for request, i in zip(requests, clusters, strict=True)]
-    fresh = len(warmup) == config.warmup
-    warmup += [requests[-1 - i % len(requests)] for i in range(config.warmup - len(warmup))]
-    return Job(short_name(name), requests, warmup, fresh, len(set(bodies)))
+def _read(name: str, config: Selection, chat: bool) -> Workload[Request]:
+    """Read a workload's requests; one without further prompts for the warm-up repeats its last ones."""
+
+    def read(record: Readable, turns: str) -> Iterator[Request]:
+        return requests_of(record, turns, chat)
+
+    def content(request: Request) -> tuple[str, str]:
+        return request.path, json.dumps(request.body, sort_keys=True)
+
+    return gathered(name, config, read, content, lambda request: request)
 
 
 def _baseline(config: EndpointConfig, server: Server) -> Server:
@@ -133,7 +115,7 @@ def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
 
 
 def _runs(
-    servers: Servers, job: Job, settings: Mapping[str, Any], in_flight: int, repeats: int, seed: int
+    servers: Servers, job: Workload[Request], settings: Mapping[str, Any], in_flight: int, repeats: int, seed: int
 ) -> dict[str, Runs]:
     """Send all requests to all servers, `repeats` times, the servers in a new random order each time.
 
@@ -142,14 +124,14 @@ def _runs(
     shuffle = random.Random(seed)
     for name, server in servers.items() if job.warmup else ():
         server.send_all(job.warmup, settings, in_flight, name != PLAIN)
-    runs = {name: Runs([[] for _ in job.requests], []) for name in servers}
-    indices = range(len(job.requests))
+    runs = {name: Runs([[] for _ in job.prompts], []) for name in servers}
+    indices = range(len(job.prompts))
     batches = [[i] for i in indices] if in_flight == 1 else [list(indices)]
     console = Console(stderr=True)
     work = batches * repeats
     for batch in track(work, "measuring", console=console, transient=True, disable=not console.is_terminal):
         for name in shuffle.sample(list(servers), len(servers)):
-            result = servers[name].send_all([job.requests[i] for i in batch], settings, in_flight, name != PLAIN)
+            result = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, name != PLAIN)
             weight = result.wall_s / sum(answer.latency_s for answer in result.answers) if in_flight > 1 else 1.0
             for i, answer in zip(batch, result.answers, strict=True):
                 passes = result.passes if len(batch) == 1 else answer.passes
@@ -184,14 +166,12 @@ def _rows(measured: Sequence[Measured], gates: Mapping[str, Gate]) -> list[Row]:
 
 
 def _report_settings(
-    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, jobs: Sequence[Job]
+    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, jobs: Sequence[Workload[Request]]
 ) -> dict[str, Any]:
     """Return the settings that the report shows: those of requests and workloads."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return {
-        "prompts": sum(len(job.requests) for job in jobs),
-        "distinct_prompts": sum(job.distinct for job in jobs),
-        "warmup_prompts": "further ones" if all(job.fresh for job in jobs) else "measured ones",
+        **prompt_counts(jobs, "measured ones"),
         "endpoint": served.endpoint,
         "baseline": served.baseline,
         **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling)},

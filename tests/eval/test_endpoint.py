@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.text.records import parse
-from eval.endpoint.client import Answer, Request, requests_of
+from eval.endpoint.client import Answer, requests_of
 from eval.endpoint.counters import verified
 from eval.endpoint.rows import Runs, Timed, differs, row_of, text_gate
 from eval.inputs.workloads import by_category
@@ -176,14 +176,14 @@ def test_texts_and_tokens_are_completions(served: Served, tmp_path: Path) -> Non
 def test_every_question_after_its_recorded_answers() -> None:
     said = [{"role": role, "content": role[0] + str(i)} for i, role in enumerate(["user", "assistant", "user"])]
     record = parse({"id": "d", "messages": [{"role": "system", "content": "s"}, *said]}, 0, "x")
-    first, second = requests_of(record, 7, "all", chat=True)
-    assert [first.id, second.id, second.conversation] == ["d.1", "d.2", 7]
+    first, second = requests_of(record, "all", chat=True)
+    assert [first.id, second.id] == ["d.1", "d.2"]
     assert [message["content"] for message in second.body["messages"]] == ["s", "u0", "a1", "u2"]
-    (alone,) = requests_of(record, 7, "first", chat=False)
+    (alone,) = requests_of(record, "first", chat=False)
     assert (alone.path, alone.body["prompt"]) == ("/completions", "u0")
     unanswered = parse({"id": "d", "messages": [said[0], said[2]]}, 0, "x")
     with pytest.raises(ValueError, match="nobody recorded the answer before question 2; give a log with answers, or"):
-        list(requests_of(unanswered, 0, "all", chat=True))
+        list(requests_of(unanswered, "all", chat=True))
 
 
 def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,12 +202,11 @@ def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.Ca
 
 def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> None:
     """All requests alike, so that the intervals are points: ten tokens after the first, in a quarter of the time."""
-    asked = [Request(str(i), "", i, "", {}) for i in range(4)]
     session = Measurement("log", 0.0, 1, 0, 0, conversations=range(4))
     drafts = verified(5, 10, 5, (5,))
 
     def runs(latency_s: float) -> Runs:
-        return Runs([[Timed(Answer("x", 11, latency_s, 1.0, drafts), 1.0, drafts)] for _ in asked], [drafts] * 4)
+        return Runs([[Timed(Answer("x", 11, latency_s, 1.0, drafts), 1.0, drafts)] for _ in range(4)], [drafts] * 4)
 
     row = row_of("endpoint", runs(2.0), runs(5.0), UNCHECKED, session, next(session.parts(4)))
     assert (row.tokens_per_second, row.speedup, row.speedup_ci) == (10.0, 4.0, (4.0, 4.0))
