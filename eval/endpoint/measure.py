@@ -7,20 +7,17 @@ are compared, and a speedup is reported. The batch size is the number of request
 import itertools
 import json
 import platform
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-from rich.console import Console
-from rich.progress import track
 
 from eval.config import DecodingConfig, EndpointConfig, Selection
 from eval.endpoint.client import Request, Server, requests_of
 from eval.endpoint.rows import Runs, Timed, row_of, text_gate
 from eval.inputs.workloads import Readable, Workload, gathered, prompt_counts
-from eval.live.interleaved import PLAIN
+from eval.live.interleaved import PLAIN, in_turns
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
 from eval.measures.machine import cpu_name, provenance
+from eval.measures.metrics import Passes
 from eval.measures.results import Measurement, Row
 from eval.report.write import Report
 
@@ -117,29 +114,25 @@ def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
 def _runs(
     servers: Servers, job: Workload[Request], settings: Mapping[str, Any], in_flight: int, repeats: int, seed: int
 ) -> dict[str, Runs]:
-    """Send all requests to all servers, `repeats` times, the servers in a new random order each time.
+    """Send all requests to all servers, `repeats` times.
 
     With one request in flight the servers alternate after each request, with more in flight after all of them.
     """
-    shuffle = random.Random(seed)
     for name, server in servers.items() if job.warmup else ():
         server.send_all(job.warmup, settings, in_flight, name != PLAIN)
-    runs = {name: Runs([[] for _ in job.prompts], []) for name in servers}
+    passes: dict[str, list[Passes]] = {name: [] for name in servers}
+
+    def answer(name: str, batch: Sequence[int], _: int) -> list[Timed]:
+        result = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, name != PLAIN)
+        passes[name].append(result.passes)
+        weight = result.wall_s / sum(one.latency_s for one in result.answers) if in_flight > 1 else 1.0
+        return [Timed(one, weight, result.passes if len(batch) == 1 else one.passes) for one in result.answers]
+
     indices = range(len(job.prompts))
-    batches = [[i] for i in indices] if in_flight == 1 else [list(indices)]
-    console = Console(stderr=True)
-    work = batches * repeats
-    for batch in track(work, "measuring", console=console, transient=True, disable=not console.is_terminal):
-        for name in shuffle.sample(list(servers), len(servers)):
-            result = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, name != PLAIN)
-            weight = result.wall_s / sum(answer.latency_s for answer in result.answers) if in_flight > 1 else 1.0
-            for i, answer in zip(batch, result.answers, strict=True):
-                passes = result.passes if len(batch) == 1 else answer.passes
-                runs[name].answers[i].append(Timed(answer, weight, passes))
-            runs[name].passes.append(result.passes)
+    answers = in_turns(list(servers), answer, [[i] for i in indices] if in_flight == 1 else [indices], repeats, seed)
     if PLAIN in servers:
         servers[PLAIN].refuse_drafts()
-    return runs
+    return {name: Runs(answers[name], passes[name]) for name in servers}
 
 
 def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:

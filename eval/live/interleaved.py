@@ -1,10 +1,10 @@
 """Timing the baseline, every drafter and HF generate on the same prompts, interleaved in one process."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -50,15 +50,16 @@ def measure(
         For "plain", each drafter's name and "hf": the repeats of each prompt, in the prompts' order.
     """
     assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
+    resets = [drafter.reset for drafter in drafters.values()]
     if batch_size > 1:
         sources = {PLAIN: Plain(target.device), **drafters}
         tokens = [prompt.token for prompt in prompts]
         warm_up(target, sources, warmup, settings, batch_size)
 
-        def answers(drafter: Drafter, _: int) -> Sequence[Generation]:
-            return speculate(target, drafter, tokens, settings, batch_size=batch_size)
+        def answers(name: str, *_: Any) -> Sequence[Generation]:
+            return speculate(target, sources[name], tokens, settings, batch_size=batch_size)
 
-        return in_turns(sources, answers, len(prompts), repeats, settings.seed)
+        return in_turns(list(sources), answers, [range(len(prompts))], repeats, settings.seed, resets)
     runners: dict[str, Runner] = {PLAIN: partial(autoregress, target, settings=settings)}
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
@@ -70,7 +71,6 @@ def measure(
             penalty=settings.sampling.repetition_penalty,
             min_new_tokens=settings.min_new_tokens,
         )
-    resets = [drafter.reset for drafter in drafters.values()]
     return interleave(runners, prompts, repeats, warmup, settings.seed, resets)
 
 
@@ -83,27 +83,6 @@ def warm_up(
         speculate(target, drafter, tokens[: max(batch_size, len(prompts))], settings, batch_size=batch_size)
 
 
-def in_turns(
-    drafters: Mapping[str, Drafter],
-    answers: Callable[[Drafter, int], Sequence[T]],
-    count: int,
-    repeats: int,
-    seed: int,
-) -> dict[str, list[list[T]]]:
-    """Let every drafter answer all `count` prompts in each round, in a new random order of drafters each round.
-
-    A drafter with memory begins every round with nothing. `answers` takes the drafter and the number of the round.
-    """
-    shuffle = random.Random(seed)
-    rounds: dict[str, list[list[T]]] = {name: [[] for _ in range(count)] for name in drafters}
-    for number in range(repeats):
-        for name in shuffle.sample(list(drafters), len(drafters)):
-            drafters[name].reset()
-            for repeats_of, answer in zip(rounds[name], answers(drafters[name], number), strict=True):
-                repeats_of.append(answer)
-    return rounds
-
-
 def interleave(
     runners: Mapping[str, Runner],
     prompts: Sequence[Prompt],
@@ -112,28 +91,60 @@ def interleave(
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
 ) -> Runs:
-    """Call every runner on each prompt in turn, `repeats` rounds long, in a new random order of runners each time.
+    """Call every runner on each prompt in turn, as `in_turns`.
 
-    Clock rates, other processes and memory drift during a session; side by side they hit all runners alike, and the
-    order decides nothing. The first calls pay for lazy initialisation, so the `warmup` prompts go through every runner
-    before anything counts. `begin` is called before each round.
+    The first calls pay for lazy initialisation, so the `warmup` prompts go through every runner before anything counts.
     """
-    shuffle = random.Random(seed)
     for prompt in warmup:
         for run in runners.values():
             run(prompt.token)
-    runs: Runs = {name: [[] for _ in prompts] for name in runners}
-    console = Console(stderr=True)
-    work = [(index, prompt) for _ in range(repeats) for index, prompt in enumerate(prompts)]
-    for index, prompt in track(work, "measuring", console=console, transient=True, disable=not console.is_terminal):
-        if index == 0:
-            for call in begin:
-                call()
-        order = list(runners)
-        shuffle.shuffle(order)
-        for name in order:
-            runs[name][index].append(runners[name](prompt.token))
+
+    def answer(name: str, indices: Sequence[int], _: int) -> list[Generation]:
+        return [runners[name](prompts[index].token) for index in indices]
+
+    return in_turns(list(runners), answer, [[index] for index in range(len(prompts))], repeats, seed, begin)
+
+
+def in_turns(
+    names: Sequence[str],
+    answer: Callable[[str, Sequence[int], int], Sequence[T]],
+    batches: Sequence[Sequence[int]],
+    repeats: int,
+    seed: int,
+    begin: Sequence[Callable[[], None]] = (),
+) -> dict[str, list[list[T]]]:
+    """Let all that have a name answer every batch of prompts, in a new random order of names each time.
+
+    Clock rates, other processes and memory drift during a session; side by side they hit all alike, and the order
+    decides nothing.
+
+    Args:
+        names: of what answers.
+        answer: takes a name, the indices of a batch's prompts and the number of the round; returns their answers.
+        batches: all prompts, by their indices from 0.
+        repeats: rounds over the batches.
+        seed: of the order.
+        begin: called before each round.
+
+    Returns:
+        By name, by prompt, the answers of all rounds.
+    """
+    shuffle = random.Random(seed)
+    runs: dict[str, list[list[T]]] = {name: [[] for batch in batches for _ in batch] for name in names}
+    work = [(number, batch) for number in range(repeats) for batch in batches]
+    for number, batch in progress(work, "measuring"):
+        for call in begin if batch is batches[0] else ():
+            call()
+        for name in shuffle.sample(list(names), len(names)):
+            for index, answered in zip(batch, answer(name, batch, number), strict=True):
+                runs[name][index].append(answered)
     return runs
+
+
+def progress(work: Sequence[T], label: str) -> Iterable[T]:
+    """Yield the items behind a progress bar on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    return track(work, label, console=console, transient=True, disable=not console.is_terminal)
 
 
 def decoded_once(

@@ -117,10 +117,11 @@ def measure(
     tokens, gaps = [prompt.token for prompt in prompts], random.Random(settings.seed)
     when = [arrivals(len(prompts), request_rate, gaps) for _ in range(repeats)]
 
-    def answers(drafter: Drafter, number: int) -> list[Served]:
-        return serve(batch_of(target, drafter, min(batch_size, len(tokens))), tokens, when[number], settings)
+    def answers(name: str, _: Sequence[int], number: int) -> list[Served]:
+        return serve(batch_of(target, sources[name], min(batch_size, len(tokens))), tokens, when[number], settings)
 
-    return in_turns(sources, answers, len(prompts), repeats, settings.seed)
+    resets = [drafter.reset for drafter in drafters.values()]
+    return in_turns(list(sources), answers, [range(len(tokens))], repeats, settings.seed, resets)
 
 
 def generations(rounds: Rounds) -> Runs:

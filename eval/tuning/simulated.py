@@ -1,16 +1,15 @@
 """Simulate every tree that the tuner tries along recorded texts: half of them choose, the others are held back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from eval.config import TunerConfig
 from eval.inputs.texts import Text
+from eval.live.interleaved import progress
 from eval.offline.teacher_forced import record
 from eval.tuning.grid import Tried, proposed, tried, unlimited
 from eval.tuning.static_tree import acceptance
@@ -48,7 +47,7 @@ def simulate(grid: TunerConfig, target: Target, drafter: HeadDrafter, texts: Seq
     current, head = drafter.policy, drafter.head
     deepest = min(head.max_depth, max(current.deepest, *grid.depths))
     largest = unlimited(grid, current, deepest)
-    chosen, held = halves([record(target, head, text, largest, deepest) for text in _progress(texts)])
+    chosen, held = halves([record(target, head, text, largest, deepest) for text in progress(texts, "simulating")])
     table = acceptance(torch.tensor([ranks for text in chosen for ranks in text.rank]), max(grid.top_k))
     trees = tried(proposed(grid, table, current, deepest, target.takes_trees), chosen, held)
     return Simulated(trees, table, len(chosen), len(held))
@@ -57,8 +56,3 @@ def simulate(grid: TunerConfig, target: Target, drafter: HeadDrafter, texts: Seq
 def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
     """Return every other item, and the rest; a single item is in both."""
     return list(items[::2]), list(items[1::2] or items)
-
-
-def _progress(texts: Sequence[Text]) -> Iterable[Text]:
-    console = Console(stderr=True)
-    return track(texts, "simulating", console=console, transient=True, disable=not console.is_terminal)
