@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from eval.inputs.workloads import load_workload, swapped
-from eval.live.hf import hf_generate
-from eval.live.interleaved import HF, PLAIN, interleave, medians
+from eval.live.interleaved import HF, PLAIN, hf_generate, interleave, medians
 from eval.measures import metrics
 from eval.measures.machine import device_facts, synchronize
 from inference.decode import Generation, Settings, autoregress

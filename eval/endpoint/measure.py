@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from eval.config import DecodingConfig, EndpointConfig, Selection
 from eval.endpoint.client import Request, Server, requests_of
-from eval.endpoint.rows import Runs, Timed, row_of, text_gate
+from eval.endpoint.rows import Runs, Timed, rows, text_gate
 from eval.inputs.workloads import Readable, Workload, gathered, prompt_counts
 from eval.live.interleaved import PLAIN, in_turns
-from eval.measures.losslessness import UNCHECKED, Gate, labelled
+from eval.measures.losslessness import Gate, labelled
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import Passes
-from eval.measures.results import Measurement, Row
+from eval.measures.results import Measurement
 from eval.report.write import Report
 
 Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
@@ -69,7 +69,7 @@ def measure(
         },
         settings=_report_settings(served, prompts, config, repeats, jobs),
         gates=gates,
-        rows=_rows(measured, gates),
+        rows=[row for one in measured for row in rows(one.runs, gates, one.measurement)],
     )
 
 
@@ -145,17 +145,6 @@ def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
         plain = texts.pop(PLAIN)
         gates |= {labelled(name, size): text_gate(plain, drafted, ids) for name, drafted in texts.items()}
     return gates
-
-
-def _rows(measured: Sequence[Measured], gates: Mapping[str, Gate]) -> list[Row]:
-    rows: list[Row] = []
-    for measurement, ids, by_server in measured:
-        for subset in measurement.parts(len(ids)):
-            for name, runs in by_server.items():
-                gate = gates.get(labelled(name, measurement.batch_size), UNCHECKED)
-                base = by_server.get(PLAIN) if gate.passed or name == PLAIN else None
-                rows.append(row_of(name, runs, base, gate, measurement, subset))
-    return rows
 
 
 def _report_settings(

@@ -1,6 +1,7 @@
-"""Timing the baseline, every drafter and HF generate on the same prompts, interleaved in one process."""
+"""Timing the baseline, every drafter and HF's own `generate` on the same prompts, interleaved in one process."""
 
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import track
+from transformers import GenerationConfig
 
 from data.text.prompts import Prompt
-from eval.live.hf import hf_generate
 from eval.measures import metrics
 from eval.measures.builder import Request, Source, result, with_speedups
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
-from eval.measures.results import Measurement, Row
+from eval.measures.machine import synchronize
+from eval.measures.results import Measurement, Row, Subset
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
@@ -171,24 +173,34 @@ def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate],
     """
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
-    hf = requests.pop(HF, None)
     sources: dict[str, Drafter] = {PLAIN: Plain(torch.device("cpu")), **drafters}
     measured = []
     for subset in measurement.parts(len(requests[PLAIN])):
-        plain = [requests[PLAIN][index] for index in subset.indices]
-        other = None if hf is None else [hf[index] for index in subset.indices]
-        for name, runs_of in requests.items():
-            mine = [runs_of[index] for index in subset.indices]
+        for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
             source = Source(name, rule, sources[name].tree, sources[name].memory)
-            gate = gates.get(labelled(name, measurement.batch_size), UNCHECKED)
-            shown = gate if measurement.temperature == 0 else measurement.coupled.get(name, UNCHECKED)
-            counts = shown.among([measurement.start + index for index in subset.indices]).counts()
-            row = replace(result(source, measurement, subset, mine), lossless=counts)
-            trusted = gate.passed or (name == PLAIN and not gate.checked)  # alone, it is the reference of the gate
-            trusted = trusted and name not in measurement.not_lossless
-            measured.append(with_speedups(row, mine, plain, subset, measurement.seed, other) if trusted else row)
+            row = result(source, measurement, subset, subset.of(requests[name]))
+            measured.append(judged(row, requests, gates, measurement, subset))
     return measured
+
+
+def judged(
+    row: Row,
+    requests: Mapping[str, Sequence[Request]],
+    gates: Mapping[str, Gate],
+    measurement: Measurement,
+    subset: Subset,
+) -> Row:
+    """Return a row with its losslessness check, and with its speedups over the baselines where that did not fail."""
+    gate = gates.get(labelled(row.drafter, measurement.batch_size), UNCHECKED)
+    shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
+    row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
+    trusted = gate.passed or (row.drafter == PLAIN and not gate.checked)  # alone, it is the reference of the gate
+    if not trusted or row.drafter in measurement.not_lossless or PLAIN not in requests:
+        return row
+    mine, plain = subset.of(requests[row.drafter]), subset.of(requests[PLAIN])
+    hf = subset.of(requests[HF]) if HF in requests else None
+    return with_speedups(row, mine, plain, subset, measurement.seed, hf)
 
 
 def timed(run: Generation) -> Request:
@@ -201,3 +213,52 @@ def timed(run: Generation) -> Request:
         seconds=metrics.seconds([run]),
         waits={"latency_s": run.latency_s},
     )
+
+
+@torch.inference_mode()
+def hf_generate(
+    target: Target, prompt: list[int], max_new_tokens: int, penalty: float = 1.0, min_new_tokens: int = 0
+) -> Generation:
+    """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
+
+    `generate` does not report the end of its prefill. A second call that stops after one token does the prefill and
+    nothing else, so decoding took the difference. The runs have no steps: the cost of one cannot be observed.
+
+    It runs under inference mode, as our engine does, which is faster than its own `no_grad`: no operation then pays for
+    the bookkeeping of autograd.
+    """
+    _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
+    most = min(max_new_tokens, target.context - len(prompt))
+    tokens, total_s = _timed_generate(target, prompt, most, penalty, min(min_new_tokens, most))
+    decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
+    finish = "eos" if tokens[-1] in target.eos else "length"
+    sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
+    return Generation(tokens=tokens, sources=sources, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
+
+
+def _timed_generate(
+    target: Target, prompt: list[int], count: int, penalty: float, least: int
+) -> tuple[list[int], float]:
+    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds it took."""
+    eos = sorted(target.eos)
+    # The sampling values have no effect; without them the checkpoint's own would be used, with a warning.
+    configure: Any = GenerationConfig
+    settings = configure(
+        max_new_tokens=count,
+        min_new_tokens=least,
+        do_sample=False,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=50,
+        repetition_penalty=penalty,
+        use_cache=True,
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
+    )
+    token = torch.tensor([prompt], device=target.device)
+    synchronize(target.device)
+    start = time.perf_counter()
+    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
+    out = generate(token, attention_mask=torch.ones_like(token), generation_config=settings)
+    synchronize(target.device)
+    return out[0, len(prompt) :].tolist(), time.perf_counter() - start

@@ -9,9 +9,9 @@ import pytest
 from data.text.records import parse
 from eval.endpoint.client import Answer, requests_of
 from eval.endpoint.counters import verified
-from eval.endpoint.rows import Runs, Timed, differs, row_of, text_gate
+from eval.endpoint.rows import Runs, Timed, differs, rows, text_gate
 from eval.inputs.workloads import by_category
-from eval.measures.losslessness import UNCHECKED
+from eval.measures.losslessness import Gate
 from eval.measures.results import Measurement
 from eval.report.reading import read_report, report_of
 from eval.run import evaluate
@@ -208,7 +208,7 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
     def runs(latency_s: float) -> Runs:
         return Runs([[Timed(Answer("x", 11, latency_s, 1.0, drafts), 1.0, drafts)] for _ in range(4)], [drafts] * 4)
 
-    row = row_of("endpoint", runs(2.0), runs(5.0), UNCHECKED, session, next(session.parts(4)))
+    _, row = rows({"plain": runs(5.0), "endpoint": runs(2.0)}, {"endpoint": Gate(4, 4, 0, 0)}, session)
     assert (row.tokens_per_second, row.speedup, row.speedup_ci) == (10.0, 4.0, (4.0, 4.0))
     assert (row.whole_tokens_per_second, row.whole_speedup, row.whole_speedup_ci) == (5.5, 2.5, (2.5, 2.5))
     assert row.by_request["speedup"]["p50"] == 4.0

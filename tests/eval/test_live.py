@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.text.prompts import Prompt
-from eval.live import hf, interleaved
+from eval.live import interleaved
 from eval.live.interleaved import interleave, measure, rows
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement
@@ -116,7 +116,7 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
 def test_hf_generate_emits_plain_decodings_tokens() -> None:
     target, prompt = toys.target(), toys.prompt(0)
     plain = autoregress(target, prompt, Settings(24, GREEDY))
-    run = hf.hf_generate(target, prompt, 24)
+    run = interleaved.hf_generate(target, prompt, 24)
     assert toys.lively(run.tokens)
     assert run.tokens == plain.tokens
     assert (run.finish, run.steps) == ("length", [])
@@ -131,21 +131,23 @@ def test_hf_generate_runs_under_inference_mode_as_our_engine_does(monkeypatch: p
         "generate",
         lambda *args, **named: under.append(torch.is_inference_mode_enabled()) or generate(*args, **named),
     )
-    hf.hf_generate(target, toys.prompt(0), 4)
+    interleaved.hf_generate(target, toys.prompt(0), 4)
     assert under == [True, True]
 
 
 def test_hf_generate_stays_within_the_context() -> None:
     target = toys.target()
     prompt = toys.prompt(0, target.context - 4)
-    assert len(hf.hf_generate(target, prompt, 24).tokens) == 4
+    assert len(interleaved.hf_generate(target, prompt, 24).tokens) == 4
 
 
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
-    monkeypatch.setattr(hf, "_timed_generate", lambda _target, _prompt, count, *_: ([7] * count, seconds[count]))
+    monkeypatch.setattr(
+        interleaved, "_timed_generate", lambda _target, _prompt, count, *_: ([7] * count, seconds[count])
+    )
     target = StubTarget(eos=frozenset({1}))
-    run = hf.hf_generate(target, [0], 9)
+    run = interleaved.hf_generate(target, [0], 9)
     assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)
 
 

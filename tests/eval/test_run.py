@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
-from eval.live.hf import hf_generate
+from eval.live.interleaved import hf_generate
 from eval.run import evaluate, folder_for, main, speed_dtype
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
