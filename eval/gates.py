@@ -5,20 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from data.text.prompts import Prompt
-from eval.config import DecodingConfig, SourcesConfig
-from eval.inputs.drafters import Drafters, load_drafters
-from eval.inputs.states import in_states
+from eval.config import DecodingConfig
+from eval.inputs.drafters import Drafters
 from eval.live.interleaved import HF, PLAIN, Runs, decoded_once, medians
 from eval.live.sampled import sampled_gates
 from eval.measures.losslessness import EPSILON, Gate, SampledGate, divergence, gate, labelled
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
 from inference.verification.verify import is_lossy
-
-
-def sources(config: SourcesConfig, target: Target) -> Drafters:
-    """Return the draft sources to evaluate, warm and cold, within the budget."""
-    return in_states(load_drafters(config, target), config.cold, config.budget)
 
 
 def check(

@@ -19,8 +19,8 @@ from data.text.prompts import Prompt, locate
 from data.text.sources import check_source
 from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
 from eval.endpoint import measure
-from eval.gates import check, sources
-from eval.inputs.drafters import check_drafters
+from eval.gates import check
+from eval.inputs.drafters import check_drafters, load_drafters
 from eval.inputs.runs import model_of, own_prompts
 from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_workload
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
@@ -111,12 +111,12 @@ def measured(config: EvalConfig, model: ModelConfig) -> Report:
     logs = recorded(config, config, target, [workload.path for workload in workloads]) if config.from_log else []
     if live:
         prompts = [prompt for workload in workloads for prompt in workload.prompts]
-        gates, sampled = check(target, sources(config, target), prompts, config, config.gate_tv)
+        gates, sampled = check(target, load_drafters(config, target), prompts, config, config.gate_tv)
         if dtype != config.gate_dtype:
             del target
             gc.collect()  # two copies of a large target may not fit
             target = load_target(model, dtype, config.engine)
-    drafters = sources(config, target)
+    drafters = load_drafters(config, target)
     timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
     failed = FailedChecks.of(gates, sampled)
     not_lossless = {name for name in drafters if failed.source(name, config.batch_sizes())}

@@ -13,7 +13,7 @@ import torch
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig, Selection, SourcesConfig, TunerConfig
 from eval.explain import explained, price
-from eval.inputs.states import in_states
+from eval.inputs.drafters import in_states
 from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Workload, check_known, read_log
 from eval.measures.builder import Request, Source, text_results
@@ -22,7 +22,7 @@ from eval.measures.results import REPLAY, TEACHER_FORCED, Measurement, Row
 from eval.offline import replay
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
 from eval.offline.teacher_forced import replay as steps_of
-from eval.tuning.simulated import simulate
+from eval.tuning.grid import simulate
 from eval.tuning.static_tree import acceptance
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter

@@ -21,9 +21,8 @@ from eval.measures.losslessness import gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import Measurement, Row
 from eval.tuning import costs as costing
-from eval.tuning.grid import Tried, distinct, hopeful, sizes_for
+from eval.tuning.grid import SIZES, Simulated, Tried, distinct, halves, hopeful, simulate, sizes_for
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
-from eval.tuning.simulated import SIZES, Simulated, halves, simulate
 from heads.common.typed import typed
 from heads.formats.hub import resolve_head
 from heads.formats.published import is_published

@@ -4,9 +4,9 @@ Counts of passes and tokens are sums over all repeats; times are those of each r
 requests count with a share of the elapsed time each, and the shares add up to it.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from eval.endpoint.client import Answer
@@ -88,7 +88,7 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
 
 def differs(one: str, other: str) -> int | None:
     """Return the index of the first character at which two texts differ, or one ends; None if they are equal."""
-    return None if one == other else len(os.path.commonprefix([one, other]))
+    return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
 def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:

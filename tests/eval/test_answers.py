@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.text.prompts import Prompt
-from eval.inputs.states import Cold
+from eval.inputs.drafters import Cold
 from eval.live import answers as written
 from heads.base import Features
 from inference.decode import Generation, Settings, autoregress
