@@ -92,13 +92,8 @@ def along_texts(
 ) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of the tiers without a clock, and their extras by the report's keys.
 
-    Args:
-        config: the evaluation.
-        target: the target.
-        workloads: the prompts that it answers where no texts are given.
-        drafters: the sources.
-        materials: recorded texts, or those that the baseline has just written; empty where nothing was decoded.
-        not_lossless: sources that failed a losslessness check, for which no speedup is predicted.
+    `materials` are recorded texts, or those that the baseline has just written; where there are none, the target
+    answers the prompts. Sources that are `not_lossless` failed a losslessness check: no speedup is predicted for them.
     """
     tiers = config.tiers()
     if not {REPLAY, TEACHER_FORCED} & set(tiers):

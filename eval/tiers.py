@@ -18,7 +18,7 @@ from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Workload, check_known, read_log
 from eval.measures.builder import Request, Source, text_results
 from eval.measures.metrics import Passes, counted, median_run
-from eval.measures.results import REPLAY, TEACHER_FORCED, Measurement, Row
+from eval.measures.results import REPLAY, TEACHER_FORCED, Row
 from eval.offline import replay
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
 from eval.offline.teacher_forced import replay as steps_of
@@ -45,10 +45,6 @@ class Material:
     temperature: float
     texts: list[Text]
     by_target: bool
-
-    def measurement(self, tier: str, seed: int) -> Measurement:
-        """Return the settings that its rows share."""
-        return self.workload.measurement(self.temperature, 1, seed, tier=tier)
 
 
 def answered(
@@ -117,7 +113,9 @@ def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence
     for material in materials:
         if not material.by_target and material.temperature != materials[0].temperature:
             continue  # a recorded text does not depend on the temperature
-        rows += replay.replayed(sources, material.texts, material.measurement(REPLAY, seed))
+        rows += replay.replayed(
+            sources, material.texts, material.workload.measurement(material.temperature, 1, seed, tier=REPLAY)
+        )
     return rows
 
 
@@ -142,15 +140,13 @@ def forced(
             is_sampled = material.temperature > 0 and tree.kind in SAMPLED
             if is_sampled and tree.kind != "chain":
                 continue
-            if is_sampled:
-                sampling = config.sampling(material.temperature)
-                statistics, counts = _sampled(target, drafter.head, tree, material, sampling)
-            else:
-                statistics, counts = _chosen(target, drafter.head, tree, material)
+            sampling = config.sampling(material.temperature) if is_sampled else None
+            statistics, counts = _along(target, drafter.head, tree, material.texts, sampling)
             rule = "token" if is_sampled else "greedy" if material.temperature == 0 else "point_mass"
-            measurement = material.measurement(TEACHER_FORCED, config.seed)
+            workload = material.workload
+            measurement = workload.measurement(material.temperature, 1, config.seed, tier=TEACHER_FORCED)
             rows += text_results(Source(name, rule, tree.label), measurement, [Request(passes) for passes in counts])
-            conditions = {"workload": material.workload.name, "temperature": material.temperature}
+            conditions = {"workload": workload.name, "temperature": material.temperature}
             by_head.setdefault(name, conditions | statistics)
     return rows, by_head
 
@@ -191,17 +187,25 @@ def within(tree: TreeConfig, depth: int) -> TreeConfig:
     return replace(tree, depth=min(tree.depth, depth), paths=paths, widths=tree.widths[:depth])
 
 
-def _chosen(target: Target, head: Any, tree: TreeConfig, material: Material) -> tuple[dict[str, Any], list[Passes]]:
-    """Return the statistics and counts of a head whose drafts are chosen by rank."""
+def _along(
+    target: Target, head: Any, tree: TreeConfig, texts: Sequence[Text], sampling: Sampling | None
+) -> tuple[dict[str, Any], list[Passes]]:
+    """Return the statistics of a head along texts and the counts of each; with `sampling`, the expected ones of chains.
+
+    Without it drafts are chosen by rank.
+    """
     depth = min(head.max_depth, tree.deepest)
     grown = [tree] if tree.kind in CONFIDENT else []
-    records = [record(target, head, text, grown, depth) for text in material.texts]
-    steps = [steps_of(head_record, tree) for head_record in records]
-    counts = [
-        counted([step.accepted for step in taken], sum(step.nodes for step in taken), head_record.text.generated - 1)
-        for taken, head_record in zip(steps, records, strict=True)
-    ]
-    return table(records, depth), counts
+    records = [record(target, head, text, grown, depth) for text in texts]
+    ranked = table(records, depth)
+    if sampling is not None:
+        overlaps = [overlap(target, head, text, sampling, depth) for text in texts]
+        return ranked | sampled_table(overlaps), [expected(common, depth) for common in overlaps]
+    counts = []
+    for text, head_record in zip(texts, records, strict=True):
+        steps = steps_of(head_record, tree)
+        counts.append(counted([step.accepted for step in steps], sum(step.nodes for step in steps), text.generated - 1))
+    return ranked, counts
 
 
 def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
@@ -217,16 +221,6 @@ def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
         "n_alpha": rates[:, 0].tolist(),
         "at_every_token": (correct.sum(0) / counted_tokens.sum(0).clamp_min(1)).tolist(),
     }
-
-
-def _sampled(
-    target: Target, head: Any, tree: TreeConfig, material: Material, sampling: Sampling
-) -> tuple[dict[str, Any], list[Passes]]:
-    """Return the statistics and counts of a head whose chains are sampled."""
-    depth = min(head.max_depth, tree.deepest)
-    overlaps = [overlap(target, head, text, sampling, depth) for text in material.texts]
-    ranked = table([record(target, head, text, [], depth) for text in material.texts], depth)
-    return ranked | sampled_table(overlaps), [expected(common, depth) for common in overlaps]
 
 
 def sampled_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:

@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TunePlan:
-    """Settings of a tuning.
+    """Settings of a tuning of the tree of one run's head.
 
     Attributes:
-        run: the folder or Hub id of the run whose head's tree is tuned.
+        run: a folder or Hub id.
         tree: overrides of that tree, where the search begins.
         grid: the values to try.
         decoding: greedy decoding settings, and the batch sizes.
@@ -72,16 +72,10 @@ class TunePlan:
 
 
 def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str) -> Tuning:
-    """Find the best tree for the head of a run at every batch size.
+    """Find the best tree for the head of a run at every batch size; `engine` is the engine's name in reports.
 
     The one for the smallest is written into the head's config where it beats autoregressive decoding. Half of the
     prompts choose; the choice is predicted for the other half, and measured on it.
-
-    Args:
-        plan: one run, greedy.
-        target: the target, in the dtype to be timed in.
-        prompts: the prompts that the target answers.
-        engine: the engine's name in reports.
 
     Raises:
         ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot

@@ -64,12 +64,7 @@ def proposed(
 ) -> Families:
     """Return the trees to be priced, by family; chains alone for a target that verifies nothing else.
 
-    Args:
-        grid: the values to try.
-        table: acceptance by depth and rank.
-        current: the tree that the head has.
-        deepest: the greatest depth that the head drafts.
-        takes_trees: whether the target verifies trees.
+    `table` is the acceptance by depth and rank, `current` the tree that the head has, `deepest` the depth it drafts to.
     """
     depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
     families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
@@ -147,14 +142,7 @@ class Simulated(NamedTuple):
 
 
 def simulate(grid: TunerConfig, target: Target, drafter: HeadDrafter, texts: Sequence[Text]) -> Simulated:
-    """Simulate every tree along the texts.
-
-    Args:
-        grid: the trees to try.
-        target: the target that wrote the texts, greedily.
-        drafter: the head with its own tree.
-        texts: recorded one after the other, behind a progress bar.
-    """
+    """Simulate every tree along the texts that the target wrote greedily, behind a progress bar."""
     current, head = drafter.policy, drafter.head
     deepest = min(head.max_depth, max(current.deepest, *grid.depths))
     largest = unlimited(grid, current, deepest)
