@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig, TunerConfig
-from eval.inputs.runs import overlay
 from eval.inputs.texts import Text, write
 from eval.live.interleaved import PLAIN, decoded_once, measure, rows
 from eval.measures.cost_model import Costs, at_context, cycled, mean, predict, rising
@@ -23,13 +22,12 @@ from eval.measures.results import Measurement, Row
 from eval.tuning import costs as costing
 from eval.tuning.grid import SIZES, Simulated, Tried, distinct, halves, hopeful, simulate, sizes_for
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
-from heads.common.typed import typed
 from heads.formats.hub import resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import load_head, read_config, save_tree
 from inference.batch import Batch
 from inference.decode import Settings
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import HeadDrafter, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
@@ -90,12 +88,11 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
     saved = read_config(folder)["tree"]
-    tree = typed(TreeConfig, overlay(saved, plan.tree))
     head: Any = load_head(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
     answered = [(prompt, text) for prompt in prompts for text in write(target, [prompt.token], plan.settings)]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
-    texts, drafter = [text for _, text in answered], HeadDrafter(head, tree, "head")
+    texts, drafter = [text for _, text in answered], HeadDrafter(head, saved_tree(folder, plan.tree), "head")
     simulated = simulate(grid, target, drafter, texts)
     trees = simulated.trees
     bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])

@@ -78,63 +78,44 @@ def in_states(drafters: Drafters, cold: bool, depth: int | None) -> Drafters:
     """Return the sources within a budget of depth, each that remembers past requests followed by a cold clone."""
     sources: Drafters = {}
     for name, drafter in drafters.items():
-        sources[name] = drafter if depth is None else DepthLimited(drafter, depth)
+        sources[name] = drafter if depth is None else WrappedDrafter(drafter, drafter.name, depth, cold=False)
         if cold and drafter.remembers:
-            sources[f"{name} {COLD}"] = Cold(sources[name].clone(), f"{name} {COLD}")
+            label = f"{name} {COLD}"
+            sources[label] = WrappedDrafter(drafter.clone(), label, depth, cold=True)
     return sources
 
 
 class WrappedDrafter(Drafter):
-    """A draft source that delegates to another one; subclasses override single methods."""
+    """A draft source that drafts no deeper than `depth`, if one is given, and where it is cold, forgets every sequence.
 
-    def __init__(self, inner: Drafter, name: str) -> None:
-        self.inner, self.name = inner, name
-        self.tree, self.feature_layers, self.remembers = inner.tree, inner.feature_layers, inner.remembers
+    It forgets before the next one starts.
+    """
+
+    def __init__(self, inner: Drafter, name: str, depth: int | None, cold: bool) -> None:
+        self.inner, self.name, self.depth, self.cold = inner, name, depth, cold
+        self.tree = inner.tree if depth is None else f"{inner.tree} within {depth}"
+        self.feature_layers, self.remembers = inner.feature_layers, inner.remembers
         self.head, self.policy = inner.head, inner.policy
 
     @property
     def memory(self) -> str:
-        """Whether the inner source starts a sequence warm or cold."""
-        return self.inner.memory
+        """Whether a sequence starts warm or cold."""
+        return COLD if self.cold else self.inner.memory
 
     def start(self, prompt: list[int]) -> DrafterState:
         """Begin a sequence."""
-        return self.inner.start(prompt)
+        if self.cold:
+            self.inner.reset()
+        state = self.inner.start(prompt)
+        return state if self.depth is None else DepthLimitedState(state, self.depth)
 
     def reset(self) -> None:
         """Drop the memory of earlier sequences."""
         self.inner.reset()
 
-
-class Cold(WrappedDrafter):
-    """A draft source that forgets earlier sequences before every one."""
-
-    memory = COLD
-
-    def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence without memory of earlier ones."""
-        self.inner.reset()
-        return self.inner.start(prompt)
-
-    def clone(self) -> "Cold":
-        """Return a cold clone of the inner source."""
-        return Cold(self.inner.clone(), self.name)
-
-
-class DepthLimited(WrappedDrafter):
-    """A draft source that drafts no deeper than a budget of depth."""
-
-    def __init__(self, inner: Drafter, depth: int) -> None:
-        super().__init__(inner, inner.name)
-        self.depth, self.tree = depth, f"{inner.tree} within {depth}"
-
-    def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence under the budget."""
-        return DepthLimitedState(self.inner.start(prompt), self.depth)
-
-    def clone(self) -> "DepthLimited":
-        """Return a clone of the inner source under the same budget."""
-        return DepthLimited(self.inner.clone(), self.depth)
+    def clone(self) -> "WrappedDrafter":
+        """Return a clone of the inner source, wrapped alike."""
+        return WrappedDrafter(self.inner.clone(), self.name, self.depth, self.cold)
 
 
 class DepthLimitedState(DrafterState):
