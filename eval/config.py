@@ -18,6 +18,7 @@ from inference.verification.sample import Sampling
 from inference.verification.verify import check_rule, is_lossy
 
 AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
+API = "/v1"  # the path of an endpoint's API
 TURNS = ("first", "all")
 # Keys that an endpoint decides itself or does not support, each with the only value that is allowed with one.
 NEUTRAL: dict[str, Any] = {
@@ -387,7 +388,7 @@ def check_endpoint(config: EvalConfig) -> None:
 
 def base_url(url: str) -> str:
     """Return an endpoint's URL without the path of its API."""
-    return url.rstrip("/").removesuffix("/v1")
+    return url.rstrip("/").removesuffix(API)
 
 
 def listed(value: Any) -> list[Any]:

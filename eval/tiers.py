@@ -113,9 +113,8 @@ def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence
     for material in materials:
         if not material.by_target and material.temperature != materials[0].temperature:
             continue  # a recorded text does not depend on the temperature
-        rows += replay.replayed(
-            sources, material.texts, material.workload.measurement(material.temperature, 1, seed, tier=REPLAY)
-        )
+        measurement = material.workload.measurement(material.temperature, 1, seed, tier=REPLAY)
+        rows += replay.replayed(sources, material.texts, measurement)
     return rows
 
 

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from data.answers.client import FINISH_REASONS, Client, EndpointConfig, EndpointError
 from data.text.prompts import OPENING, Prompt
 from data.text.records import Record, content_text
-from eval.config import ClientConfig
+from eval.config import API, ClientConfig, base_url
 from eval.endpoint.counters import EXACT, SGLANG, Counters, between, of_reply, read_counters, restarted, verified
 from eval.inputs.texts import TokenLog
 from eval.measures.metrics import Passes, together
 
-API = "/v1"
 POLL_S = 0.02  # between two readings of counters that lag behind
 
 
@@ -97,7 +96,7 @@ class Server:
     """A served model; `engine` names the engine of its metrics, and is empty without metrics."""
 
     def __init__(self, url: str, config: ClientConfig, key: str) -> None:
-        self.url, self.config, self.key = url.rstrip("/").removesuffix(API), config, key
+        self.url, self.config, self.key = base_url(url), config, key
         # No retries: a repeated request would be timed and counted twice.
         once = EndpointConfig(
             model=config.model, concurrency=1, timeout=config.timeout, retries=0, backoff=0.0, max_wait=0.0,
@@ -157,13 +156,9 @@ class Server:
     def send_all(
         self, requests: Sequence[Request], settings: Mapping[str, Any], in_flight: int, drafts: bool
     ) -> BatchResult:
-        """Send requests concurrently, and count their accepted drafts.
+        """Send requests, `in_flight` at a time, with the fields that their bodies share, and count accepted drafts.
 
-        Args:
-            requests: the requests.
-            settings: the fields of the body that all of them share.
-            in_flight: how many requests at a time.
-            drafts: whether the server speculates; without, a forward pass commits one token.
+        Without `drafts` the server does not speculate, and a forward pass commits one token.
 
         Raises:
             ValueError: a request failed; or the counters show that the server restarted, that it served other clients
@@ -197,11 +192,7 @@ class Server:
         return BatchResult(answers, wall, between(before, after, decoded))
 
     def refuse_drafts(self) -> None:
-        """Check that the server, as a baseline, has no counters of drafts.
-
-        Raises:
-            ValueError: the server speculates.
-        """
+        """Raise a ValueError where the server, which is to be a baseline, counts drafts."""
         counters = self.counters()
         if counters is not None and counters.drafts is not None:
             raise ValueError(self._speculates())
@@ -210,11 +201,7 @@ class Server:
         return f"{self.url} speculates: {self.key} is for the same model served without a draft source"
 
     def _counters_after(self, before: Counters, count: int, decoded: int) -> Counters:
-        """Wait until the counters include `count` further requests, and return them.
-
-        Raises:
-            ValueError: they restarted, count more or fewer requests, or no drafts.
-        """
+        """Wait until the counters include `count` further requests, and return them if they have no others."""
         deadline = time.monotonic() + self.config.patience
         while True:
             after = self.counters()
@@ -243,9 +230,7 @@ class Server:
 def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> Answer:
     """Assemble the answer from a reply's events; a reply that is not streamed is a single one.
 
-    Args:
-        events: seconds from the request to each event's arrival, and the event.
-        model: the model's served name.
+    Each comes with the seconds from the request to its arrival. `model` is the model's served name.
 
     Raises:
         EndpointError: an error, another model's reply, several choices, no finish reason, or no count of tokens.

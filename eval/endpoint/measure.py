@@ -86,11 +86,7 @@ def _read(name: str, config: Selection, chat: bool) -> Workload[Request]:
 
 
 def _baseline(config: EndpointConfig, server: Server) -> Server:
-    """Connect to the baseline.
-
-    Raises:
-        ValueError: it serves another model, or speculates.
-    """
+    """Connect to the baseline; raise a ValueError where it serves another model, or speculates."""
     assert config.baseline is not None
     base = Server(config.baseline, config.client, "baseline")
     if base.model != server.model:

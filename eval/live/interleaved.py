@@ -115,18 +115,11 @@ def in_turns(
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
 ) -> dict[str, list[list[T]]]:
-    """Let all that have a name answer every batch of prompts, in a new random order of names each time.
+    """Let all `names` answer every batch of prompts, `repeats` rounds long, each time in a new random order of names.
 
     Clock rates, other processes and memory drift during a session; side by side they hit all alike, and the order
-    decides nothing.
-
-    Args:
-        names: of what answers.
-        answer: takes a name, the indices of a batch's prompts and the number of the round; returns their answers.
-        batches: all prompts, by their indices from 0.
-        repeats: rounds over the batches.
-        seed: of the order.
-        begin: called before each round.
+    decides nothing. `answer` takes a name, the indices of a batch's prompts and the number of the round, before which
+    `begin` is called.
 
     Returns:
         By name, by prompt, the answers of all rounds.
@@ -165,11 +158,7 @@ def medians(runs: Runs) -> dict[str, list[Generation]]:
 def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:
     """Assemble the report's rows of one session, the baseline first: all prompts together, then each category.
 
-    Args:
-        runs: what `measure` returned.
-        drafters: those it was called with.
-        gates: each drafter's losslessness check; a drafter that did not pass gets no speedup, at any temperature.
-        measurement: the settings and checks that the rows share.
+    A drafter that did not pass its losslessness check, among `gates`, gets no speedup, at any temperature.
     """
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
