@@ -1,4 +1,4 @@
-"""The types of conf/eval.yaml, and the checks of its values."""
+"""The types of conf/eval.yaml, and the checks of its values; what each key means stands there beside its value."""
 
 import math
 from collections.abc import Callable
@@ -29,16 +29,7 @@ NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Client settings of a served endpoint.
-
-    Attributes:
-        model: the name that it serves the target by; None takes the only one there is.
-        chat: send chats as chats; otherwise the user's words as a text to continue, for a model without a template.
-        timeout: seconds for one reply, to its last byte.
-        patience: seconds that its metrics may lag behind its answers.
-        api_key_env: the environment variable with the key; unset, none is sent.
-        extra: further fields of every request.
-    """
+    """Client settings of a served endpoint."""
 
     model: str | None
     chat: bool
@@ -88,19 +79,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SourcesConfig:
-    """Draft sources to measure.
-
-    Attributes:
-        drafter: the draft sources by name, each with its options: head, plain, or a file of conf/drafter/.
-        run: a run's folder or a list of them; None for autoregressive decoding alone.
-        compare: further runs of the same target; or, without a run, reports to put side by side: paths in .json.
-        tree: overrides of each head's own tree.
-        cold: whether sources that remember past requests have a second row, in which they start every request cold.
-        budget: the greatest depth of any source's drafts; None: no limit but its own.
-    """
+    """Draft sources to measure: by name, each with its options, which are those of a file of conf/drafter/."""
 
     drafter: dict[str, Any]
-    run: Any
+    run: Any  # a run's folder, a list of them, or None
     compare: list[str]
     tree: dict[str, Any]
     cold: bool
@@ -117,15 +99,7 @@ class SourcesConfig:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which prompts of a workload to take.
-
-    Attributes:
-        prompts: the number of prompts, at most; with all turns a dialogue gives several.
-        warmup: the number of further prompts that run before anything counts.
-        truncate: shorten prompts that leave no room in the context to their end, rather than refuse them.
-        turns: of dialogues, the first questions alone or all.
-        balanced: take as many of each category as there are, rather than the first ones.
-    """
+    """Which prompts of a workload to take."""
 
     prompts: Count
     warmup: Number
@@ -136,31 +110,19 @@ class Selection:
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """Decoding settings of the prompts.
-
-    Attributes:
-        max_new_tokens, min_new_tokens: the greatest and the smallest length of an answer.
-        temperature: a number or a list of them; the losslessness check always runs at 0.
-        top_k, top_p, min_p: filters at temperatures above 0.
-        repetition_penalty: of tokens in the prompt or the answer, at temperature 0 too.
-        rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
-        lossy: whether a rule may change the target's distribution; its rows then have no speedup.
-        batch_size: sequences in one target pass: a number or a list of them.
-        request_rate: requests a second, arriving at random; None: each starts when another finishes. Or a list.
-        seed: of sampling, of arrivals, of the order of measurement and of the intervals.
-    """
+    """Decoding settings of the prompts."""
 
     max_new_tokens: NewTokens
     min_new_tokens: int
-    temperature: Any
+    temperature: Any  # a number or a list of them
     top_k: int
     top_p: float
     min_p: float
     repetition_penalty: float
     rule: str
     lossy: bool
-    batch_size: Any
-    request_rate: Any
+    batch_size: Any  # likewise
+    request_rate: Any  # a number, None, or a list of them
     seed: Number
 
     @property
@@ -211,13 +173,7 @@ class DecodingConfig:
 
 @dataclass(frozen=True)
 class EndpointConfig:
-    """A served model that is measured instead of run and drafter.
-
-    Attributes:
-        endpoint: its URL; None for none.
-        baseline: the URL of the same model served without speculation.
-        client: client settings of both.
-    """
+    """A served model that is measured instead of run and drafter, and its baseline, by their URLs."""
 
     endpoint: str | None
     baseline: str | None
@@ -226,28 +182,9 @@ class EndpointConfig:
 
 @dataclass(frozen=True)
 class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
-    """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs.
+    """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
 
-    Attributes:
-        workload: a name, a file or a Hub data set, or a list of them, each with as many prompts; None for the run's own
-            held-out prompts, else the model's `prompts`.
-        out: folder of the report; None for the first run's.
-        model: overrides of the first run's `model`; None overrides nothing.
-        dtype: the dtype in which speed is measured.
-        gate_dtype: the dtype in which tokens are compared with those of autoregressive decoding.
-        gate_tv: the total variation that the chi-square test above temperature 0 must detect.
-        engine: engine settings, of the baseline and of speculative decoding.
-        repeats: timed passes over the prompts.
-        hf: whether HF generate is timed too.
-        tier: the tiers to measure: `live`, `teacher_forced`, `replay`, or a list of them.
-        text: text of the tiers without a clock: the target's `own` answers, or the workload's `recorded` ones; auto:
-            recorded where no target is loaded, else own.
-        tune: find the head's best tree at every batch size and write that of the smallest into its config, instead
-            of a report.
-        tuner: the values tried for that.
-    """
-
-    workload: Any
+    workload: Any  # a name, a list of them, or None
     out: str | None
     model: dict[str, Any]
     dtype: Annotated[str, OneOf(("auto", *DTYPES))]
@@ -256,7 +193,7 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
     engine: EngineConfig
     repeats: Count
     hf: bool
-    tier: Any
+    tier: Any  # one of TIERS or a list of them
     text: Annotated[str, OneOf(TEXTS)]
     tune: bool
     tuner: TunerConfig
