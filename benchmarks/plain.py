@@ -53,8 +53,8 @@ def main() -> None:
     warmup = [swapped(prompt) for prompt in prompts[-2:]]
     runners = {
         PLAIN: partial(autoregress, target, settings=Settings(TOKENS, GREEDY)),
-        HF: partial(hf_generate, target, max_new_tokens=TOKENS),
-        "HF under no_grad": partial(hf_generate.__wrapped__, target, max_new_tokens=TOKENS),
+        HF: partial(hf_generate, target, settings=Settings(TOKENS, GREEDY)),
+        "HF under no_grad": partial(hf_generate.__wrapped__, target, settings=Settings(TOKENS, GREEDY)),
         "bare forward": partial(bare, target),
     }
     runs = interleave(runners, prompts, REPEATS, warmup, seed=0)

@@ -165,7 +165,7 @@ def other_trees(
     apart = -(-len(texts) // tuner.prompts) or 1
     by_head = {}
     for name, drafter in heads_of(drafters).items() if texts else ():
-        trees = simulate(tuner, target, drafter, texts[::apart]).trees
+        trees, _ = simulate(tuner, target, drafter, texts[::apart])
         costs = price(tuner, config, target, drafter, trees, texts[::apart]) if name in priced else {}
         by_head[name] = explained(trees, costs)
     return by_head

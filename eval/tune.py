@@ -20,7 +20,7 @@ from eval.measures.losslessness import gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import Measurement, Row
 from eval.tuning import costs as costing
-from eval.tuning.grid import SIZES, Simulated, Tried, distinct, halves, hopeful, simulate, sizes_for
+from eval.tuning.grid import SIZES, Tried, distinct, halves, hopeful, simulate, sizes_for
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.formats.hub import resolve_head
 from heads.formats.published import is_published
@@ -93,8 +93,7 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
     texts, drafter = [text for _, text in answered], HeadDrafter(head, saved_tree(folder, plan.tree), "head")
-    simulated = simulate(grid, target, drafter, texts)
-    trees = simulated.trees
+    trees, table = simulate(grid, target, drafter, texts)
     bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
     most = target.context - max(plan.sizes) - 1
     here = min(most, round(mean([text.start + text.generated / 2 for text in texts])))  # the workload's context
@@ -112,7 +111,7 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             best = fastest(candidates)
             done = keep(best.tree, run, folder, saved) if best and not results else ""
             results.append(AtBatch(batch, costs[batch], candidates, best, conclude(batch, candidates, done)))
-    return Tuning(settings_of(plan, target, simulated, engine), simulated.table.tolist(), contexts, results)
+    return Tuning(settings_of(plan, target, texts, engine), table.tolist(), contexts, results)
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
@@ -231,13 +230,14 @@ def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> 
     return f"written to {folder}"
 
 
-def settings_of(plan: TunePlan, target: Target, simulated: Simulated, engine: str) -> dict[str, Any]:
+def settings_of(plan: TunePlan, target: Target, texts: Sequence[Text], engine: str) -> dict[str, Any]:
     """Return the settings and the environment of a tuning."""
+    chosen, held = map(len, halves(texts))
     return {
         "run": plan.run,
         "target": target.name,
         "device": device_facts(target.device, target.dtype),
-        "texts": {"chosen": simulated.chosen, "held": simulated.held},
+        "texts": {"chosen": chosen, "held": held},
         "max_new_tokens": plan.decoding.max_new_tokens,
         "seed": plan.decoding.seed,
         "repeats": plan.repeats,

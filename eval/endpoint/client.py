@@ -31,7 +31,8 @@ class Request(NamedTuple):
 class Answer(NamedTuple):
     """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its passes.
 
-    `ttft_s` is None where the server does not stream, `passes` where the reply has no counts of drafts.
+    `ttft_s` is None where the server does not stream, `passes` where the server does not count those of each request.
+    `weight` is the share of its seconds that count, below 1 where requests are concurrent.
     """
 
     text: str
@@ -39,11 +40,22 @@ class Answer(NamedTuple):
     latency_s: float
     ttft_s: float | None
     passes: Passes | None
+    weight: float = 1.0
 
     @property
     def decoded(self) -> int:
         """Tokens after the prefill's one."""
         return max(self.tokens - 1, 0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the request to the last token."""
+        return self.latency_s * self.weight
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the last; None without streaming."""
+        return None if self.ttft_s is None else (self.latency_s - self.ttft_s) * self.weight
 
 
 class BatchResult(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eval.config import DecodingConfig, EndpointConfig, Selection
-from eval.endpoint.client import Request, Server, requests_of
-from eval.endpoint.rows import Runs, Timed, rows, text_gate
+from eval.endpoint.client import Answer, Request, Server, requests_of
+from eval.endpoint.rows import Runs, rows, text_gate
 from eval.inputs.workloads import Readable, Workload, gathered, prompt_counts
 from eval.live.interleaved import PLAIN, in_turns
 from eval.measures.losslessness import Gate, labelled
@@ -118,11 +118,12 @@ def _runs(
         server.send_all(job.warmup, settings, in_flight, name != PLAIN)
     passes: dict[str, list[Passes]] = {name: [] for name in servers}
 
-    def answer(name: str, batch: Sequence[int], _: int) -> list[Timed]:
+    def answer(name: str, batch: Sequence[int], _: int) -> list[Answer]:
         result = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, name != PLAIN)
         passes[name].append(result.passes)
         weight = result.wall_s / sum(one.latency_s for one in result.answers) if in_flight > 1 else 1.0
-        return [Timed(one, weight, result.passes if len(batch) == 1 else one.passes) for one in result.answers]
+        counts = [result.passes] if len(batch) == 1 else [one.passes for one in result.answers]
+        return [one._replace(weight=weight, passes=count) for one, count in zip(result.answers, counts, strict=True)]
 
     indices = range(len(job.prompts))
     answers = in_turns(list(servers), answer, [[i] for i in indices] if in_flight == 1 else [indices], repeats, seed)

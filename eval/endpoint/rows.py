@@ -19,51 +19,32 @@ from eval.measures.results import Measurement, Row, Subset
 SHOWN = 24  # characters of a text, from the first difference
 
 
-class Timed(NamedTuple):
-    """An answer, the weight of its seconds, and the counts of its passes, None if unknown."""
-
-    answer: Answer
-    weight: float
-    passes: Passes | None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the request to the last token."""
-        return self.answer.latency_s * self.weight
-
-    @property
-    def decode_s(self) -> float | None:
-        """Seconds from the first token to the last; None without streaming."""
-        first = self.answer.ttft_s
-        return None if first is None else (self.answer.latency_s - first) * self.weight
-
-
 class Runs(NamedTuple):
     """One server's answers to a workload: the repeats of each request, and the counts of passes of each batch."""
 
-    answers: list[list[Timed]]
+    answers: list[list[Answer]]
     passes: list[Passes]
 
     def texts(self) -> list[list[str]]:
         """Return the texts of every request's repeats."""
-        return [[run.answer.text for run in repeats] for repeats in self.answers]
+        return [[run.text for run in repeats] for repeats in self.answers]
 
     def requests(self) -> list[Request]:
         """Return each request as it was measured."""
         return [_measured(repeats) for repeats in self.answers]
 
 
-def _measured(repeats: Sequence[Timed]) -> Request:
+def _measured(repeats: Sequence[Answer]) -> Request:
     """Return a request with the times of its median repeat, the lower one of two, and the counts of all repeats."""
     run = sorted(repeats, key=lambda run: run.seconds)[(len(repeats) - 1) // 2]
     passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
     return Request(
         passes=together(passes) if len(passes) == len(repeats) else None,
-        decoding=None if run.decode_s is None else (run.answer.decoded, run.decode_s),
-        end_to_end=(run.answer.tokens, run.seconds),
+        decoding=None if run.decode_s is None else (run.decoded, run.decode_s),
+        end_to_end=(run.tokens, run.seconds),
         prefill_s=None if run.decode_s is None else run.seconds - run.decode_s,
         seconds=UNTIMED | {"other": sum(repeat.decode_s or 0.0 for repeat in repeats)},
-        waits={"latency_s": run.answer.latency_s, "ttft_s": run.answer.ttft_s},
+        waits={"latency_s": run.latency_s, "ttft_s": run.ttft_s},
     )
 
 
@@ -107,4 +88,4 @@ def _row(name: str, runs: Runs, requests: Sequence[Request], measurement: Measur
     rule = "none" if name == PLAIN else "greedy" if measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
     row = result(Source(name, rule, "none" if name == PLAIN else depths), measurement, subset, requests, total)
-    return replace(row, tokens=sum(run.answer.decoded for repeats in subset.of(runs.answers) for run in repeats))
+    return replace(row, tokens=sum(run.decoded for repeats in subset.of(runs.answers) for run in repeats))

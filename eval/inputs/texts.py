@@ -31,6 +31,11 @@ class Text:
     limit: int
 
     @property
+    def prompt(self) -> list[int]:
+        """The tokens before the answer."""
+        return self.token[: self.start]
+
+    @property
     def generated(self) -> int:
         """The number of the answer's tokens."""
         return len(self.token) - self.start
@@ -64,11 +69,6 @@ class RecordedText(NamedTuple):
     id: str
     category: str
     text: Text
-
-    @property
-    def prompt(self) -> list[int]:
-        """The tokens before the answer."""
-        return self.text.token[: self.text.start]
 
 
 def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:

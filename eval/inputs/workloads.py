@@ -60,7 +60,10 @@ class Workload(Generic[P]):
 
     def categories(self) -> dict[str, list[int]]:
         """Return the indices of each category's prompts; nothing where all are of one."""
-        return by_category([prompt.category for prompt in self.prompts])
+        indices: dict[str, list[int]] = {}
+        for index, prompt in enumerate(self.prompts):
+            indices.setdefault(prompt.category or "other", []).append(index)
+        return indices if len(indices) > 1 else {}
 
     def measurement(self, temperature: float, batch_size: int, seed: int, **more: Any) -> Measurement:
         """Return the settings that all rows of one measurement on it share."""
@@ -115,7 +118,7 @@ def read_log(name: str, reads: Reads, selection: Selection, most: int) -> Worklo
         return recorded(record, reads, turns, most)
 
     selection = replace(selection, warmup=0)
-    workload = gathered(name, selection, read, lambda entry: tuple(entry.prompt), lambda entry: entry)
+    workload = gathered(name, selection, read, lambda entry: tuple(entry.text.prompt), lambda entry: entry)
     return replace(workload, fresh=False)
 
 
@@ -190,14 +193,6 @@ def swapped(prompt: Prompt) -> Prompt:
     """Return another prompt of the same length: its second half before its first."""
     half = len(prompt.token) // 2
     return prompt._replace(id=f"{prompt.id} swapped", token=prompt.token[half:] + prompt.token[:half])
-
-
-def by_category(categories: Sequence[str]) -> dict[str, list[int]]:
-    """Return the indices of each category; nothing where there is only one."""
-    indices: dict[str, list[int]] = {}
-    for index, category in enumerate(categories):
-        indices.setdefault(category or "other", []).append(index)
-    return indices if len(indices) > 1 else {}
 
 
 def in_turn(records: Sequence[Indexed], count: int) -> list[Indexed]:

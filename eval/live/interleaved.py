@@ -66,13 +66,7 @@ def measure(
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
     if hf:
-        runners[HF] = partial(
-            hf_generate,
-            target,
-            max_new_tokens=settings.max_new_tokens,
-            penalty=settings.sampling.repetition_penalty,
-            min_new_tokens=settings.min_new_tokens,
-        )
+        runners[HF] = partial(hf_generate, target, settings=settings)
     return interleave(runners, prompts, repeats, warmup, settings.seed, resets)
 
 
@@ -205,9 +199,7 @@ def timed(run: Generation) -> Request:
 
 
 @torch.inference_mode()
-def hf_generate(
-    target: Target, prompt: list[int], max_new_tokens: int, penalty: float = 1.0, min_new_tokens: int = 0
-) -> Generation:
+def hf_generate(target: Target, prompt: list[int], settings: Settings) -> Generation:
     """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
 
     `generate` does not report the end of its prefill. A second call that stops after one token does the prefill and
@@ -216,9 +208,10 @@ def hf_generate(
     It runs under inference mode, as our engine does, which is faster than its own `no_grad`: no operation then pays for
     the bookkeeping of autograd.
     """
+    penalty = settings.sampling.repetition_penalty
     _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
-    most = min(max_new_tokens, target.context - len(prompt))
-    tokens, total_s = _timed_generate(target, prompt, most, penalty, min(min_new_tokens, most))
+    most = min(settings.max_new_tokens, target.context - len(prompt))
+    tokens, total_s = _timed_generate(target, prompt, most, penalty, min(settings.min_new_tokens, most))
     decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
     finish = "eos" if tokens[-1] in target.eos else "length"
     sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)

@@ -37,7 +37,7 @@ def play(drafter: Drafter, text: Text) -> Request:
     accepted: list[int] = []
     rng = Generator(0, torch.device("cpu"))  # none of them draws
     begin = time.perf_counter()
-    state = drafter.start(text.token[: text.start])
+    state = drafter.start(text.prompt)
     spent += time.perf_counter() - begin
     while written < text.generated:
         end = text.start + written

@@ -62,7 +62,7 @@ class Playback(Drafter):
         deepest = max((tree.deepest for tree in measured), default=max(sizes))
         self.target, self.inner = target, head
         self.feature_layers = () if head is None else head.feature_layers
-        self.texts = {tuple(text.token[: text.start]): text for text in texts}
+        self.texts = {tuple(text.prompt): text for text in texts}
         self.next_tree = rotation(measured, shuffle)
         self.next_size, self.next_accepted = rotation(sizes, shuffle), rotation(range(deepest + 1), shuffle)
         self.size = 0
@@ -208,7 +208,7 @@ def decode(
     while True:
         while batch.free:
             number, text = next(waiting)
-            batch.admit(number, text.token[: text.start], settings)
+            batch.admit(number, text.prompt, settings)
         begin()
         sessions = [sequence.session for sequence in batch.running]
         batch.step()

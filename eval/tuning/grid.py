@@ -5,7 +5,7 @@ Half of the texts choose, the others are held back.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -90,19 +90,6 @@ def proposed(
     return {name: trees for name, trees in families.items() if trees}
 
 
-def tried(families: Families, chosen: Sequence[Record], held: Sequence[Record]) -> list[Tried]:
-    """Replay both halves of the texts with every tree."""
-
-    def all_of(records: Sequence[Record], tree: TreeConfig) -> list[Replayed]:
-        return [Replayed(replay(record, tree), record.text.generated - 1) for record in records]
-
-    return [
-        Tried(family, tree, all_of(chosen, tree), all_of(held, tree))
-        for family, trees in families.items()
-        for tree in trees
-    ]
-
-
 def distinct(trees: Sequence[Tried]) -> list[TreeConfig]:
     """Return one tree of those that cost the same to draft."""
     return list({draft_key(one.tree): one.tree for one in trees}.values())
@@ -129,27 +116,27 @@ def sizes_for(trees: Sequence[Tried], sizes: Sequence[int]) -> list[int]:
     return sorted({largest, *(size for size in sizes if size <= largest)})
 
 
-class Simulated(NamedTuple):
-    """Trees with their simulated steps; the head's own is of the family OWN.
+def simulate(
+    grid: TunerConfig, target: Target, drafter: HeadDrafter, texts: Sequence[Text]
+) -> tuple[list[Tried], Float[Tensor, "D K"]]:
+    """Simulate every tree along the texts that the target wrote greedily, behind a progress bar.
 
-    `table` is the acceptance by depth and rank on the texts to choose by; `chosen` and `held` count the texts.
+    Returns:
+        The trees, of which the head's own is of the family OWN; and the acceptance by depth and rank on the texts to
+        choose by.
     """
-
-    trees: list[Tried]
-    table: Float[Tensor, "D K"]
-    chosen: int
-    held: int
-
-
-def simulate(grid: TunerConfig, target: Target, drafter: HeadDrafter, texts: Sequence[Text]) -> Simulated:
-    """Simulate every tree along the texts that the target wrote greedily, behind a progress bar."""
     current, head = drafter.policy, drafter.head
     deepest = min(head.max_depth, max(current.deepest, *grid.depths))
     largest = unlimited(grid, current, deepest)
     chosen, held = halves([record(target, head, text, largest, deepest) for text in progress(texts, "simulating")])
     table = acceptance(torch.tensor([ranks for text in chosen for ranks in text.rank]), max(grid.top_k))
-    trees = tried(proposed(grid, table, current, deepest, target.takes_trees), chosen, held)
-    return Simulated(trees, table, len(chosen), len(held))
+
+    def replays(records: Sequence[Record], tree: TreeConfig) -> list[Replayed]:
+        return [Replayed(replay(record, tree), record.text.generated - 1) for record in records]
+
+    families = proposed(grid, table, current, deepest, target.takes_trees)
+    pairs = [(family, tree) for family, trees in families.items() for tree in trees]
+    return [Tried(family, tree, replays(chosen, tree), replays(held, tree)) for family, tree in pairs], table
 
 
 def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from data.text.records import parse
-from eval.endpoint.client import Answer, requests_of
+from eval.endpoint.client import Answer, Request, requests_of
 from eval.endpoint.counters import verified
-from eval.endpoint.rows import Runs, Timed, differs, rows, text_gate
-from eval.inputs.workloads import by_category
+from eval.endpoint.rows import Runs, differs, rows, text_gate
+from eval.inputs.workloads import Workload
 from eval.measures.losslessness import Gate
 from eval.measures.results import Measurement
 from eval.report.reading import read_report, report_of
@@ -206,7 +206,7 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
     drafts = verified(5, 10, 5, (5,))
 
     def runs(latency_s: float) -> Runs:
-        return Runs([[Timed(Answer("x", 11, latency_s, 1.0, drafts), 1.0, drafts)] for _ in range(4)], [drafts] * 4)
+        return Runs([[Answer("x", 11, latency_s, 1.0, drafts)] for _ in range(4)], [drafts] * 4)
 
     _, row = rows({"plain": runs(5.0), "endpoint": runs(2.0)}, {"endpoint": Gate(4, 4, 0, 0)}, session)
     assert (row.tokens_per_second, row.speedup, row.speedup_ci) == (10.0, 4.0, (4.0, 4.0))
@@ -216,5 +216,8 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
 
 
 def test_requests_without_a_category_join_those_of_the_category_other() -> None:
-    assert by_category(["", "a", "other"]) == {"other": [0, 2], "a": [1]}
-    assert by_category(["", "other"]) == {}
+    def categories(*names: str) -> dict[str, list[int]]:
+        return Workload("", "", [Request("", name, "", {}) for name in names], [], False, [], 0).categories()
+
+    assert categories("", "a", "other") == {"other": [0, 2], "a": [1]}
+    assert categories("", "other") == {}

@@ -19,6 +19,7 @@ from heads.common.typed import typed
 from inference.decode import Generation, Settings
 from inference.drafters.registry import SOURCES
 from inference.target.config import model_config
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.small import SIZE, small, words
 
@@ -65,7 +66,7 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
 
 
 def test_the_toy_output_is_varied(runs: Path) -> None:
-    assert toys.lively(hf_generate(toys.target(), toys.prompt(0, 12), 24).tokens)
+    assert toys.lively(hf_generate(toys.target(), toys.prompt(0, 12), Settings(24, GREEDY)).tokens)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
