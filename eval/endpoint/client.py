@@ -58,14 +58,6 @@ class Answer(NamedTuple):
         return None if self.ttft_s is None else (self.latency_s - self.ttft_s) * self.weight
 
 
-class BatchResult(NamedTuple):
-    """Result of concurrent requests: their answers, the seconds for all, and the passes of all."""
-
-    answers: list[Answer]
-    wall_s: float
-    passes: Passes
-
-
 def requests_of(record: Record | Prompt | TokenLog, turns: str, chat: bool) -> Iterator[Request]:
     """Yield a record's requests: its first question, or every question behind the messages before it.
 
@@ -117,7 +109,7 @@ class Server:
         secret = os.environ.get(config.api_key_env)
         self.root = Client(self.url, once, secret, key, "client")
         self.client = Client(self.url + API, once, secret, key, "client")
-        self.model, self.context = self.client.served()
+        self.model, _ = self.client.served()
         counters = self.counters()
         self.engine = counters.engine if counters is not None else ""
 
@@ -167,8 +159,8 @@ class Server:
 
     def send_all(
         self, requests: Sequence[Request], settings: Mapping[str, Any], in_flight: int, drafts: bool
-    ) -> BatchResult:
-        """Send requests, `in_flight` at a time, with the fields that their bodies share, and count accepted drafts.
+    ) -> tuple[list[Answer], Passes]:
+        """Send requests, `in_flight` at a time, with the fields that their bodies share; return answers and all passes.
 
         Without `drafts` the server does not speculate, and a forward pass commits one token.
 
@@ -186,22 +178,23 @@ class Server:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         wall = time.perf_counter() - begin
-        passes = [answer.passes for answer in answers if answer.passes is not None]
-        decoded = sum(answer.decoded for answer in answers)
+        weight = wall / sum(answer.latency_s for answer in answers) if in_flight > 1 else 1.0
+        answers = [answer._replace(weight=weight) for answer in answers]
         if not drafts:
-            if passes:
+            if any(answer.passes is not None for answer in answers):
                 raise ValueError(self._speculates())
-            plain = [answer._replace(passes=verified(answer.decoded, 0, 0, ())) for answer in answers]
-            return BatchResult(plain, wall, verified(decoded, 0, 0, ()))
+            answers = [answer._replace(passes=verified(answer.decoded, 0, 0, ())) for answer in answers]
+        passes = [answer.passes for answer in answers if answer.passes is not None]
         if len(passes) == len(answers):
-            return BatchResult(answers, wall, together(passes))
+            return answers, together(passes)
         if before is None:
             raise ValueError(
                 f"{self.url}/metrics has no counters of vLLM's or SGLang's: start vLLM without --disable-log-stats, "
                 "SGLang with --enable-metrics"
             )
-        after = self._counters_after(before, len(answers), decoded)
-        return BatchResult(answers, wall, between(before, after, decoded))
+        decoded = sum(answer.decoded for answer in answers)
+        total = between(before, self._counters_after(before, len(answers), decoded), decoded)
+        return ([answers[0]._replace(passes=total)] if len(answers) == 1 else answers), total
 
     def refuse_drafts(self) -> None:
         """Raise a ValueError where the server, which is to be a baseline, counts drafts."""

@@ -119,11 +119,9 @@ def _runs(
     passes: dict[str, list[Passes]] = {name: [] for name in servers}
 
     def answer(name: str, batch: Sequence[int], _: int) -> list[Answer]:
-        result = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, name != PLAIN)
-        passes[name].append(result.passes)
-        weight = result.wall_s / sum(one.latency_s for one in result.answers) if in_flight > 1 else 1.0
-        counts = [result.passes] if len(batch) == 1 else [one.passes for one in result.answers]
-        return [one._replace(weight=weight, passes=count) for one, count in zip(result.answers, counts, strict=True)]
+        answers, counts = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, name != PLAIN)
+        passes[name].append(counts)
+        return answers
 
     indices = range(len(job.prompts))
     answers = in_turns(list(servers), answer, [[i] for i in indices] if in_flight == 1 else [indices], repeats, seed)
