@@ -65,10 +65,12 @@ class Workload(Generic[P]):
             indices.setdefault(prompt.category or "other", []).append(index)
         return indices if len(indices) > 1 else {}
 
-    def measurement(self, temperature: float, batch_size: int, seed: int, **more: Any) -> Measurement:
-        """Return the settings that all rows of one measurement on it share."""
-        groups = {"categories": self.categories(), "conversations": self.conversations}
-        return Measurement(self.name, temperature, batch_size, seed=seed, **{"memory_bytes": 0, **groups, **more})
+    def measurement(
+        self, temperature: float, batch_size: int, seed: int, memory_bytes: int = 0, **more: Any
+    ) -> Measurement:
+        """Return the settings that all rows of one measurement on it share; `more` are further fields."""
+        groups: dict[str, Any] = {"categories": self.categories(), "conversations": self.conversations}
+        return Measurement(self.name, temperature, batch_size, memory_bytes, seed, **groups, **more)
 
 
 def prompt_counts(workloads: Sequence[Workload[Any]], repeated: str) -> dict[str, Any]:

@@ -134,8 +134,7 @@ def chi_square_test(
     alpha: float,
 ) -> tuple[ChiSquareTest | None, str]:
     """Sample next tokens after a few prefixes, and test them against the target's probs there; or say why not."""
-    prefixes = [_prefix(target, drafter, *text, settings) for text in candidates]
-    usable = [prefix for prefix in prefixes if prefix.usable(tv)]
+    usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings)).usable(tv)]
     if any(prefix.proposal.q is not None for prefix in usable) and not drafter.redraws:
         return None, "no draws: its drafts are drawn by a model with a state of its own"
     prefixes = sorted(usable, key=Prefix.drafted, reverse=True)[:PREFIXES]
