@@ -19,7 +19,7 @@ from eval.inputs.workloads import Workload, check_known, read_log
 from eval.measures.builder import Request, Source, text_results
 from eval.measures.metrics import Passes, counted, median_run
 from eval.measures.results import REPLAY, TEACHER_FORCED, Row
-from eval.offline import replay
+from eval.offline.replay import RULE, play
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
 from eval.offline.teacher_forced import replay as steps_of
 from eval.tuning.grid import simulate
@@ -105,16 +105,22 @@ def within_context(text: Text, id_: str, name: str, target: Target, truncate: bo
 
 
 def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence[Material]) -> list[Row]:
-    """Return the rows of the sources that read text alone, warm and cold, within the budget."""
+    """Return the rows of the sources that read text alone, warm and cold, within the budget.
+
+    One that remembers meets the texts of a workload in their order, beginning with nothing.
+    """
     given = {name: options for name, options in config.drafter.items() if reads_text_alone(name, options)}
     drafters = {name: make_reading(name, options, reads) for name, options in given.items()}
-    sources = list(in_states(drafters, config.cold, config.budget).values())
+    sources = in_states(drafters, config.cold, config.budget)
     rows: list[Row] = []
     for material in materials:
         if not material.by_target and material.temperature != materials[0].temperature:
             continue  # a recorded text does not depend on the temperature
         measurement = material.workload.measurement(material.temperature, 1, seed, tier=REPLAY)
-        rows += replay.replayed(sources, material.texts, measurement)
+        for drafter in sources.values():
+            drafter.reset()
+            requests = [play(drafter, text) for text in material.texts]
+            rows += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), measurement, requests)
     return rows
 
 

@@ -6,7 +6,7 @@ covered by sampling: many verifications after fixed prefixes, whose first tokens
 As many samples of a rule that is known to be broken, which samples from p again after a rejection, must fail that test.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ def sampled_gates(
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(target, drafters, prompts, coupled, size) for size in all_sizes}
     plain, verdicts = runs[1][PLAIN], []
-    candidates = list(texts(prompts, plain))
+    candidates = texts(prompts, plain)
     for name, drafter in drafters.items():
         equal = {size: coupled_check(target, plain, run[name], prompts, coupled) for size, run in runs.items()}
         failed_at = next((size for size, check in equal.items() if check.failed), None)
@@ -112,16 +112,15 @@ def race_gap(target: Target, prompt: list[int], answer: list[int], how: Settings
     return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
-def texts(prompts: Sequence[Prompt], plain: Sequence[Generation]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield prompts with their answers up to the token of the smallest logit gap, those of the smallest gap first."""
+def texts(prompts: Sequence[Prompt], plain: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
+    """Return prompts with their answers up to the token of the smallest logit gap, those of the smallest gap first."""
     prefixes = []
     for prompt, run in zip(prompts, plain, strict=True):
         gaps = run.gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
             at = min(range(len(gaps)), key=gaps.__getitem__) + 1
             prefixes.append((run.gaps[at], prompt.token, run.tokens[:at]))
-    for _, prompt_tokens, answer in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]:
-        yield prompt_tokens, answer
+    return [(prompt, answer) for _, prompt, answer in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]]
 
 
 @torch.inference_mode()
