@@ -55,7 +55,11 @@ class TunerConfig:
     batch_sizes: list[Count]
 
     def __post_init__(self) -> None:
-        """Raise a ValueError where a list that must have a number has none."""
+        """Check that the lists of which one value at least is tried have one.
+
+        Raises:
+            ValueError: naming the key.
+        """
         for key in ("depths", "top_k", "nodes", "batch_sizes"):
             if not getattr(self, key):
                 raise ValueError(f"tuner.{key} is empty: give at least one number")
@@ -282,7 +286,11 @@ def eval_config(**values: Any) -> EvalConfig:
 
 
 def items_of(key: str, value: Any, right: Callable[[Any], bool], remedy: str) -> list[Any]:
-    """Return a value or a list of values as a list; raise a ValueError where it is empty or an item is not right."""
+    """Return a value or a list of values as a list.
+
+    Raises:
+        ValueError: the list is empty, or an item is not right; with the key and the remedy.
+    """
     items = value if isinstance(value, list) else [value]
     if not items or not all(map(right, items)):
         raise ValueError(f"{key} is {value!r}: {remedy}")

@@ -197,7 +197,11 @@ class Server:
         return ([answers[0]._replace(passes=total)] if len(answers) == 1 else answers), total
 
     def refuse_drafts(self) -> None:
-        """Raise a ValueError where the server, which is to be a baseline, counts drafts."""
+        """Check that the server, as a baseline, counts no drafts.
+
+        Raises:
+            ValueError: it does: it speculates.
+        """
         counters = self.counters()
         if counters is not None and counters.drafts is not None:
             raise ValueError(self._speculates())

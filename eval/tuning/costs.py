@@ -151,14 +151,12 @@ def measure(
     """Measure the costs on recorded texts, alternating a few passes of the autoregressive baseline and of playback.
 
     Args:
-        target: the target that wrote them.
+        target: the target that wrote the texts, under the same settings.
         head: the draft head as a draft source. None: a draft that costs nothing.
-        texts: the texts to decode again.
+        texts: the texts to decode again, `batch` of them side by side in every pass.
         measured: the trees whose proposals are timed; none without a head.
         sizes: the numbers of drafted nodes whose verification is timed; 0 is an autoregressive step.
         samples: the fewest samples of each.
-        settings: those that the texts were written under.
-        batch: sequences decoded side by side, in every pass.
     """
     player = Playback(target, head, texts, measured, sizes, settings.seed)
     verify: Samples = defaultdict(list)
