@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from eval.inputs.workloads import load_workload, swapped
-from eval.live.hf import hf_generate
-from eval.live.interleaved import HF, PLAIN, interleave, medians
+from eval.live.interleaved import HF, PLAIN, hf_generate, interleave, medians
 from eval.measures import metrics
 from eval.measures.machine import device_facts, synchronize
 from heads.common.target_config import cache_argument
@@ -55,8 +54,8 @@ def main() -> None:
     warmup = [swapped(prompt) for prompt in prompts[-2:]]
     runners = {
         PLAIN: partial(autoregress, target, settings=Settings(TOKENS, GREEDY)),
-        HF: partial(hf_generate, target, max_new_tokens=TOKENS),
-        "HF under no_grad": partial(hf_generate.__wrapped__, target, max_new_tokens=TOKENS),
+        HF: partial(hf_generate, target, settings=Settings(TOKENS, GREEDY)),
+        "HF under no_grad": partial(hf_generate.__wrapped__, target, settings=Settings(TOKENS, GREEDY)),
         "bare forward": partial(bare, target),
     }
     runs = interleave(runners, prompts, REPEATS, warmup, seed=0)

@@ -1,14 +1,15 @@
-"""The types of conf/eval.yaml, and the checks of its values."""
+"""The types of conf/eval.yaml, and the checks of its values; what each key means stands there beside its value."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
 
 from data.answers.client import check_url
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, TIERS
-from heads.common.ranges import Count, NewTokens, Number
+from heads.common.ranges import Amount, Count, NewTokens, Number, OneOf, Positive, Within
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from inference.decode import Settings
@@ -17,6 +18,7 @@ from inference.verification.sample import Sampling
 from inference.verification.verify import check_rule, is_lossy
 
 AUTO, OWN, RECORDED = TEXTS = ("auto", "own", "recorded")
+API = "/v1"  # the path of an endpoint's API
 TURNS = ("first", "all")
 # Keys that an endpoint decides itself or does not support, each with the only value that is allowed with one.
 NEUTRAL: dict[str, Any] = {
@@ -27,31 +29,14 @@ NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Client settings of a served endpoint.
-
-    Attributes:
-        model: the name that it serves the target by; None takes the only one there is.
-        chat: send chats as chats; otherwise the user's words as a text to continue, for a model without a template.
-        timeout: seconds for one reply, to its last byte.
-        patience: seconds that its metrics may lag behind its answers.
-        api_key_env: the environment variable with the key; unset, none is sent.
-        extra: further fields of every request.
-    """
+    """Client settings of a served endpoint."""
 
     model: str | None
     chat: bool
-    timeout: float
-    patience: float
+    timeout: Positive
+    patience: Amount
     api_key_env: str
     extra: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        """Refuse times that are not positive."""
-        if self.timeout <= 0 or self.patience < 0:
-            raise ValueError(
-                f"client.timeout={self.timeout:g}, client.patience={self.patience:g}: the first must be positive, the "
-                "second not negative"
-            )
 
 
 @dataclass(frozen=True)
@@ -61,16 +46,16 @@ class TunerConfig:
     `prompts` and `batch_sizes` are the report's: the texts along which it simulates trees, and the sizes it prices.
     """
 
-    depths: list[int]
-    top_k: list[int]
-    nodes: list[int]
-    contexts: list[int]
-    samples: int
-    prompts: int
-    batch_sizes: list[int]
+    depths: list[Count]
+    top_k: list[Count]
+    nodes: list[Count]
+    contexts: list[Count]
+    samples: Count
+    prompts: Count
+    batch_sizes: list[Count]
 
     def __post_init__(self) -> None:
-        """Check that no list is empty and no number below 1.
+        """Check that the lists of which one value at least is tried have one.
 
         Raises:
             ValueError: naming the key.
@@ -78,9 +63,6 @@ class TunerConfig:
         for key in ("depths", "top_k", "nodes", "batch_sizes"):
             if not getattr(self, key):
                 raise ValueError(f"tuner.{key} is empty: give at least one number")
-        for key in ("depths", "top_k", "nodes", "contexts", "samples", "prompts", "batch_sizes"):
-            if any(value < 1 for value in listed(getattr(self, key))):
-                raise ValueError(f"tuner.{key} is {getattr(self, key)}: give numbers of 1 or more")
 
     def within(self, context: int) -> "TunerConfig":
         """Return the configuration with the trees only that fit into a target's context with their root."""
@@ -101,19 +83,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SourcesConfig:
-    """Draft sources to measure.
-
-    Attributes:
-        drafter: the draft sources by name, each with its options: head, plain, or a file of conf/drafter/.
-        run: a run's folder or a list of them; None for autoregressive decoding alone.
-        compare: further runs of the same target; or, without a run, reports to put side by side: paths in .json.
-        tree: overrides of each head's own tree.
-        cold: whether sources that remember past requests have a second row, in which they start every request cold.
-        budget: the greatest depth of any source's drafts; None: no limit but its own.
-    """
+    """Draft sources to measure: by name, each with its options, which are those of a file of conf/drafter/."""
 
     drafter: dict[str, Any]
-    run: Any
+    run: Any  # a run's folder, a list of them, or None
     compare: list[str]
     tree: dict[str, Any]
     cold: bool
@@ -121,8 +94,7 @@ class SourcesConfig:
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""
-        runs: list[str] = listed(self.run)
-        return runs
+        return list(listed(self.run))
 
     def reports(self) -> list[str]:
         """Return the reports to put side by side: the paths in `compare` with the suffix .json."""
@@ -131,50 +103,30 @@ class SourcesConfig:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which prompts of a workload to take.
-
-    Attributes:
-        prompts: the number of prompts, at most; with all turns a dialogue gives several.
-        warmup: the number of further prompts that run before anything counts.
-        truncate: shorten prompts that leave no room in the context to their end, rather than refuse them.
-        turns: of dialogues, the first questions alone or all.
-        balanced: take as many of each category as there are, rather than the first ones.
-    """
+    """Which prompts of a workload to take."""
 
     prompts: Count
     warmup: Number
     truncate: bool
-    turns: str
+    turns: Annotated[str, OneOf(TURNS)]
     balanced: bool
 
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """Decoding settings of the prompts.
-
-    Attributes:
-        max_new_tokens, min_new_tokens: the greatest and the smallest length of an answer.
-        temperature: a number or a list of them; the losslessness check always runs at 0.
-        top_k, top_p, min_p: filters at temperatures above 0.
-        repetition_penalty: of tokens in the prompt or the answer, at temperature 0 too.
-        rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
-        lossy: whether a rule may change the target's distribution; its rows then have no speedup.
-        batch_size: sequences in one target pass: a number or a list of them.
-        request_rate: requests a second, arriving at random; None: each starts when another finishes. Or a list.
-        seed: of sampling, of arrivals, of the order of measurement and of the intervals.
-    """
+    """Decoding settings of the prompts."""
 
     max_new_tokens: NewTokens
     min_new_tokens: int
-    temperature: Any
+    temperature: Any  # a number or a list of them
     top_k: int
     top_p: float
     min_p: float
     repetition_penalty: float
     rule: str
     lossy: bool
-    batch_size: Any
-    request_rate: Any
+    batch_size: Any  # likewise
+    request_rate: Any  # a number, None, or a list of them
     seed: Number
 
     @property
@@ -184,22 +136,26 @@ class DecodingConfig:
 
     def temperatures(self) -> list[float]:
         """Return the temperatures as a list."""
-        return numbers("temperature", self.temperature)
+        temperatures = items_of("temperature", self.temperature, is_number, "give a number, or a list of them")
+        return [float(temperature) for temperature in temperatures]
 
     def batch_sizes(self) -> list[int]:
         """Return the batch sizes as a list."""
-        sizes = numbers("batch_size", self.batch_size)
-        if any(size < 1 or size != int(size) for size in sizes):
-            raise ValueError(f"batch_size is {self.batch_size!r}: give 1 or more, whole numbers")
+
+        def counts(size: Any) -> bool:
+            return is_number(size) and size >= 1 and size == int(size)
+
+        sizes = items_of("batch_size", self.batch_size, counts, "give 1 or more, whole numbers")
         return [int(size) for size in sizes]
 
     def request_rates(self) -> list[float | None]:
         """Return the request rates as a list; None where requests do not arrive at a rate."""
-        rates = [None] if self.request_rate is None else listed(self.request_rate)
-        if not rates or not all(rate is None or _is_rate(rate) for rate in rates):
-            raise ValueError(
-                f"request_rate is {self.request_rate!r}: give requests a second, a number above 0, or null, or a list"
-            )
+
+        def is_rate(rate: Any) -> bool:
+            return rate is None or (is_number(rate) and 0 < rate < math.inf)
+
+        remedy = "give requests a second, a number above 0, or null, or a list"
+        rates = items_of("request_rate", self.request_rate, is_rate, remedy)
         return [None if rate is None else float(rate) for rate in rates]
 
     def sampling(self, temperature: float) -> Sampling:
@@ -221,13 +177,7 @@ class DecodingConfig:
 
 @dataclass(frozen=True)
 class EndpointConfig:
-    """A served model that is measured instead of run and drafter.
-
-    Attributes:
-        endpoint: its URL; None for none.
-        baseline: the URL of the same model served without speculation.
-        client: client settings of both.
-    """
+    """A served model that is measured instead of run and drafter, and its baseline, by their URLs."""
 
     endpoint: str | None
     baseline: str | None
@@ -236,38 +186,19 @@ class EndpointConfig:
 
 @dataclass(frozen=True)
 class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
-    """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs.
+    """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
 
-    Attributes:
-        workload: a name, a file or a Hub data set, or a list of them, each with as many prompts; None for the run's own
-            held-out prompts, else the model's `prompts`.
-        out: folder of the report; None for the first run's.
-        model: overrides of the first run's `model`; None overrides nothing.
-        dtype: the dtype in which speed is measured.
-        gate_dtype: the dtype in which tokens are compared with those of autoregressive decoding.
-        gate_tv: the total variation that the chi-square test above temperature 0 must detect.
-        engine: engine settings, of the baseline and of speculative decoding.
-        repeats: timed passes over the prompts.
-        hf: whether HF generate is timed too.
-        tier: the tiers to measure: `live`, `teacher_forced`, `replay`, or a list of them.
-        text: text of the tiers without a clock: the target's `own` answers, or the workload's `recorded` ones; auto:
-            recorded where no target is loaded, else own.
-        tune: find the head's best tree at every batch size and write that of the smallest into its config, instead
-            of a report.
-        tuner: the values tried for that.
-    """
-
-    workload: Any
+    workload: Any  # a name, a list of them, or None
     out: str | None
     model: dict[str, Any]
-    dtype: str
-    gate_dtype: str
-    gate_tv: float
+    dtype: Annotated[str, OneOf(("auto", *DTYPES))]
+    gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    gate_tv: Annotated[float, Within(0, 1, above=True, below=True)]
     engine: EngineConfig
     repeats: Count
     hf: bool
-    tier: Any
-    text: str
+    tier: Any  # one of TIERS or a list of them
+    text: Annotated[str, OneOf(TEXTS)]
     tune: bool
     tuner: TunerConfig
 
@@ -279,12 +210,9 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
         """
         if not self.drafter:
             raise ValueError("drafter is empty: name at least one draft source, or plain")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype is {self.dtype!r}: choose auto, {', '.join(DTYPES)}")
-        if self.gate_dtype not in DTYPES:
-            raise ValueError(f"gate_dtype is {self.gate_dtype!r}: choose {', '.join(DTYPES)}")
-        if not all(isinstance(run, str) for run in listed(self.run)):
-            raise ValueError(f"run is {self.run!r}: give a run's folder, or a list of them")
+        for key, kind in (("run", "a run's folder"), ("workload", "a name, a file or a Hub data set")):
+            if not all(isinstance(name, str) for name in listed(getattr(self, key))):
+                raise ValueError(f"{key} is {getattr(self, key)!r}: give {kind}, or a list of them")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens is {self.min_new_tokens}: give 0 to max_new_tokens, which is {self.max_new_tokens}"
@@ -293,9 +221,8 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
         for temperature in self.temperatures():
             self.sampling(temperature)
         self.batch_sizes()
-        self._check_compare()
         self.request_rates()
-        self._check_protocol()
+        self._check_compare()
         self._check_tiers()
         check_endpoint(self)
         if self.tune:
@@ -313,20 +240,10 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
         if repeated := sorted({file for file in reports if reports.count(file) > 1}):
             raise ValueError(f"compare names {', '.join(repeated)} twice: leave one out")
 
-    def _check_protocol(self) -> None:
-        if self.turns not in TURNS:
-            raise ValueError(f"turns is {self.turns!r}: choose {' or '.join(TURNS)}")
-        if not 0 < self.gate_tv < 1:
-            raise ValueError(f"gate_tv is {self.gate_tv}: give a number between 0 and 1")
-        if not all(isinstance(name, str) for name in listed(self.workload)):
-            raise ValueError(f"workload is {self.workload!r}: give a name, a file or a Hub data set, or a list of them")
-
     def _check_tiers(self) -> None:
         tiers = listed(self.tier)
         if not tiers or not set(tiers) <= set(TIERS) or len(set(tiers)) < len(tiers):
             raise ValueError(f"tier is {self.tier!r}: choose {', '.join(TIERS)}, or a list of them, each once")
-        if self.text not in TEXTS:
-            raise ValueError(f"text is {self.text!r}: choose {', '.join(TEXTS)}")
         if tiers == [LIVE] and self.text == RECORDED:
             raise ValueError("text=recorded is for tiers without a clock: add replay or teacher_forced to tier=live")
         if TEACHER_FORCED in tiers and LIVE not in tiers and not self.lawful:
@@ -363,28 +280,26 @@ class EvalConfig(SourcesConfig, Selection, DecodingConfig, EndpointConfig):
 
 def eval_config(**values: Any) -> EvalConfig:
     """Return conf/eval.yaml's evaluation with these values instead of its own, for callers without Hydra."""
-    defaults = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "eval.yaml"))
-    assert isinstance(defaults, dict)
-    values = {"drafter": {"head": {}}} | values
-    return typed(
-        EvalConfig, {str(key): value for key, value in defaults.items() if key not in ("defaults", "hydra")} | values
-    )
+    defaults: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "eval.yaml"))
+    values = {**defaults, "drafter": {"head": {}}, **values}
+    return typed(EvalConfig, {key: value for key, value in values.items() if key not in ("defaults", "hydra")})
 
 
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def numbers(key: str, value: Any) -> list[float]:
-    """Return a number or a list of numbers as a list.
+def items_of(key: str, value: Any, right: Callable[[Any], bool], remedy: str) -> list[Any]:
+    """Return a value or a list of values as a list.
 
     Raises:
-        ValueError: it is neither, or empty.
+        ValueError: the list is empty, or an item is not right; with the key and the remedy.
     """
-    items = listed(value)
-    if not items or not all(isinstance(item, int | float) and not isinstance(item, bool) for item in items):
-        raise ValueError(f"{key} is {value!r}: give a number, or a list of them")
-    return [float(item) for item in items]
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(map(right, items)):
+        raise ValueError(f"{key} is {value!r}: {remedy}")
+    return items
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; YAML's true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_endpoint(config: EvalConfig) -> None:
@@ -400,7 +315,7 @@ def check_endpoint(config: EvalConfig) -> None:
     for key in ("endpoint", "baseline"):
         if (url := getattr(config, key)) is not None:
             check_url(key, url)
-    if config.baseline is not None and _base_url(config.baseline) == _base_url(config.endpoint):
+    if config.baseline is not None and base_url(config.baseline) == base_url(config.endpoint):
         raise ValueError("baseline is the endpoint itself: serve the model without speculation at another port")
     given = [key for key, neutral in NEUTRAL.items() if getattr(config, key) != neutral]
     given += ["model"] * any(value is not None for value in config.model.values())
@@ -416,8 +331,9 @@ def check_endpoint(config: EvalConfig) -> None:
         )
 
 
-def _base_url(url: str) -> str:
-    return url.rstrip("/").removesuffix("/v1")
+def base_url(url: str) -> str:
+    """Return an endpoint's URL without the path of its API."""
+    return url.rstrip("/").removesuffix(API)
 
 
 def listed(value: Any) -> list[Any]:

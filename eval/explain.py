@@ -11,8 +11,7 @@ from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text
 from eval.measures.cost_model import Costs, Prediction, cycled, predict, stops_paying
 from eval.tuning import costs as costing
-from eval.tuning.grid import OWN, Tried, distinct, sizes_for
-from eval.tuning.simulated import SIZES
+from eval.tuning.grid import OWN, SIZES, Tried, distinct, sizes_for
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target

@@ -2,23 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from data.text.prompts import Prompt
-from eval.config import DecodingConfig, SourcesConfig
-from eval.inputs.drafters import Drafters, load_drafters
-from eval.inputs.states import in_states
+from eval.config import DecodingConfig
+from eval.inputs.drafters import Drafters
 from eval.live.interleaved import HF, PLAIN, Runs, decoded_once, medians
 from eval.live.sampled import sampled_gates
 from eval.measures.losslessness import EPSILON, Gate, SampledGate, divergence, gate, labelled
 from inference.decode import Settings, autoregress
 from inference.target.target import Target
 from inference.verification.verify import is_lossy
-
-
-def sources(config: SourcesConfig, target: Target) -> Drafters:
-    """Return the draft sources to evaluate, warm and cold, within the budget."""
-    return in_states(load_drafters(config, target), config.cold, config.budget)
 
 
 def check(
@@ -35,8 +30,7 @@ def check(
     settings, ids = config.settings(0.0, gaps=True), [prompt.id for prompt in prompts]
     gates = {}
     for size in sorted({1, *sizes}):
-        given = drafters if size in sizes else {}
-        runs = decoded_once(target, given, prompts, settings, size)
+        runs = decoded_once(target, drafters if size in sizes else {}, prompts, settings, size)
         if size == 1:
             alone = runs.pop(PLAIN)
         for name, runs_of in runs.items():
@@ -59,20 +53,19 @@ def agreement(
     """
     middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
     plain, epsilon = middle.pop(PLAIN), EPSILON.get(target.dtype, 0.0)
+
+    @cache
+    def gap(index: int, position: int) -> float:
+        """Return the baseline's logit gap at a position of an answer."""
+        most = max(2, position + 1)
+        how = replace(settings, gaps=True, max_new_tokens=most, min_new_tokens=min(settings.min_new_tokens, most))
+        gaps = autoregress(target, prompts[index].token, how).gaps
+        return gaps[position] if position < len(gaps) else float("inf")
+
     results: dict[str, dict[str, Any]] = {}
-    gaps: dict[tuple[int, int], float] = {}
     for name, runs_of in middle.items():
         parted = [divergence(ours, theirs, p.id) for ours, theirs, p in zip(plain, runs_of, prompts, strict=True)]
-        mine = []
-        for index, where in enumerate(parted):
-            if where is not None and (index, where.position) not in gaps:
-                most = max(2, where.position + 1)
-                least = min(settings.min_new_tokens, most)
-                how = replace(settings, gaps=True, max_new_tokens=most, min_new_tokens=least)
-                again = autoregress(target, prompts[index].token, how)
-                gaps.update(((index, position), gap) for position, gap in enumerate(again.gaps))
-            if where is not None:
-                mine.append(gaps.get((index, where.position), float("inf")))
+        mine = [gap(index, where.position) for index, where in enumerate(parted) if where is not None]
         near = sum(gap < epsilon for gap in mine)
         counts = {"identical": len(prompts) - len(mine), "near_tie": near, "beyond": len(mine) - near}
         dtype = str(target.dtype).removeprefix("torch.")

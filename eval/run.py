@@ -15,14 +15,14 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from data.text.prompts import locate
+from data.text.prompts import Prompt, locate
 from data.text.sources import check_source
 from eval.config import OWN, RECORDED, EngineConfig, EvalConfig, listed
 from eval.endpoint import measure
-from eval.gates import check, sources
-from eval.inputs.drafters import check_drafters
+from eval.gates import check
+from eval.inputs.drafters import check_drafters, load_drafters
 from eval.inputs.runs import model_of, own_prompts
-from eval.inputs.workloads import Workload, load_workload, read_workload
+from eval.inputs.workloads import Workload, load_workload, prompt_counts, read_workload
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
@@ -64,59 +64,57 @@ def evaluate(config: EvalConfig) -> Report:
     if config.endpoint is not None:
         return served(config)
     check_sources(config)
-    runs = config.runs()
-    model = model_of(runs[0] if runs else None, config.model)
-    out = folder_for(config.out, runs, list(config.drafter))
-    check_early(config, model, out)
-    report = from_log(config, model) if config.from_log and config.tiers() == [REPLAY] else measured(config, model)
+    model, names, out = prepared(config)
+    log_alone = config.from_log and config.tiers() == [REPLAY]
+    report = from_log(config, model, names) if log_alone else measured(config, model, names)
     publish(report, out)
     return report
 
 
-def check_early(config: EvalConfig, model: ModelConfig, out: Path) -> None:
-    """Check what can be known before anything is loaded: sources, workloads, the device and the report's folder.
+def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
+    """Return the target to load, the workloads and the report's folder, checked as far as nothing is loaded for it.
 
     Raises:
         ValueError: naming the key and the remedy.
     """
+    runs = config.runs()
+    model = model_of(runs[0] if runs else None, config.model)
     check_drafters(config)
-    for name in workloads_of(config, model):
-        check_source(locate(name))
+    names, out = workloads_of(config, model), folder_for(config.out, runs, list(config.drafter))
     device_named(model.device)
     check_writable(out, "out")
     if not config.from_log:
         configuration(model.path, model.trust_remote_code)
+    return model, names, out
 
 
 def served(config: EvalConfig) -> Report:
     """Measure a served endpoint, print the table, and write the report, to outputs/endpoint unless the user says."""
     names, out = workloads_of(config, None), folder_for(config.out, [], ["endpoint"])
-    for name in names:
-        check_source(locate(name))
     check_writable(out, "out")
     report = measure.measure(config, config, config, config.repeats, names)
     publish(report, out)
     return report
 
 
-def measured(config: EvalConfig, model: ModelConfig) -> Report:
+def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
     """Measure with the target, in all tiers that are asked for."""
     live = LIVE in config.tiers()
     gates: dict[str, Gate] = {}
     sampled: list[SampledGate] = []
     dtype = dtype_for(config, model)
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
-    workloads = read(config, model, target)
+    workloads = read(config, target, names)
     # A log without answers is refused before anything is measured.
-    logs = recorded(config, config, target, [workload.path for workload in workloads]) if config.from_log else []
+    logs = recorded(config, config, target, names) if config.from_log else []
     if live:
         prompts = [prompt for workload in workloads for prompt in workload.prompts]
-        gates, sampled = check(target, sources(config, target), prompts, config, config.gate_tv)
+        gates, sampled = check(target, load_drafters(config, target), prompts, config, config.gate_tv)
         if dtype != config.gate_dtype:
             del target
             gc.collect()  # two copies of a large target may not fit
             target = load_target(model, dtype, config.engine)
-    drafters = sources(config, target)
+    drafters = load_drafters(config, target)
     timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
     failed = FailedChecks.of(gates, sampled)
     not_lossless = {name for name in drafters if failed.source(name, config.batch_sizes())}
@@ -132,10 +130,10 @@ def measured(config: EvalConfig, model: ModelConfig) -> Report:
     )
 
 
-def from_log(config: EvalConfig, model: ModelConfig) -> Report:
+def from_log(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
     """Play logs back to the sources that read text alone; no target is loaded."""
     reader = Reader.load(model.path, model.trust_remote_code)
-    materials = recorded(config, config, reader, workloads_of(config, model))
+    materials = recorded(config, config, reader, names)
     return Report(
         target={"name": model.name, "path": model.path},
         device=device_facts(reader.device, None),
@@ -154,17 +152,13 @@ def tuned(config: EvalConfig) -> bool:
     Raises:
         ValueError: no such run, model or workload, a head of another target, or a target that answers nothing.
     """
-    runs = config.runs()
-    model = model_of(runs[0], config.model)
-    out = folder_for(config.out, runs, list(config.drafter))
-    check_early(config, model, out)
-    names = workloads_of(config, model)
+    model, names, out = prepared(config)
     if len(names) > 1:
         raise ValueError(f"workload is {', '.join(names)}: tune=true finds the tree for one, give one")
     target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    plan = TunePlan(runs[0], config.tree, config.tuner, config, config.repeats)
+    plan = TunePlan(config.runs()[0], config.tree, config.tuner, config, config.repeats)
     tuning = tune(plan, target, prompts, config.engine.label)
     tuning.write(out)
     tuning.show(console)
@@ -191,7 +185,7 @@ def workloads_of(config: EvalConfig, model: ModelConfig | None) -> list[str]:
     """Return the workloads: the configured ones, else the first run's own prompts, else the model's.
 
     Raises:
-        ValueError: none of them is there, or one is given twice.
+        ValueError: none of them is there, one is given twice, or is no source of text.
     """
     runs = config.runs()
     default = own_prompts(runs[0] if runs else None) or (model and model.prompts)
@@ -201,6 +195,8 @@ def workloads_of(config: EvalConfig, model: ModelConfig | None) -> list[str]:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"workload {', '.join(repeated)} is given twice: leave one out")
+    for name in names:
+        check_source(locate(name))
     return names
 
 
@@ -233,14 +229,14 @@ def speed_dtype(config: EvalConfig, model: ModelConfig, device: torch.device) ->
     return str(fast_dtype(device)).removeprefix("torch.") if chosen == "auto" else chosen
 
 
-def read(config: EvalConfig, model: ModelConfig, target: Target) -> list[Workload]:
+def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workload[Prompt]]:
     """Return the workloads; of dialogues, the target greedily writes the answers that nobody recorded."""
     settings = config.settings(0.0)
 
     def answer(token: list[int]) -> str:
         return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
 
-    return [read_workload(name, target, config, answer) for name in workloads_of(config, model)]
+    return [read_workload(name, target, config, answer) for name in names]
 
 
 def described(target: Target) -> dict[str, Any]:
@@ -250,19 +246,15 @@ def described(target: Target) -> dict[str, Any]:
     return {**spec, "parameters": parameters, "context": target.context, "quantized": target.quantized}
 
 
-def settings_of(config: EvalConfig, workloads: Sequence[Workload]) -> dict[str, Any]:
+def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
     """Return the settings that the numbers depend on besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
-    keys = ("max_new_tokens", "min_new_tokens", *sampling, "gate_dtype", "repeats", "warmup", "truncate")
-    chosen = {key: getattr(config, key) for key in (*keys, "turns", "balanced", "budget", "gate_tv")}
-    if {REPLAY, TEACHER_FORCED} & set(config.tiers()):
-        chosen["text"] = RECORDED if config.from_log else OWN
-    fresh = all(workload.fresh for workload in workloads)
+    protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "budget", "gate_tv")
+    along_text = {REPLAY, TEACHER_FORCED} & set(config.tiers())
     return {
-        "prompts": sum(len(workload.prompts) for workload in workloads),
-        "distinct_prompts": sum(workload.distinct for workload in workloads),
-        "warmup_prompts": "further ones" if fresh else "measured ones, halves swapped",
-        **chosen,
+        **prompt_counts(workloads, "measured ones, halves swapped"),
+        **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling, *protocol)},
+        **({"text": RECORDED if config.from_log else OWN} if along_text else {}),
         "engine": config.engine.label,
         "provenance": provenance(),
     }

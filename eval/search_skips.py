@@ -20,7 +20,7 @@ from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.contrib.skip_search import FORMAT, Rating, SearchSettings, SkipFile, record, save_skips, search
+from inference.drafters.contrib.skip_search import FORMAT, SearchSettings, SkipFile, record, save_skips, search
 from inference.target.config import ModelConfig
 from inference.target.placement import check_alone
 from inference.target.target import Target
@@ -40,10 +40,7 @@ class JobConfig:
 
 
 def find(job: JobConfig) -> Path:
-    """Search, time the result against autoregressive decoding on the same prompts, write and print it.
-
-    Returns:
-        The file.
+    """Search, time the result against autoregressive decoding on the same prompts, print it, write and return its file.
 
     Raises:
         ValueError: no such model or workload, the target's layers cannot be run in parts, or no skip is faster.
@@ -63,24 +60,21 @@ def find(job: JobConfig) -> Path:
         raise ValueError(f"{target.name}: no set of skipped sub-layers rates above the baseline; use another drafter")
     path = Path(job.out).expanduser() if job.out else Path("outputs") / f"{model.name}-skips.json"
 
-    def write(results: dict[str, float]) -> None:
+    results = {"predicted_tau": rating.tau, "predicted_speedup": rating.speed, "draft_cost": rating.cost}
+
+    def write() -> None:
         settings = (list(skips.attention), list(skips.mlp), rating.depth, job.search.stop)
         save_skips(path, SkipFile(FORMAT, target.spec, *settings, results))
 
-    write(predicted(rating))
+    write()
     drafter = LayerSkip(LayerSkip.Config(str(path), None, None), target, "layer_skip")
     drafted = [speculate(target, drafter, prompt, settings) for prompt in prompts]
-    results = {**predicted(rating), **measured(plain, drafted)}
-    write(results)
+    results |= measured(plain, drafted)
+    write()
     layers = len(target.decoder_layers)
     print(f"{path}: without {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers of {layers} each")
     print("\n".join(f"  {name}: {value:.4g}" for name, value in results.items()))
     return path
-
-
-def predicted(rating: Rating) -> dict[str, float]:
-    """Return the results that the search predicts."""
-    return {"predicted_tau": rating.tau, "predicted_speedup": rating.speed, "draft_cost": rating.cost}
 
 
 def measured(plain: list[Generation], drafted: list[Generation]) -> dict[str, float]:

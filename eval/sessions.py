@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from data.text.prompts import Prompt
 from eval.config import EvalConfig
 from eval.gates import agreement
 from eval.inputs.drafters import Drafters
@@ -17,7 +18,7 @@ from eval.live.extras import training, trees
 from eval.live.interleaved import PLAIN, measure, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import peak_memory
-from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Measurement, Row
+from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED, Row
 from eval.tiers import Material, answered, forced, other_trees, replayed, written
 from inference.drafters.registry import reads_text_alone
 from inference.protocol import Drafter
@@ -35,7 +36,7 @@ class Timed(NamedTuple):
 def timed_rows(
     config: EvalConfig,
     target: Target,
-    workloads: Sequence[Workload],
+    workloads: Sequence[Workload[Prompt]],
     drafters: Drafters,
     gates: Mapping[str, Gate],
     sampled: Sequence[SampledGate],
@@ -61,15 +62,12 @@ def timed_rows(
             if (size, rate) == (config.batch_sizes()[0], config.request_rates()[0]):
                 measured.materials.append(answered(workload, target, settings, runs[PLAIN]))
             checks = [check for check in sampled if check.temperature == temperature]
-            measurement = Measurement(
-                workload.name,
+            measurement = workload.measurement(
                 temperature,
                 size,
-                peak_memory(target.device),
                 config.seed,
+                memory_bytes=peak_memory(target.device),
                 start=start,
-                categories=workload.categories(),
-                conversations=workload.conversations,
                 coupled={check.drafter: check.coupled for check in checks},
                 not_lossless=frozenset(check.drafter for check in checks if not check.passed),
                 agreement=agreement(target, workload.prompts, runs, settings) if temperature == 0 and size == 1 else {},
@@ -87,20 +85,15 @@ def timed_rows(
 def along_texts(
     config: EvalConfig,
     target: Target,
-    workloads: Sequence[Workload],
+    workloads: Sequence[Workload[Prompt]],
     drafters: Mapping[str, Drafter],
     materials: list[Material],
     not_lossless: Collection[str],
 ) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of the tiers without a clock, and their extras by the report's keys.
 
-    Args:
-        config: the evaluation.
-        target: the target.
-        workloads: the prompts that it answers where no texts are given.
-        drafters: the sources.
-        materials: recorded texts, or those that the baseline has just written; empty where nothing was decoded.
-        not_lossless: sources that failed a losslessness check, for which no speedup is predicted.
+    `materials` are recorded texts, or those that the baseline has just written; where there are none, the target
+    answers the prompts. Sources that are `not_lossless` failed a losslessness check: no speedup is predicted for them.
     """
     tiers = config.tiers()
     if not {REPLAY, TEACHER_FORCED} & set(tiers):

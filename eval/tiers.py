@@ -10,18 +10,19 @@ from typing import Any
 
 import torch
 
+from data.text.prompts import Prompt
 from eval.config import DecodingConfig, Selection, SourcesConfig, TunerConfig
 from eval.explain import explained, price
-from eval.inputs.states import in_states
+from eval.inputs.drafters import in_states
 from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Workload, check_known, read_log
 from eval.measures.builder import Request, Source, text_results
 from eval.measures.metrics import Passes, counted, median_run
-from eval.measures.results import REPLAY, TEACHER_FORCED, Measurement, Row
-from eval.offline import replay
+from eval.measures.results import REPLAY, TEACHER_FORCED, Row
+from eval.offline.replay import RULE, play
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
 from eval.offline.teacher_forced import replay as steps_of
-from eval.tuning.simulated import simulate
+from eval.tuning.grid import simulate
 from eval.tuning.static_tree import acceptance
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
@@ -40,27 +41,15 @@ SAMPLED = ("chain", "sampled", "independent")  # kinds of tree whose nodes are s
 class Material:
     """The texts of a workload at a temperature, in its order, and whether the target has just written them."""
 
-    workload: Workload
+    workload: Workload[Any]
     temperature: float
     texts: list[Text]
     by_target: bool
 
-    def measurement(self, tier: str, seed: int) -> Measurement:
-        """Return the settings that its rows share."""
-        workload = self.workload
-        return Measurement(
-            workload.name,
-            self.temperature,
-            1,
-            0,
-            seed,
-            categories=workload.categories(),
-            conversations=workload.conversations,
-            tier=tier,
-        )
 
-
-def answered(workload: Workload, target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]) -> Material:
+def answered(
+    workload: Workload[Prompt], target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]
+) -> Material:
     """Return the texts of autoregressive decoding, given the repeats of each prompt."""
     texts = [
         of_answer(target, prompt.token, median_run(repeats).tokens, settings)
@@ -69,7 +58,7 @@ def answered(workload: Workload, target: Target, settings: Settings, runs: Seque
     return Material(workload, settings.sampling.temperature, texts, True)
 
 
-def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload]) -> list[Material]:
+def written(config: DecodingConfig, target: Target, workloads: Sequence[Workload[Prompt]]) -> list[Material]:
     """Let the target answer the prompts at every temperature."""
     materials = []
     for workload in workloads:
@@ -90,12 +79,10 @@ def recorded(
     """
     materials = []
     for name in names:
-        workload, texts = read_log(name, reads, selection, config.max_new_tokens)
+        workload = read_log(name, reads, selection, config.max_new_tokens)
+        texts = [entry.text for entry in workload.prompts]
         if isinstance(reads, Target):
-            texts = [
-                within_context(text, prompt.id, name, reads, selection.truncate)
-                for text, prompt in zip(texts, workload.prompts, strict=True)
-            ]
+            texts = [within_context(text, id_, name, reads, selection.truncate) for id_, _, text in workload.prompts]
         materials += [Material(workload, temperature, texts, False) for temperature in config.temperatures()]
     return materials
 
@@ -118,15 +105,22 @@ def within_context(text: Text, id_: str, name: str, target: Target, truncate: bo
 
 
 def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence[Material]) -> list[Row]:
-    """Return the rows of the sources that read text alone, warm and cold, within the budget."""
+    """Return the rows of the sources that read text alone, warm and cold, within the budget.
+
+    One that remembers meets the texts of a workload in their order, beginning with nothing.
+    """
     given = {name: options for name, options in config.drafter.items() if reads_text_alone(name, options)}
     drafters = {name: make_reading(name, options, reads) for name, options in given.items()}
-    sources = list(in_states(drafters, config.cold, config.budget).values())
+    sources = in_states(drafters, config.cold, config.budget)
     rows: list[Row] = []
     for material in materials:
         if not material.by_target and material.temperature != materials[0].temperature:
             continue  # a recorded text does not depend on the temperature
-        rows += replay.replayed(sources, material.texts, material.measurement(REPLAY, seed))
+        measurement = material.workload.measurement(material.temperature, 1, seed, tier=REPLAY)
+        for drafter in sources.values():
+            drafter.reset()
+            requests = [play(drafter, text) for text in material.texts]
+            rows += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), measurement, requests)
     return rows
 
 
@@ -151,15 +145,13 @@ def forced(
             is_sampled = material.temperature > 0 and tree.kind in SAMPLED
             if is_sampled and tree.kind != "chain":
                 continue
-            if is_sampled:
-                sampling = config.sampling(material.temperature)
-                statistics, counts = _sampled(target, drafter.head, tree, material, sampling)
-            else:
-                statistics, counts = _chosen(target, drafter.head, tree, material)
+            sampling = config.sampling(material.temperature) if is_sampled else None
+            statistics, counts = _along(target, drafter.head, tree, material.texts, sampling)
             rule = "token" if is_sampled else "greedy" if material.temperature == 0 else "point_mass"
-            measurement = material.measurement(TEACHER_FORCED, config.seed)
+            workload = material.workload
+            measurement = workload.measurement(material.temperature, 1, config.seed, tier=TEACHER_FORCED)
             rows += text_results(Source(name, rule, tree.label), measurement, [Request(passes) for passes in counts])
-            conditions = {"workload": material.workload.name, "temperature": material.temperature}
+            conditions = {"workload": workload.name, "temperature": material.temperature}
             by_head.setdefault(name, conditions | statistics)
     return rows, by_head
 
@@ -179,7 +171,7 @@ def other_trees(
     apart = -(-len(texts) // tuner.prompts) or 1
     by_head = {}
     for name, drafter in heads_of(drafters).items() if texts else ():
-        trees = simulate(tuner, target, drafter, texts[::apart]).trees
+        trees, _ = simulate(tuner, target, drafter, texts[::apart])
         costs = price(tuner, config, target, drafter, trees, texts[::apart]) if name in priced else {}
         by_head[name] = explained(trees, costs)
     return by_head
@@ -200,17 +192,25 @@ def within(tree: TreeConfig, depth: int) -> TreeConfig:
     return replace(tree, depth=min(tree.depth, depth), paths=paths, widths=tree.widths[:depth])
 
 
-def _chosen(target: Target, head: Any, tree: TreeConfig, material: Material) -> tuple[dict[str, Any], list[Passes]]:
-    """Return the statistics and counts of a head whose drafts are chosen by rank."""
+def _along(
+    target: Target, head: Any, tree: TreeConfig, texts: Sequence[Text], sampling: Sampling | None
+) -> tuple[dict[str, Any], list[Passes]]:
+    """Return the statistics of a head along texts and the counts of each; with `sampling`, the expected ones of chains.
+
+    Without it drafts are chosen by rank.
+    """
     depth = min(head.max_depth, tree.deepest)
     grown = [tree] if tree.kind in CONFIDENT else []
-    records = [record(target, head, text, grown, depth) for text in material.texts]
-    steps = [steps_of(head_record, tree) for head_record in records]
-    counts = [
-        counted([step.accepted for step in taken], sum(step.nodes for step in taken), head_record.text.generated - 1)
-        for taken, head_record in zip(steps, records, strict=True)
-    ]
-    return table(records, depth), counts
+    records = [record(target, head, text, grown, depth) for text in texts]
+    ranked = table(records, depth)
+    if sampling is not None:
+        overlaps = [overlap(target, head, text, sampling, depth) for text in texts]
+        return ranked | sampled_table(overlaps), [expected(common, depth) for common in overlaps]
+    counts = []
+    for text, head_record in zip(texts, records, strict=True):
+        steps = steps_of(head_record, tree)
+        counts.append(counted([step.accepted for step in steps], sum(step.nodes for step in steps), text.generated - 1))
+    return ranked, counts
 
 
 def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
@@ -226,16 +226,6 @@ def table(records: Sequence[Record], depth: int) -> dict[str, Any]:
         "n_alpha": rates[:, 0].tolist(),
         "at_every_token": (correct.sum(0) / counted_tokens.sum(0).clamp_min(1)).tolist(),
     }
-
-
-def _sampled(
-    target: Target, head: Any, tree: TreeConfig, material: Material, sampling: Sampling
-) -> tuple[dict[str, Any], list[Passes]]:
-    """Return the statistics and counts of a head whose chains are sampled."""
-    depth = min(head.max_depth, tree.deepest)
-    overlaps = [overlap(target, head, text, sampling, depth) for text in material.texts]
-    ranked = table([record(target, head, text, [], depth) for text in material.texts], depth)
-    return ranked | sampled_table(overlaps), [expected(common, depth) for common in overlaps]
 
 
 def sampled_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:

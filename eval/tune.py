@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig, TunerConfig
-from eval.inputs.runs import overlay
 from eval.inputs.texts import Text, write
 from eval.live.interleaved import PLAIN, decoded_once, measure, rows
 from eval.measures.cost_model import Costs, at_context, cycled, mean, predict, rising
@@ -21,16 +20,14 @@ from eval.measures.losslessness import gate, labelled
 from eval.measures.machine import device_facts, provenance
 from eval.measures.results import Measurement, Row
 from eval.tuning import costs as costing
-from eval.tuning.grid import Tried, distinct, hopeful, sizes_for
+from eval.tuning.grid import SIZES, Tried, distinct, halves, hopeful, simulate, sizes_for
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
-from eval.tuning.simulated import SIZES, Simulated, halves, simulate
-from heads.common.typed import typed
 from heads.formats.hub import resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import load_head, read_config, save_tree
 from inference.batch import Batch
 from inference.decode import Settings
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import HeadDrafter, saved_tree
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
@@ -45,10 +42,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TunePlan:
-    """Settings of a tuning.
+    """Settings of a tuning of the tree of one run's head.
 
     Attributes:
-        run: the folder or Hub id of the run whose head's tree is tuned.
+        run: a folder or Hub id.
         tree: overrides of that tree, where the search begins.
         grid: the values to try.
         decoding: greedy decoding settings, and the batch sizes.
@@ -73,16 +70,10 @@ class TunePlan:
 
 
 def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str) -> Tuning:
-    """Find the best tree for the head of a run at every batch size.
+    """Find the best tree for the head of a run at every batch size; `engine` is the engine's name in reports.
 
     The one for the smallest is written into the head's config where it beats autoregressive decoding. Half of the
     prompts choose; the choice is predicted for the other half, and measured on it.
-
-    Args:
-        plan: one run, greedy.
-        target: the target, in the dtype to be timed in.
-        prompts: the prompts that the target answers.
-        engine: the engine's name in reports.
 
     Raises:
         ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot
@@ -97,14 +88,12 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
     saved = read_config(folder)["tree"]
-    tree = typed(TreeConfig, overlay(saved, plan.tree))
     head: Any = load_head(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
     answered = [(prompt, text) for prompt in prompts for text in write(target, [prompt.token], plan.settings)]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
-    texts, drafter = [text for _, text in answered], HeadDrafter(head, tree, "head")
-    simulated = simulate(grid, target, drafter, texts)
-    trees = simulated.trees
+    texts, drafter = [text for _, text in answered], HeadDrafter(head, saved_tree(folder, plan.tree), "head")
+    trees, table = simulate(grid, target, drafter, texts)
     bench = Bench(plan, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
     most = target.context - max(plan.sizes) - 1
     here = min(most, round(mean([text.start + text.generated / 2 for text in texts])))  # the workload's context
@@ -122,7 +111,7 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             best = fastest(candidates)
             done = keep(best.tree, run, folder, saved) if best and not results else ""
             results.append(AtBatch(batch, costs[batch], candidates, best, conclude(batch, candidates, done)))
-    return Tuning(settings_of(plan, target, simulated, engine), simulated.table.tolist(), contexts, results)
+    return Tuning(settings_of(plan, target, texts, engine), table.tolist(), contexts, results)
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
@@ -241,13 +230,14 @@ def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> 
     return f"written to {folder}"
 
 
-def settings_of(plan: TunePlan, target: Target, simulated: Simulated, engine: str) -> dict[str, Any]:
+def settings_of(plan: TunePlan, target: Target, texts: Sequence[Text], engine: str) -> dict[str, Any]:
     """Return the settings and the environment of a tuning."""
+    chosen, held = map(len, halves(texts))
     return {
         "run": plan.run,
         "target": target.name,
         "device": device_facts(target.device, target.dtype),
-        "texts": {"chosen": simulated.chosen, "held": simulated.held},
+        "texts": {"chosen": chosen, "held": held},
         "max_new_tokens": plan.decoding.max_new_tokens,
         "seed": plan.decoding.seed,
         "repeats": plan.repeats,

@@ -6,28 +6,24 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from data.answers.client import FINISH_REASONS, Client, EndpointConfig, EndpointError
 from data.text.prompts import OPENING, Prompt
 from data.text.records import Record, content_text
-from eval.config import ClientConfig
+from eval.config import API, ClientConfig, base_url
 from eval.endpoint.counters import EXACT, SGLANG, Counters, between, of_reply, read_counters, restarted, verified
 from eval.inputs.texts import TokenLog
 from eval.measures.metrics import Passes, together
 
-API = "/v1"
 POLL_S = 0.02  # between two readings of counters that lag behind
 
 
-@dataclass(frozen=True)
-class Request:
-    """A request: its id and category, the index of its conversation, its path, and its fields of the body."""
+class Request(NamedTuple):
+    """A request: its id and category, its path, and its fields of the body."""
 
     id: str
     category: str
-    conversation: int
     path: str
     body: Mapping[str, Any]
 
@@ -35,7 +31,8 @@ class Request:
 class Answer(NamedTuple):
     """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its passes.
 
-    `ttft_s` is None where the server does not stream, `passes` where the reply has no counts of drafts.
+    `ttft_s` is None where the server does not stream, `passes` where the server does not count those of each request.
+    `weight` is the share of its seconds that count, below 1 where requests are concurrent.
     """
 
     text: str
@@ -43,33 +40,36 @@ class Answer(NamedTuple):
     latency_s: float
     ttft_s: float | None
     passes: Passes | None
+    weight: float = 1.0
 
     @property
     def decoded(self) -> int:
         """Tokens after the prefill's one."""
         return max(self.tokens - 1, 0)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds from the request to the last token."""
+        return self.latency_s * self.weight
 
-class BatchResult(NamedTuple):
-    """Result of concurrent requests: their answers, the seconds for all, and the passes of all."""
-
-    answers: list[Answer]
-    wall_s: float
-    passes: Passes
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the last; None without streaming."""
+        return None if self.ttft_s is None else (self.latency_s - self.ttft_s) * self.weight
 
 
-def requests_of(record: Record | Prompt | TokenLog, conversation: int, turns: str, chat: bool) -> Iterator[Request]:
+def requests_of(record: Record | Prompt | TokenLog, turns: str, chat: bool) -> Iterator[Request]:
     """Yield a record's requests: its first question, or every question behind the messages before it.
 
-    A plain text's prompt is the end of its first half, at most OPENING words. `conversation` is the index that the
-    record's requests share; without `chat`, messages are sent as one text.
+    A plain text's prompt is the end of its first half, at most OPENING words. Without `chat`, messages are sent as one
+    text.
 
     Raises:
         ValueError: the record has no prompt, or no recorded answer before a question.
     """
     if not isinstance(record, Record):
         token = record.token if isinstance(record, Prompt) else record.prompt
-        yield Request(record.id, record.category, conversation, "/completions", {"prompt": list(token)})
+        yield Request(record.id, record.category, "/completions", {"prompt": list(token)})
         return
     questions = [i for i, message in enumerate(record.messages) if message["role"] == "user"]
     if not questions:
@@ -78,7 +78,7 @@ def requests_of(record: Record | Prompt | TokenLog, conversation: int, turns: st
             raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
         half = max(1, len(words) // 2)
         text = " ".join(words[max(0, half - OPENING) : half])
-        yield Request(record.id, record.category, conversation, "/completions", {"prompt": text})
+        yield Request(record.id, record.category, "/completions", {"prompt": text})
         return
     for turn, index in enumerate(questions if turns == "all" else questions[:1], 1):
         messages = record.messages[: index + 1]
@@ -90,17 +90,17 @@ def requests_of(record: Record | Prompt | TokenLog, conversation: int, turns: st
         name = f"{record.id}.{turn}" if turns == "all" and len(questions) > 1 else record.id
         if chat:
             body = {"messages": list(messages), **({"tools": list(record.tools)} if record.tools else {})}
-            yield Request(name, record.category, conversation, "/chat/completions", body)
+            yield Request(name, record.category, "/chat/completions", body)
         else:  # the prompt of a tokenizer without a chat template
             text = "\n\n".join(map(content_text, messages if turn > 1 else messages[-1:]))
-            yield Request(name, record.category, conversation, "/completions", {"prompt": text})
+            yield Request(name, record.category, "/completions", {"prompt": text})
 
 
 class Server:
     """A served model; `engine` names the engine of its metrics, and is empty without metrics."""
 
     def __init__(self, url: str, config: ClientConfig, key: str) -> None:
-        self.url, self.config, self.key = url.rstrip("/").removesuffix(API), config, key
+        self.url, self.config, self.key = base_url(url), config, key
         # No retries: a repeated request would be timed and counted twice.
         once = EndpointConfig(
             model=config.model, concurrency=1, timeout=config.timeout, retries=0, backoff=0.0, max_wait=0.0,
@@ -109,7 +109,7 @@ class Server:
         secret = os.environ.get(config.api_key_env)
         self.root = Client(self.url, once, secret, key, "client")
         self.client = Client(self.url + API, once, secret, key, "client")
-        self.model, self.context = self.client.served()
+        self.model, _ = self.client.served()
         counters = self.counters()
         self.engine = counters.engine if counters is not None else ""
 
@@ -159,14 +159,10 @@ class Server:
 
     def send_all(
         self, requests: Sequence[Request], settings: Mapping[str, Any], in_flight: int, drafts: bool
-    ) -> BatchResult:
-        """Send requests concurrently, and count their accepted drafts.
+    ) -> tuple[list[Answer], Passes]:
+        """Send requests, `in_flight` at a time, with the fields that their bodies share; return answers and all passes.
 
-        Args:
-            requests: the requests.
-            settings: the fields of the body that all of them share.
-            in_flight: how many requests at a time.
-            drafts: whether the server speculates; without, a forward pass commits one token.
+        Without `drafts` the server does not speculate, and a forward pass commits one token.
 
         Raises:
             ValueError: a request failed; or the counters show that the server restarted, that it served other clients
@@ -182,28 +178,29 @@ class Server:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         wall = time.perf_counter() - begin
-        passes = [answer.passes for answer in answers if answer.passes is not None]
-        decoded = sum(answer.decoded for answer in answers)
+        weight = wall / sum(answer.latency_s for answer in answers) if in_flight > 1 else 1.0
+        answers = [answer._replace(weight=weight) for answer in answers]
         if not drafts:
-            if passes:
+            if any(answer.passes is not None for answer in answers):
                 raise ValueError(self._speculates())
-            plain = [answer._replace(passes=verified(answer.decoded, 0, 0, ())) for answer in answers]
-            return BatchResult(plain, wall, verified(decoded, 0, 0, ()))
+            answers = [answer._replace(passes=verified(answer.decoded, 0, 0, ())) for answer in answers]
+        passes = [answer.passes for answer in answers if answer.passes is not None]
         if len(passes) == len(answers):
-            return BatchResult(answers, wall, together(passes))
+            return answers, together(passes)
         if before is None:
             raise ValueError(
                 f"{self.url}/metrics has no counters of vLLM's or SGLang's: start vLLM without --disable-log-stats, "
                 "SGLang with --enable-metrics"
             )
-        after = self._counters_after(before, len(answers), decoded)
-        return BatchResult(answers, wall, between(before, after, decoded))
+        decoded = sum(answer.decoded for answer in answers)
+        total = between(before, self._counters_after(before, len(answers), decoded), decoded)
+        return ([answers[0]._replace(passes=total)] if len(answers) == 1 else answers), total
 
     def refuse_drafts(self) -> None:
-        """Check that the server, as a baseline, has no counters of drafts.
+        """Check that the server, as a baseline, counts no drafts.
 
         Raises:
-            ValueError: the server speculates.
+            ValueError: it does: it speculates.
         """
         counters = self.counters()
         if counters is not None and counters.drafts is not None:
@@ -213,11 +210,7 @@ class Server:
         return f"{self.url} speculates: {self.key} is for the same model served without a draft source"
 
     def _counters_after(self, before: Counters, count: int, decoded: int) -> Counters:
-        """Wait until the counters include `count` further requests, and return them.
-
-        Raises:
-            ValueError: they restarted, count more or fewer requests, or no drafts.
-        """
+        """Wait until the counters include `count` further requests, and return them if they have no others."""
         deadline = time.monotonic() + self.config.patience
         while True:
             after = self.counters()
@@ -246,9 +239,7 @@ class Server:
 def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> Answer:
     """Assemble the answer from a reply's events; a reply that is not streamed is a single one.
 
-    Args:
-        events: seconds from the request to each event's arrival, and the event.
-        model: the model's served name.
+    Each comes with the seconds from the request to its arrival. `model` is the model's served name.
 
     Raises:
         EndpointError: an error, another model's reply, several choices, no finish reason, or no count of tokens.

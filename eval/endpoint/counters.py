@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from eval.measures.metrics import Passes
 
@@ -28,14 +28,6 @@ START = "process_start_time_seconds"
 # Keys of a reply: passes, accepted tokens, drafted tokens, passes by their accepted tokens.
 VLLM_KEYS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "acceptance_histogram")
 SGLANG_KEYS = ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_correct_drafts_histogram")
-
-
-class Sample(NamedTuple):
-    """A line of a metrics page: the name without `_total`, its labels, its value."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
 
 
 @dataclass(frozen=True)
@@ -62,8 +54,8 @@ class Counters:
     started: float | None
 
 
-def samples(page: str) -> Iterator[Sample]:
-    """Yield the engine's samples of a page in Prometheus's text format; other lines are skipped."""
+def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield name without `_total`, labels and value of the lines of a page in Prometheus's text format that we read."""
     for line in page.splitlines():
         if match := LINE.match(line.strip()):
             name, labels, value = match.groups()
@@ -72,13 +64,14 @@ def samples(page: str) -> Iterator[Sample]:
             except ValueError:
                 continue
             if abs(number) < EXACT:
-                yield Sample(re.sub(r"^(vllm|sglang)_", r"\1:", name), dict(LABEL.findall(labels or "")), number)
+                yield re.sub(r"^(vllm|sglang)_", r"\1:", name), dict(LABEL.findall(labels or "")), number
 
 
 def read_counters(page: str) -> Counters | None:
     """Read a metrics page's counters of speculation, summed over engines and ranks; None for other servers' pages."""
     page_samples = list(samples(page))
-    engine = next((name for name in ENGINES if any(s.name.startswith(f"{name}:") for s in page_samples)), None)
+    prefixes = {name.partition(":")[0] for name, _, _ in page_samples}
+    engine = next((name for name in ENGINES if name in prefixes), None)
     if engine is None:
         return None
     values: dict[str, list[float]] = {}

@@ -7,36 +7,21 @@ are compared, and a speedup is reported. The batch size is the number of request
 import itertools
 import json
 import platform
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import track
-
 from eval.config import DecodingConfig, EndpointConfig, Selection
-from eval.endpoint.client import Request, Server, requests_of
-from eval.endpoint.rows import Runs, Timed, row_of, text_gate
-from eval.inputs.workloads import by_category, chosen, short_name
-from eval.live.interleaved import PLAIN
-from eval.measures import metrics
-from eval.measures.losslessness import UNCHECKED, Gate, labelled
+from eval.endpoint.client import Answer, Request, Server, requests_of
+from eval.endpoint.rows import Runs, rows, text_gate
+from eval.inputs.workloads import Readable, Workload, gathered, prompt_counts
+from eval.live.interleaved import PLAIN, in_turns
+from eval.measures.losslessness import Gate, labelled
 from eval.measures.machine import cpu_name, provenance
-from eval.measures.results import Measurement, Row
+from eval.measures.metrics import Passes
+from eval.measures.results import Measurement
 from eval.report.write import Report
 
 Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
-
-
-class Job(NamedTuple):
-    """A workload's requests, those of its warm-up, whether these are `fresh`, and the number of distinct requests."""
-
-    name: str
-    requests: list[Request]
-    warmup: list[Request]
-    fresh: bool
-    distinct: int
 
 
 class Measured(NamedTuple):
@@ -57,7 +42,7 @@ def measure(
             meanwhile; a request failed; or a workload cannot be read. Nothing is written then.
     """
     assert served.endpoint is not None
-    jobs = [_job(name, prompts, chat=served.client.chat) for name in workloads]
+    jobs = [_read(name, prompts, served.client.chat) for name in workloads]
     server = Server(served.endpoint, served.client, "endpoint")
     info = server.describe()
     servers = {info.get("speculative_algorithm", "endpoint").lower(): server}
@@ -66,14 +51,12 @@ def measure(
     measured: list[Measured] = []
     start = 0
     for job in jobs:
-        ids = [request.id for request in job.requests]
-        categories = by_category([request.category for request in job.requests])
-        conversations = [request.conversation for request in job.requests]
+        ids = [request.id for request in job.prompts]
         for temperature, size in itertools.product(config.temperatures(), config.batch_sizes()):
-            measurement = Measurement(job.name, temperature, size, 0, config.seed, start, categories, conversations)
+            measurement = job.measurement(temperature, size, config.seed, start=start)
             runs = _runs(servers, job, _settings(config, temperature), size, repeats, config.seed)
             measured.append(Measured(measurement, ids, runs))
-        start += len(job.requests)
+        start += len(job.prompts)
     gates = _gates(measured) if served.baseline is not None else {}
     return Report(
         target={"name": server.model, "path": server.model},
@@ -86,32 +69,24 @@ def measure(
         },
         settings=_report_settings(served, prompts, config, repeats, jobs),
         gates=gates,
-        rows=_rows(measured, gates),
+        rows=[row for one in measured for row in rows(one.runs, gates, one.measurement)],
     )
 
 
-def _job(name: str, config: Selection, *, chat: bool) -> Job:
-    """Read a workload's requests; a workload without further prompts for the warm-up repeats its last ones."""
-    measured, spare = chosen(name, config, config.warmup)
-    try:
-        requests = [request for i, record in measured for request in requests_of(record, i, config.turns, chat)]
-        warmup = [request for record in spare for request in requests_of(record, -1, "first", chat)]
-    except ValueError as error:
-        raise ValueError(f"workload {name}, {error}") from error
-    bodies = [(request.path, json.dumps(request.body, sort_keys=True)) for request in requests]
-    clusters = metrics.clustered(bodies, [request.conversation for request in requests])
-    requests = [replace(request, conversation=i) for request, i in zip(requests, clusters, strict=True)]
-    fresh = len(warmup) == config.warmup
-    warmup += [requests[-1 - i % len(requests)] for i in range(config.warmup - len(warmup))]
-    return Job(short_name(name), requests, warmup, fresh, len(set(bodies)))
+def _read(name: str, config: Selection, chat: bool) -> Workload[Request]:
+    """Read a workload's requests; one without further prompts for the warm-up repeats its last ones."""
+
+    def read(record: Readable, turns: str) -> Iterator[Request]:
+        return requests_of(record, turns, chat)
+
+    def content(request: Request) -> tuple[str, str]:
+        return request.path, json.dumps(request.body, sort_keys=True)
+
+    return gathered(name, config, read, content, lambda request: request)
 
 
 def _baseline(config: EndpointConfig, server: Server) -> Server:
-    """Connect to the baseline.
-
-    Raises:
-        ValueError: it serves another model, or speculates.
-    """
+    """Connect to the baseline; raise a ValueError where it serves another model, or speculates."""
     assert config.baseline is not None
     base = Server(config.baseline, config.client, "baseline")
     if base.model != server.model:
@@ -133,31 +108,26 @@ def _settings(config: DecodingConfig, temperature: float) -> dict[str, Any]:
 
 
 def _runs(
-    servers: Servers, job: Job, settings: Mapping[str, Any], in_flight: int, repeats: int, seed: int
+    servers: Servers, job: Workload[Request], settings: Mapping[str, Any], in_flight: int, repeats: int, seed: int
 ) -> dict[str, Runs]:
-    """Send all requests to all servers, `repeats` times, the servers in a new random order each time.
+    """Send all requests to all servers, `repeats` times.
 
     With one request in flight the servers alternate after each request, with more in flight after all of them.
     """
-    shuffle = random.Random(seed)
     for name, server in servers.items() if job.warmup else ():
         server.send_all(job.warmup, settings, in_flight, name != PLAIN)
-    runs = {name: Runs([[] for _ in job.requests], []) for name in servers}
-    indices = range(len(job.requests))
-    batches = [[i] for i in indices] if in_flight == 1 else [list(indices)]
-    console = Console(stderr=True)
-    work = batches * repeats
-    for batch in track(work, "measuring", console=console, transient=True, disable=not console.is_terminal):
-        for name in shuffle.sample(list(servers), len(servers)):
-            result = servers[name].send_all([job.requests[i] for i in batch], settings, in_flight, name != PLAIN)
-            weight = result.wall_s / sum(answer.latency_s for answer in result.answers) if in_flight > 1 else 1.0
-            for i, answer in zip(batch, result.answers, strict=True):
-                passes = result.passes if len(batch) == 1 else answer.passes
-                runs[name].answers[i].append(Timed(answer, weight, passes))
-            runs[name].passes.append(result.passes)
+    passes: dict[str, list[Passes]] = {name: [] for name in servers}
+
+    def answer(name: str, batch: Sequence[int], _: int) -> list[Answer]:
+        answers, counts = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, name != PLAIN)
+        passes[name].append(counts)
+        return answers
+
+    indices = range(len(job.prompts))
+    answers = in_turns(list(servers), answer, [[i] for i in indices] if in_flight == 1 else [indices], repeats, seed)
     if PLAIN in servers:
         servers[PLAIN].refuse_drafts()
-    return runs
+    return {name: Runs(answers[name], passes[name]) for name in servers}
 
 
 def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
@@ -172,26 +142,13 @@ def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
     return gates
 
 
-def _rows(measured: Sequence[Measured], gates: Mapping[str, Gate]) -> list[Row]:
-    rows: list[Row] = []
-    for measurement, ids, by_server in measured:
-        for subset in measurement.parts(len(ids)):
-            for name, runs in by_server.items():
-                gate = gates.get(labelled(name, measurement.batch_size), UNCHECKED)
-                base = by_server.get(PLAIN) if gate.passed or name == PLAIN else None
-                rows.append(row_of(name, runs, base, gate, measurement, subset))
-    return rows
-
-
 def _report_settings(
-    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, jobs: Sequence[Job]
+    served: EndpointConfig, prompts: Selection, config: DecodingConfig, repeats: int, jobs: Sequence[Workload[Request]]
 ) -> dict[str, Any]:
     """Return the settings that the report shows: those of requests and workloads."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return {
-        "prompts": sum(len(job.requests) for job in jobs),
-        "distinct_prompts": sum(job.distinct for job in jobs),
-        "warmup_prompts": "further ones" if all(job.fresh for job in jobs) else "measured ones",
+        **prompt_counts(jobs, "measured ones"),
         "endpoint": served.endpoint,
         "baseline": served.baseline,
         **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling)},

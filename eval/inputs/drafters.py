@@ -1,4 +1,7 @@
-"""Build draft sources from the `drafter` part of a configuration: trained heads, and those of inference/drafters."""
+"""Build draft sources from the `drafter` part of a configuration: trained heads, and those of inference/drafters.
+
+Each may be wrapped: by one that forgets past requests, and by a limit on draft depth.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +13,7 @@ from heads.common.typed import build
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
-from inference.protocol import Drafter
+from inference.protocol import COLD, Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 
 Drafters = dict[str, Drafter]
@@ -33,7 +36,7 @@ def check_drafters(config: SourcesConfig) -> None:
 
 
 def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
-    """Return every draft source that the configuration names, on the target's device and in its dtype.
+    """Return every draft source that the configuration names, on the target's device and in its dtype, `in_states`.
 
     Raises:
         ValueError: an unknown source or option, no run for `head`, or a head of another target.
@@ -46,7 +49,7 @@ def load_drafters(config: SourcesConfig, target: Target) -> Drafters:
             drafters[name] = _hybrid(config, options, target)
         elif name != "plain":  # autoregressive decoding is in every report
             drafters[name] = make(name, options, target)
-    return drafters
+    return in_states(drafters, config.cold, config.budget)
 
 
 def _hybrid(config: SourcesConfig, options: Mapping[str, Any], target: Target) -> Drafter:
@@ -69,3 +72,62 @@ def _folders(config: SourcesConfig) -> dict[str, Path]:
 def _heads(config: SourcesConfig, target: Target) -> Drafters:
     """Return the heads of all runs, each under its own tree."""
     return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}
+
+
+def in_states(drafters: Drafters, cold: bool, depth: int | None) -> Drafters:
+    """Return the sources within a budget of depth, each that remembers past requests followed by a cold clone."""
+    sources: Drafters = {}
+    for name, drafter in drafters.items():
+        sources[name] = drafter if depth is None else WrappedDrafter(drafter, drafter.name, depth, cold=False)
+        if cold and drafter.remembers:
+            label = f"{name} {COLD}"
+            sources[label] = WrappedDrafter(drafter.clone(), label, depth, cold=True)
+    return sources
+
+
+class WrappedDrafter(Drafter):
+    """A draft source that drafts no deeper than `depth`, if one is given, and where it is cold, forgets every sequence.
+
+    It forgets before the next one starts.
+    """
+
+    def __init__(self, inner: Drafter, name: str, depth: int | None, cold: bool) -> None:
+        self.inner, self.name, self.depth, self.cold = inner, name, depth, cold
+        self.tree = inner.tree if depth is None else f"{inner.tree} within {depth}"
+        self.feature_layers, self.remembers = inner.feature_layers, inner.remembers
+        self.head, self.policy = inner.head, inner.policy
+
+    @property
+    def memory(self) -> str:
+        """Whether a sequence starts warm or cold."""
+        return COLD if self.cold else self.inner.memory
+
+    def start(self, prompt: list[int]) -> DrafterState:
+        """Begin a sequence."""
+        if self.cold:
+            self.inner.reset()
+        state = self.inner.start(prompt)
+        return state if self.depth is None else DepthLimitedState(state, self.depth)
+
+    def reset(self) -> None:
+        """Drop the memory of earlier sequences."""
+        self.inner.reset()
+
+    def clone(self) -> "WrappedDrafter":
+        """Return a clone of the inner source, wrapped alike."""
+        return WrappedDrafter(self.inner.clone(), self.name, self.depth, self.cold)
+
+
+class DepthLimitedState(DrafterState):
+    """State of one sequence drafted under a budget of depth."""
+
+    def __init__(self, inner: DrafterState, depth: int) -> None:
+        self.inner, self.depth = inner, depth
+
+    def update(self, commit: Commit) -> None:
+        """Take in committed tokens."""
+        self.inner.update(commit)
+
+    def propose(self, context: Context) -> Proposal:
+        """Draft, to the budget's depth."""
+        return self.inner.propose(context._replace(room=min(context.room, self.depth)))

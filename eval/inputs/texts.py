@@ -31,6 +31,11 @@ class Text:
     limit: int
 
     @property
+    def prompt(self) -> list[int]:
+        """The tokens before the answer."""
+        return self.token[: self.start]
+
+    @property
     def generated(self) -> int:
         """The number of the answer's tokens."""
         return len(self.token) - self.start
@@ -77,33 +82,26 @@ def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Se
     return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
 
 
-def recorded(record: Record | TokenLog, name: str, reads: Reads, turns: str, most: int) -> Iterator[RecordedText]:
-    """Yield the answers of a log's record, each after all messages before it, cut to `most` tokens.
+def recorded(record: Record | TokenLog, reads: Reads, turns: str, most: int) -> Iterator[RecordedText]:
+    """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
 
     A chat's tokens are those of the whole chat as the template renders it, and an answer is what training would mask
     as one, its end token included. Without a template the texts stand one after another.
 
-    Args:
-        record: a chat, a text or tokens.
-        name: the workload's, for errors.
-        reads: the tokenizer and the end tokens.
-        turns: "first" or "all" answers.
-        most: tokens of an answer.
-
     Raises:
         ValueError: it has no answer, or none that can be distinguished from its prompt.
     """
-    answers = list(_answers(record, name, reads))
+    answers = list(_answers(record, reads))
     for number, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
         if len(token) == start:
-            raise ValueError(f"workload {name}, record {record.id}: {NO_ANSWER}")
+            raise ValueError(f"record {record.id}: {NO_ANSWER}")
         if not start:
-            raise ValueError(f"workload {name}, record {record.id}: its answer follows nothing: give its prompt too")
+            raise ValueError(f"record {record.id}: its answer follows nothing: give its prompt too")
         id_ = f"{record.id}.{number}" if turns == "all" and len(answers) > 1 else record.id
         yield RecordedText(id_, record.category, Text(token[: start + most], start, most))
 
 
-def _answers(record: Record | TokenLog, name: str, reads: Reads) -> Iterator[tuple[list[int], int]]:
+def _answers(record: Record | TokenLog, reads: Reads) -> Iterator[tuple[list[int], int]]:
     """Yield the tokens up to the end of each answer, and the index of the answer's first."""
     if isinstance(record, TokenLog):
         yield record.prompt + record.answer, len(record.prompt)
@@ -113,26 +111,23 @@ def _answers(record: Record | TokenLog, name: str, reads: Reads) -> Iterator[tup
         prompt = prompt_of(record, tokenizer).token
         _, rest = split_text(record.text, tokenizer)
         if not rest:
-            raise ValueError(f"workload {name}, record {record.id}: a text of {len(prompt)} token has no answer")
+            raise ValueError(f"record {record.id}: a text of {len(prompt)} token has no answer")
         yield prompt + rest, len(prompt)
-        return
-    if all(message["role"] != "assistant" for message in record.messages):
-        raise ValueError(f"workload {name}, record {record.id}: {NO_ANSWER}")
-    if tokenizer.chat_template:
-        yield from _rendered(record, name, tokenizer)
+    elif all(message["role"] != "assistant" for message in record.messages):
+        raise ValueError(f"record {record.id}: {NO_ANSWER}")
+    elif tokenizer.chat_template:
+        yield from _rendered(record, tokenizer)
     else:
         yield from _joined(record.messages, reads)
 
 
-def _rendered(record: Record, name: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
+def _rendered(record: Record, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
     """Yield the answers of a chat, found by its loss mask."""
     dropped: Counter[str] = Counter()
-    samples = samples_of(record, tokenizer, name, _masking(), dropped)
+    samples = samples_of(record, tokenizer, "workload", _masking(), dropped)
     if not samples:
         cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
-        raise ValueError(
-            f"workload {name}, record {record.id}: no answer can be told from its prompt ({cause}): fix it"
-        )
+        raise ValueError(f"record {record.id}: no answer can be told from its prompt ({cause}): fix it")
     for sample in samples:
         start = 0
         for answer, run in groupby(sample.mask):

@@ -1,9 +1,10 @@
 """Prompts to measure on: the bundled workload by its name, the user's own log, or a published benchmark's file."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from data.text.benchmarks import readable
 from data.text.filters import WORD
@@ -12,8 +13,9 @@ from data.text.records import Message, Record, content_text, parse
 from data.text.sources import open_source
 from data.text.template import encode, encode_plain, render
 from eval.config import Selection
-from eval.inputs.texts import NO_ANSWER, TOKENS, RecordedText, Text, TokenLog, recorded
+from eval.inputs.texts import NO_ANSWER, TOKENS, RecordedText, TokenLog, recorded
 from eval.measures import metrics
+from eval.measures.results import Measurement
 from inference.chat_template import RenderError
 from inference.target.target import Target
 from inference.target.tokenizer import Reads
@@ -28,28 +30,56 @@ Readable = Record | Prompt | TokenLog
 Indexed = tuple[int, Readable]
 
 
-class Workload(NamedTuple):
+@runtime_checkable
+class Categorized(Protocol):
+    """What is measured on: a prompt, a recorded text, a request."""
+
+    @property
+    def category(self) -> str:
+        """Its category; may be empty."""
+
+
+P = TypeVar("P", bound=Categorized)
+
+
+@dataclass(frozen=True)
+class Workload(Generic[P]):
     """A workload: its name in reports, its path, the prompts to measure on, and those of the warm-up.
 
     `fresh` says that the warm-up's prompts are not among those measured. `conversations` has a number for each prompt,
-    the same one for all turns of a dialogue and for equal prompts.
+    the same one for all turns of a dialogue and for equal prompts; `distinct` is the number of different ones.
     """
 
     name: str
     path: str
-    prompts: list[Prompt]
-    warmup: list[Prompt]
+    prompts: list[P]
+    warmup: list[P]
     fresh: bool
     conversations: list[int]
-
-    @property
-    def distinct(self) -> int:
-        """The number of different prompts."""
-        return len({tuple(prompt.token) for prompt in self.prompts})
+    distinct: int
 
     def categories(self) -> dict[str, list[int]]:
         """Return the indices of each category's prompts; nothing where all are of one."""
-        return by_category([prompt.category for prompt in self.prompts])
+        indices: dict[str, list[int]] = {}
+        for index, prompt in enumerate(self.prompts):
+            indices.setdefault(prompt.category or "other", []).append(index)
+        return indices if len(indices) > 1 else {}
+
+    def measurement(
+        self, temperature: float, batch_size: int, seed: int, memory_bytes: int = 0, **more: Any
+    ) -> Measurement:
+        """Return the settings that all rows of one measurement on it share; `more` are further fields."""
+        groups: dict[str, Any] = {"categories": self.categories(), "conversations": self.conversations}
+        return Measurement(self.name, temperature, batch_size, memory_bytes, seed, **groups, **more)
+
+
+def prompt_counts(workloads: Sequence[Workload[Any]], repeated: str) -> dict[str, Any]:
+    """Return the report's settings that count prompts; `repeated` says which warm up where no further ones do."""
+    return {
+        "prompts": sum(len(workload.prompts) for workload in workloads),
+        "distinct_prompts": sum(workload.distinct for workload in workloads),
+        "warmup_prompts": "further ones" if all(workload.fresh for workload in workloads) else repeated,
+    }
 
 
 def load_workload(name: str, target: Target, limit: int, truncate: bool = False) -> list[Prompt]:
@@ -57,10 +87,8 @@ def load_workload(name: str, target: Target, limit: int, truncate: bool = False)
     return read_workload(name, target, Selection(limit, 0, truncate, "first", False)).prompts
 
 
-def read_workload(name: str, target: Target, selection: Selection, answer: Answer | None = None) -> Workload:
+def read_workload(name: str, target: Target, selection: Selection, answer: Answer = lambda _: "") -> Workload[Prompt]:
     """Read a workload's prompts as tokens of the target.
-
-    Warm-up prompts are the workload's next ones; where it has no more, those that are measured, their halves swapped.
 
     Args:
         name: a key of `WORKLOADS`, a file, a folder, a glob, or a Hub name.
@@ -72,80 +100,79 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
         ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that is empty,
             another target's, or leaves no room in the context.
     """
-    measured, spare = chosen(name, selection, selection.warmup)
 
-    def fitting(prompt: Prompt) -> Prompt:
-        return fit(prompt, name, target, selection.truncate)
+    def read(record: Readable, turns: str) -> Iterator[Prompt]:
+        return (fit(prompt, target, selection.truncate) for prompt in _prompts(record, target, turns, answer))
 
-    prompts: list[Prompt] = []
-    indices: list[int] = []
-    for index, record in measured:
-        for prompt in _named(name, record, target, selection.turns, lambda token: answer(token) if answer else ""):
-            prompts.append(fitting(prompt))
-            indices.append(index)
-    warmup = [fitting(prompt) for record in spare for prompt in _named(name, record, target, "first", None)]
-    fresh = len(warmup) == selection.warmup
-    missing = selection.warmup - len(warmup)
-    warmup += [swapped(prompts[-1 - i % len(prompts)]) for i in range(missing)]
-    conversations = metrics.clustered([prompt.token for prompt in prompts], indices)
-    return Workload(short_name(name), name, prompts, warmup, fresh, conversations)
+    return gathered(name, selection, read, lambda prompt: tuple(prompt.token), swapped)
 
 
-def read_log(name: str, reads: Reads, selection: Selection, most: int) -> tuple[Workload, list[Text]]:
-    """Read a log's prompts, and the texts that were recorded after them, as tokens.
-
-    Args:
-        name: as for `read_workload`.
-        reads: the tokenizer and the end tokens.
-        selection: which of its records; there is no warm-up.
-        most: tokens of an answer.
+def read_log(name: str, reads: Reads, selection: Selection, most: int) -> Workload[RecordedText]:
+    """Read the texts of a log as tokens, answers of at most `most`; there is no warm-up.
 
     Raises:
         ValueError: as `read_workload`, or a record without an answer.
     """
-    texts: list[RecordedText] = []
-    indices: list[int] = []
-    for index, record in chosen(name, selection, 0)[0]:
+
+    def read(record: Readable, turns: str) -> Iterator[RecordedText]:
         if isinstance(record, Prompt):
-            raise ValueError(f"workload {name}, prompt {record.id}: {NO_ANSWER}")
-        texts += recorded(record, name, reads, selection.turns, most)
-        indices += [index] * (len(texts) - len(indices))
-    prompts = [Prompt(id_, text.token[: text.start], category) for id_, category, text in texts]
-    conversations = metrics.clustered([prompt.token for prompt in prompts], indices)
-    return Workload(short_name(name), name, prompts, [], False, conversations), [entry.text for entry in texts]
+            raise ValueError(f"prompt {record.id}: {NO_ANSWER}")
+        return recorded(record, reads, turns, most)
+
+    selection = replace(selection, warmup=0)
+    workload = gathered(name, selection, read, lambda entry: tuple(entry.text.prompt), lambda entry: entry)
+    return replace(workload, fresh=False)
 
 
-def chosen(name: str, selection: Selection, warmup: int) -> tuple[list[Indexed], list[Readable]]:
-    """Return the records to measure on with their indices, in the workload's order, and those for the warm-up.
+def gathered(
+    name: str,
+    selection: Selection,
+    read: Callable[[Readable, str], Iterable[P]],
+    content: Callable[[P], tuple[Any, ...]],
+    repeat: Callable[[P], P],
+) -> Workload[P]:
+    """Return a workload of the prompts that `read` makes of each record, given which turns to take.
 
-    Raises:
-        ValueError: unknown workload or shape, or no prompts.
+    Warm-up prompts are the workload's next ones; where it has no more, the last of those that are measured, as `repeat`
+    changes them. Prompts of the same `content` count as one.
     """
-    most = selection.prompts + warmup
+    measured, spare = _chosen(name, selection)
+    indexed = [(index, prompt) for index, record in measured for prompt in _named(name, record, read, selection.turns)]
+    prompts = [prompt for _, prompt in indexed]
+    warmup = [prompt for _, record in spare for prompt in _named(name, record, read, "first")]
+    fresh = len(warmup) == selection.warmup
+    warmup += [repeat(prompts[-1 - i % len(prompts)]) for i in range(selection.warmup - len(warmup))]
+    contents = [content(prompt) for prompt in prompts]
+    conversations = metrics.clustered(contents, [index for index, _ in indexed])
+    return Workload(short_name(name), name, prompts, warmup, fresh, conversations, len(set(contents)))
+
+
+def _chosen(name: str, selection: Selection) -> tuple[list[Indexed], list[Indexed]]:
+    """Return the records to measure on with their indices, in the workload's order, and those for the warm-up."""
+    most = selection.prompts + selection.warmup
     records = list(_records(locate(name), SEARCHED if selection.balanced else most))
     if not records:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
     picked = in_turn(records, most) if selection.balanced else records
-    measured = sorted(picked[: selection.prompts], key=lambda record: record[0])
-    return measured, [record for _, record in picked[selection.prompts : most]]
+    return sorted(picked[: selection.prompts], key=lambda record: record[0]), picked[selection.prompts : most]
 
 
-def fit(prompt: Prompt, name: str, target: Target, truncate: bool) -> Prompt:
+def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:
     """Return a prompt that leaves room for an answer in the target's context, shortened where that is allowed.
 
     Raises:
         ValueError: it is empty, has tokens that the target does not know, or is too long.
     """
     if not prompt.token:
-        raise ValueError(f"workload {name}, prompt {prompt.id}: is empty: remove it")
-    check_known(prompt.token, f"workload {name}, prompt {prompt.id}", target)
+        raise ValueError(f"prompt {prompt.id}: is empty: remove it")
+    check_known(prompt.token, f"prompt {prompt.id}", target)
     room = target.context - ROOM
     if truncate:
         return prompt._replace(token=prompt.token[-room:])
     if len(prompt.token) > room:
         raise ValueError(
-            f"workload {name}, prompt {prompt.id}: {len(prompt.token)} tokens, but the target's context of "
-            f"{target.context} leaves room for {room}: shorten it, or set truncate=true to keep each prompt's end"
+            f"prompt {prompt.id}: {len(prompt.token)} tokens, but the target's context of {target.context} leaves room "
+            f"for {room}: shorten it, or set truncate=true to keep each prompt's end"
         )
     return prompt
 
@@ -170,22 +197,13 @@ def swapped(prompt: Prompt) -> Prompt:
     return prompt._replace(id=f"{prompt.id} swapped", token=prompt.token[half:] + prompt.token[:half])
 
 
-def by_category(categories: Sequence[str]) -> dict[str, list[int]]:
-    """Return the indices of each category; nothing where there is only one."""
-    indices: dict[str, list[int]] = {}
-    for index, category in enumerate(categories):
-        indices.setdefault(category or "other", []).append(index)
-    return indices if len(indices) > 1 else {}
-
-
 def in_turn(records: Sequence[Indexed], count: int) -> list[Indexed]:
     """Return records of all categories in turn: the first of each, then the second, and so on."""
     groups: dict[str, list[Indexed]] = {}
     for index, record in records:
         groups.setdefault(record.category, []).append((index, record))
     columns = [varied(group, count) for group in groups.values()]
-    longest = max(map(len, columns))
-    return [column[i] for i in range(longest) for column in columns if i < len(column)][:count]
+    return [record for turn in zip_longest(*columns) for record in turn if record is not None][:count]
 
 
 def varied(records: list[Indexed], count: int) -> list[Indexed]:
@@ -226,10 +244,10 @@ def _records(path: str, limit: int) -> Iterator[Indexed]:
         yield index, read._replace(id=name)
 
 
-def _named(name: str, record: Readable, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:
-    """Yield a record's prompts; errors in them name the workload."""
+def _named(name: str, record: Readable, read: Callable[[Readable, str], Iterable[P]], turns: str) -> Iterator[P]:
+    """Yield what a record is read as; errors in it name the workload."""
     try:
-        yield from _prompts(record, target, turns, answer)
+        yield from read(record, turns)
     except UnicodeEncodeError as error:
         raise ValueError(
             f"workload {name}, prompt {record.id}: holds half a surrogate pair, which is no text; remove it"
@@ -240,7 +258,7 @@ def _named(name: str, record: Readable, target: Target, turns: str, answer: Answ
         raise ValueError(f"workload {name}, {error}") from error
 
 
-def _prompts(record: Readable, target: Target, turns: str, answer: Answer | None) -> Iterator[Prompt]:
+def _prompts(record: Readable, target: Target, turns: str, answer: Answer) -> Iterator[Prompt]:
     """Yield a record's prompts: its first question, or every one after all messages before it."""
     if isinstance(record, Prompt):
         yield record
@@ -249,7 +267,6 @@ def _prompts(record: Readable, target: Target, turns: str, answer: Answer | None
     elif turns == "first" or sum(message["role"] == "user" for message in record.messages) < 2:
         yield prompt_of(record, target.tokenizer)
     else:
-        assert answer is not None
         yield from _turns(record, target, answer)
 
 

@@ -1,8 +1,7 @@
 """Sample answers for the report: the first prompts' text in pieces, each with its source and probabilities."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -29,8 +28,7 @@ LONGEST = 4096  # tokens of a text that a head drafts along: the states of all p
 Records = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Chance:
+class Chance(NamedTuple):
     """Probability of a token under the target and the head that drafted it (None: no head did), and the top tokens."""
 
     p: float
@@ -43,12 +41,8 @@ def answers(
 ) -> Records:
     """Return the drafters' answers to the first prompts in pieces, each with its source and probabilities.
 
-    Args:
-        runs: by name, by prompt, the repeats; the first counts.
-        drafters: those to show.
-        prompts: in the same order.
-        target: the target, which reads each answer once more.
-        temperature: the session's; the probabilities of greedy answers are those at 1.
+    The first repeat of each prompt counts. The target reads each answer once more; the probabilities of greedy answers
+    are those at temperature 1.
 
     Returns:
         By drafter and prompt the prompt's end, the session's temperature, the steps as [drafted, accepted, committed],
@@ -69,11 +63,6 @@ def answers(
 def pieces(run: Generation, tokenizer: Any, probabilities: Sequence[Chance]) -> Records:
     """Return a run's text in pieces of whole characters, each with the source and probabilities of its last token.
 
-    Args:
-        run: the answer.
-        tokenizer: the target's.
-        probabilities: of each of its tokens.
-
     Returns:
         Of each piece its `text`, its `source` ("prefill", "draft" or "bonus"), the number of the `step` that committed
         it, 0 for the prefill, and a `Chance`: `p`, `q` and the most likely tokens there, `top`.
@@ -82,7 +71,7 @@ def pieces(run: Generation, tokenizer: Any, probabilities: Sequence[Chance]) -> 
     stream, records = TextStream(tokenizer), []
     piece: dict[str, Any] = {}
     for token, source, number, chance in zip(run.tokens, run.sources, passes, probabilities, strict=True):
-        piece = {"source": source, "step": number, **asdict(chance)}
+        piece = {"source": source, "step": number, **chance._asdict()}
         if text := stream.push(token):
             records.append({"text": visible(text), **piece})
     if rest := stream.rest():
@@ -92,14 +81,9 @@ def pieces(run: Generation, tokenizer: Any, probabilities: Sequence[Chance]) -> 
 
 @torch.inference_mode()
 def chances(target: Target, drafter: Drafter, prompt: list[int], run: Generation, temperature: float) -> list[Chance]:
-    """Return the probabilities of each token of an answer, by softmax alone: no token is filtered or penalised.
+    """Return the probabilities of each token of an answer at a temperature above 0.
 
-    Args:
-        target: the target, which runs over prompt and answer once.
-        drafter: the draft source; q is computed for heads alone.
-        prompt: its tokens.
-        run: the answer to it.
-        temperature: of p and q, above 0.
+    They are those of softmax alone: no token is filtered or penalised. q is computed for heads alone.
     """
     token = torch.tensor(prompt + run.tokens, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], drafter.feature_layers)
@@ -121,12 +105,7 @@ def chances(target: Target, drafter: Drafter, prompt: list[int], run: Generation
 def drafted(head: Any, features: Features, begin: int, run: Generation, temperature: float) -> dict[int, float]:
     """Return the head's probability of each token that it drafted and the target accepted, by its index in the answer.
 
-    Args:
-        head: the draft head.
-        features: of prompt and answer.
-        begin: position of the answer's first token.
-        run: the answer.
-        temperature: of q.
+    `features` are those of prompt and answer, whose first token is at position `begin`.
     """
     accepted: list[list[int]] = []  # by depth: indices in the answer
     root = 0

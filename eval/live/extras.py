@@ -20,10 +20,7 @@ Ranks = tuple[int, ...]  # a node: the ranks on its way from the root
 
 
 def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
-    """Return the training curves of the heads whose run's folder has them.
-
-    Args:
-        heads: the heads' folders by the report's names.
+    """Return the training curves of the heads, given by their folders, whose run's folder has them.
 
     Returns:
         By name, `steps`: the means of loss and accuracy by depth over stretches of steps, each at its last step;
@@ -63,12 +60,9 @@ def _mean(steps: Records) -> dict[str, Any]:
 
 
 def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """Return the trees of one session's drafters, and how often the target accepted each node.
+    """Return the trees of one session's drafters, but for those that never drafted, and each node's acceptance.
 
-    Args:
-        runs: the result of `eval.live.interleaved.measure`; of each prompt its median run counts,
-            as in the report's rows.
-        drafters: those to show; one that never drafted is left out.
+    Of each prompt its median run counts, as in the report's rows.
 
     Returns:
         By name: the tree's `label`; `paths`, by node the ranks on its path from the root, counted from 0 among the
@@ -81,19 +75,18 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
         if any(step.drafted for step in steps):
             counts = Counter(step.ranks[:depth] for step in steps for depth in range(1, len(step.ranks) + 1))
             paths, note = nodes(drafter, counts)
-            shares = [counts[path] / len(steps) for path in paths]
-            summary = {"label": drafter.tree, "note": note, "steps": len(steps)}
-            summaries[name] = {**summary, "paths": [list(path) for path in paths], "accepted": shares}
+            summaries[name] = {
+                "label": drafter.tree,
+                "note": note,
+                "steps": len(steps),
+                "paths": [list(path) for path in paths],
+                "accepted": [counts[path] / len(steps) for path in paths],
+            }
     return summaries
 
 
 def nodes(drafter: Drafter, accepted: Counter[Ranks]) -> tuple[list[Ranks], str]:
-    """Return the nodes of a drafter's tree to plot, parents before children, and a note on them.
-
-    Args:
-        drafter: a draft source.
-        accepted: how often each node was accepted.
-    """
+    """Return the nodes of a drafter's tree to plot, parents before children, and a note on them."""
     if drafter.shape is not None:
         return among_siblings(drafter.shape), "The shape is fixed; empty nodes were never accepted."
     often = sorted(accepted, key=lambda path: (-accepted[path], len(path), path))

@@ -1,21 +1,23 @@
-"""Timing the baseline, every drafter and HF generate on the same prompts, interleaved in one process."""
+"""Timing the baseline, every drafter and HF's own `generate` on the same prompts, interleaved in one process."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import track
+from transformers import GenerationConfig
 
 from data.text.prompts import Prompt
-from eval.live.hf import hf_generate
 from eval.measures import metrics
 from eval.measures.builder import Request, Source, result, with_speedups
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
-from eval.measures.results import Measurement, Row
+from eval.measures.machine import synchronize
+from eval.measures.results import Measurement, Row, Subset
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
@@ -50,27 +52,21 @@ def measure(
         For "plain", each drafter's name and "hf": the repeats of each prompt, in the prompts' order.
     """
     assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
+    resets = [drafter.reset for drafter in drafters.values()]
     if batch_size > 1:
         sources = {PLAIN: Plain(target.device), **drafters}
         tokens = [prompt.token for prompt in prompts]
         warm_up(target, sources, warmup, settings, batch_size)
 
-        def answers(drafter: Drafter, _: int) -> Sequence[Generation]:
-            return speculate(target, drafter, tokens, settings, batch_size=batch_size)
+        def answers(name: str, *_: Any) -> Sequence[Generation]:
+            return speculate(target, sources[name], tokens, settings, batch_size=batch_size)
 
-        return in_turns(sources, answers, len(prompts), repeats, settings.seed)
+        return in_turns(list(sources), answers, [range(len(prompts))], repeats, settings.seed, resets)
     runners: dict[str, Runner] = {PLAIN: partial(autoregress, target, settings=settings)}
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
     if hf:
-        runners[HF] = partial(
-            hf_generate,
-            target,
-            max_new_tokens=settings.max_new_tokens,
-            penalty=settings.sampling.repetition_penalty,
-            min_new_tokens=settings.min_new_tokens,
-        )
-    resets = [drafter.reset for drafter in drafters.values()]
+        runners[HF] = partial(hf_generate, target, settings=settings)
     return interleave(runners, prompts, repeats, warmup, settings.seed, resets)
 
 
@@ -83,27 +79,6 @@ def warm_up(
         speculate(target, drafter, tokens[: max(batch_size, len(prompts))], settings, batch_size=batch_size)
 
 
-def in_turns(
-    drafters: Mapping[str, Drafter],
-    answers: Callable[[Drafter, int], Sequence[T]],
-    count: int,
-    repeats: int,
-    seed: int,
-) -> dict[str, list[list[T]]]:
-    """Let every drafter answer all `count` prompts in each round, in a new random order of drafters each round.
-
-    A drafter with memory begins every round with nothing. `answers` takes the drafter and the number of the round.
-    """
-    shuffle = random.Random(seed)
-    rounds: dict[str, list[list[T]]] = {name: [[] for _ in range(count)] for name in drafters}
-    for number in range(repeats):
-        for name in shuffle.sample(list(drafters), len(drafters)):
-            drafters[name].reset()
-            for repeats_of, answer in zip(rounds[name], answers(drafters[name], number), strict=True):
-                repeats_of.append(answer)
-    return rounds
-
-
 def interleave(
     runners: Mapping[str, Runner],
     prompts: Sequence[Prompt],
@@ -112,28 +87,53 @@ def interleave(
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
 ) -> Runs:
-    """Call every runner on each prompt in turn, `repeats` rounds long, in a new random order of runners each time.
+    """Call every runner on each prompt in turn, as `in_turns`.
 
-    Clock rates, other processes and memory drift during a session; side by side they hit all runners alike, and the
-    order decides nothing. The first calls pay for lazy initialisation, so the `warmup` prompts go through every runner
-    before anything counts. `begin` is called before each round.
+    The first calls pay for lazy initialisation, so the `warmup` prompts go through every runner before anything counts.
     """
-    shuffle = random.Random(seed)
     for prompt in warmup:
         for run in runners.values():
             run(prompt.token)
-    runs: Runs = {name: [[] for _ in prompts] for name in runners}
-    console = Console(stderr=True)
-    work = [(index, prompt) for _ in range(repeats) for index, prompt in enumerate(prompts)]
-    for index, prompt in track(work, "measuring", console=console, transient=True, disable=not console.is_terminal):
-        if index == 0:
-            for call in begin:
-                call()
-        order = list(runners)
-        shuffle.shuffle(order)
-        for name in order:
-            runs[name][index].append(runners[name](prompt.token))
+
+    def answer(name: str, indices: Sequence[int], _: int) -> list[Generation]:
+        return [runners[name](prompts[index].token) for index in indices]
+
+    return in_turns(list(runners), answer, [[index] for index in range(len(prompts))], repeats, seed, begin)
+
+
+def in_turns(
+    names: Sequence[str],
+    answer: Callable[[str, Sequence[int], int], Sequence[T]],
+    batches: Sequence[Sequence[int]],
+    repeats: int,
+    seed: int,
+    begin: Sequence[Callable[[], None]] = (),
+) -> dict[str, list[list[T]]]:
+    """Let all `names` answer every batch of prompts, `repeats` rounds long, each time in a new random order of names.
+
+    Clock rates, other processes and memory drift during a session; side by side they hit all alike, and the order
+    decides nothing. `answer` takes a name, the indices of a batch's prompts and the number of the round, before which
+    `begin` is called.
+
+    Returns:
+        By name, by prompt, the answers of all rounds.
+    """
+    shuffle = random.Random(seed)
+    runs: dict[str, list[list[T]]] = {name: [[] for batch in batches for _ in batch] for name in names}
+    work = [(number, batch) for number in range(repeats) for batch in batches]
+    for number, batch in progress(work, "measuring"):
+        for call in begin if batch is batches[0] else ():
+            call()
+        for name in shuffle.sample(list(names), len(names)):
+            for index, answered in zip(batch, answer(name, batch, number), strict=True):
+                runs[name][index].append(answered)
     return runs
+
+
+def progress(work: Sequence[T], label: str) -> Iterable[T]:
+    """Yield the items behind a progress bar on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    return track(work, label, console=console, transient=True, disable=not console.is_terminal)
 
 
 def decoded_once(
@@ -152,32 +152,38 @@ def medians(runs: Runs) -> dict[str, list[Generation]]:
 def rows(runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: Measurement) -> list[Row]:
     """Assemble the report's rows of one session, the baseline first: all prompts together, then each category.
 
-    Args:
-        runs: what `measure` returned.
-        drafters: those it was called with.
-        gates: each drafter's losslessness check; a drafter that did not pass gets no speedup, at any temperature.
-        measurement: the settings and checks that the rows share.
+    A drafter that did not pass its losslessness check, among `gates`, gets no speedup, at any temperature.
     """
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
-    hf = requests.pop(HF, None)
     sources: dict[str, Drafter] = {PLAIN: Plain(torch.device("cpu")), **drafters}
     measured = []
     for subset in measurement.parts(len(requests[PLAIN])):
-        plain = [requests[PLAIN][index] for index in subset.indices]
-        other = None if hf is None else [hf[index] for index in subset.indices]
-        for name, runs_of in requests.items():
-            mine = [runs_of[index] for index in subset.indices]
+        for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
             source = Source(name, rule, sources[name].tree, sources[name].memory)
-            gate = gates.get(labelled(name, measurement.batch_size), UNCHECKED)
-            shown = gate if measurement.temperature == 0 else measurement.coupled.get(name, UNCHECKED)
-            counts = shown.among([measurement.start + index for index in subset.indices]).counts()
-            row = replace(result(source, measurement, subset, mine), lossless=counts)
-            trusted = gate.passed or (name == PLAIN and not gate.checked)  # alone, it is the reference of the gate
-            trusted = trusted and name not in measurement.not_lossless
-            measured.append(with_speedups(row, mine, plain, subset, measurement.seed, other) if trusted else row)
+            row = result(source, measurement, subset, subset.of(requests[name]))
+            measured.append(judged(row, requests, gates, measurement, subset))
     return measured
+
+
+def judged(
+    row: Row,
+    requests: Mapping[str, Sequence[Request]],
+    gates: Mapping[str, Gate],
+    measurement: Measurement,
+    subset: Subset,
+) -> Row:
+    """Return a row with its losslessness check, and with its speedups over the baselines where that did not fail."""
+    gate = gates.get(labelled(row.drafter, measurement.batch_size), UNCHECKED)
+    shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
+    row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
+    trusted = gate.passed or (row.drafter == PLAIN and not gate.checked)  # alone, it is the reference of the gate
+    if not trusted or row.drafter in measurement.not_lossless or PLAIN not in requests:
+        return row
+    mine, plain = subset.of(requests[row.drafter]), subset.of(requests[PLAIN])
+    hf = subset.of(requests[HF]) if HF in requests else None
+    return with_speedups(row, mine, plain, subset, measurement.seed, hf)
 
 
 def timed(run: Generation) -> Request:
@@ -190,3 +196,51 @@ def timed(run: Generation) -> Request:
         seconds=metrics.seconds([run]),
         waits={"latency_s": run.latency_s},
     )
+
+
+@torch.inference_mode()
+def hf_generate(target: Target, prompt: list[int], settings: Settings) -> Generation:
+    """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
+
+    `generate` does not report the end of its prefill. A second call that stops after one token does the prefill and
+    nothing else, so decoding took the difference. The runs have no steps: the cost of one cannot be observed.
+
+    It runs under inference mode, as our engine does, which is faster than its own `no_grad`: no operation then pays for
+    the bookkeeping of autograd.
+    """
+    penalty = settings.sampling.repetition_penalty
+    _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
+    most = min(settings.max_new_tokens, target.context - len(prompt))
+    tokens, total_s = _timed_generate(target, prompt, most, penalty, min(settings.min_new_tokens, most))
+    decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
+    finish = "eos" if tokens[-1] in target.eos else "length"
+    sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
+    return Generation(tokens=tokens, sources=sources, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
+
+
+def _timed_generate(
+    target: Target, prompt: list[int], count: int, penalty: float, least: int
+) -> tuple[list[int], float]:
+    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds it took."""
+    eos = sorted(target.eos)
+    # The sampling values have no effect; without them the checkpoint's own would be used, with a warning.
+    configure: Any = GenerationConfig
+    settings = configure(
+        max_new_tokens=count,
+        min_new_tokens=least,
+        do_sample=False,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=50,
+        repetition_penalty=penalty,
+        use_cache=True,
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
+    )
+    token = torch.tensor([prompt], device=target.device)
+    synchronize(target.device)
+    start = time.perf_counter()
+    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
+    out = generate(token, attention_mask=torch.ones_like(token), generation_config=settings)
+    synchronize(target.device)
+    return out[0, len(prompt) :].tolist(), time.perf_counter() - start

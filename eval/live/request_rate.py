@@ -57,40 +57,31 @@ def serve(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Served]:
-    """Answer requests in the order of their arrivals, in a continuous batch.
+    """Answer requests in the order of their arrivals, `when` seconds from now, in a continuous batch that is empty.
 
     A request that has arrived is admitted as soon as a slot is free, before the next pass. Without requests the engine
-    sleeps until the next arrival.
-
-    Args:
-        batch: an empty batch; its size is the capacity.
-        prompts: token ids of each request.
-        when: the arrivals, seconds from now.
-        settings: of all requests.
-        clock, sleep: seconds, and how to let them pass.
-
-    Returns:
-        The requests in their order.
+    sleeps until the next arrival. Results are in the requests' order.
     """
     begin, waiting = clock(), deque(range(len(prompts)))
-    running: dict[int, Served] = {}
-    done: dict[int, Served] = {}
+    running: list[int] = []
+    served: dict[int, Served] = {}
     while waiting or batch.running:
         now = clock() - begin
         if waiting and batch.free and when[waiting[0]] <= now:
             number = waiting.popleft()
             generation = batch.admit(number, prompts[number], settings)
             arrived = when[number]
-            running[number] = Served(generation, arrived, now - arrived, clock() - begin - arrived)
+            served[number] = Served(generation, arrived, now - arrived, clock() - begin - arrived)
+            running.append(number)
         elif batch.running:
             batch.step()
         else:
             sleep(when[waiting[0]] - now)
         batch.release()
-        for number in [number for number, request in running.items() if request.generation.finish]:
-            done[number] = running.pop(number)
-            done[number].generation.latency_s = clock() - begin - done[number].arrived
-    return [done[number] for number in range(len(prompts))]
+        for number in [number for number in running if served[number].generation.finish]:
+            running.remove(number)
+            served[number].generation.latency_s = clock() - begin - when[number]
+    return [served[number] for number in range(len(prompts))]
 
 
 @torch.inference_mode()
@@ -106,21 +97,19 @@ def measure(
 ) -> Rounds:
     """Let the baseline and every drafter answer all prompts as they arrive, in turns, in a new random order each round.
 
-    A round has arrivals of its own, the same for all; another rate has the same ones, stretched. A drafter
-    with memory begins every round with nothing. The `warmup` prompts run before, without waiting.
-
-    Returns:
-        For "plain" and each drafter's name: the rounds of each prompt, in the prompts' order.
+    A round has arrivals of its own, the same for all; another rate has the same ones, stretched. A drafter with memory
+    begins every round with nothing. The `warmup` prompts run before, without waiting.
     """
     sources: dict[str, Drafter] = {PLAIN: Plain(target.device), **drafters}
     warm_up(target, sources, warmup, settings, batch_size)
     tokens, gaps = [prompt.token for prompt in prompts], random.Random(settings.seed)
     when = [arrivals(len(prompts), request_rate, gaps) for _ in range(repeats)]
 
-    def answers(drafter: Drafter, number: int) -> list[Served]:
-        return serve(batch_of(target, drafter, min(batch_size, len(tokens))), tokens, when[number], settings)
+    def answers(name: str, _: Sequence[int], number: int) -> list[Served]:
+        return serve(batch_of(target, sources[name], min(batch_size, len(tokens))), tokens, when[number], settings)
 
-    return in_turns(sources, answers, len(prompts), repeats, settings.seed)
+    resets = [drafter.reset for drafter in drafters.values()]
+    return in_turns(list(sources), answers, [range(len(tokens))], repeats, settings.seed, resets)
 
 
 def generations(rounds: Rounds) -> Runs:
@@ -131,35 +120,35 @@ def generations(rounds: Rounds) -> Runs:
 def waited(rows: Sequence[Row], rounds: Rounds, measurement: Measurement) -> list[Row]:
     """Return the rows that `live.rows` made of a session under load, with the waiting times of its requests.
 
-    Latencies are those of all rounds: each had other arrivals, so none is more typical than another.
+    Latencies are those of all rounds: each had other arrivals, so none is more typical than another. What had a speedup
+    has one of latencies.
     """
     subsets = {subset.category: subset for subset in measurement.parts(len(rounds[PLAIN]))}
     return [_waited(row, rounds, subsets[row.category], measurement.seed) for row in rows]
 
 
 def _waited(row: Row, rounds: Rounds, subset: Subset, seed: int) -> Row:
-    """Return a row with the waiting times of its requests, and a speedup of latencies if it had one."""
     mine, plain = ([rounds[name][index] for index in subset.indices] for name in (row.drafter, PLAIN))
     served = list(chain.from_iterable(mine))
-    answers = [request.generation for request in served]
-    quantiles = {
-        "tau": metrics.quantiles([metrics.ratio(metrics.decoded(run), len(run.steps)) for run in answers]),
-        "latency_s": metrics.quantiles([request.generation.latency_s for request in served]),
-        "ttft_s": metrics.quantiles([request.ttft_s for request in served]),
-        "queue_s": metrics.quantiles([request.queue_s for request in served]),
+    latencies = [request.generation.latency_s for request in served]
+    by_request: dict[str, Sequence[float | None]] = {
+        "tau": [metrics.ratio(metrics.decoded(one.generation), len(one.generation.steps)) for one in served],
+        "latency_s": latencies,
+        "ttft_s": [request.ttft_s for request in served],
+        "queue_s": [request.queue_s for request in served],
     }
     trusted = row.whole_speedup is not None
     return replace(
         row,
         tokens_per_second=throughput(mine),
-        latency_s=statistics.median(request.generation.latency_s for request in served),
+        latency_s=statistics.median(latencies),
         speedup=latency_ratio(mine, plain) if trusted else None,
         speedup_ci=latency_interval(mine, plain, seed, subset.groups) if trusted else None,
         speedup_hf=None,
         whole_tokens_per_second=None,
         whole_speedup=None,
         whole_speedup_ci=None,
-        by_request={name: cuts for name, cuts in quantiles.items() if cuts},
+        by_request={name: cut for name, values in by_request.items() if (cut := metrics.quantiles(values))},
     )
 
 

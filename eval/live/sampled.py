@@ -6,7 +6,7 @@ covered by sampling: many verifications after fixed prefixes, whose first tokens
 As many samples of a rule that is known to be broken, which samples from p again after a rejection, must fail that test.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Coupled, Generator, Rng, hashed
 from inference.verification.sample import distribution
-from inference.verification.tree import DraftTree, children
+from inference.verification.tree import children
 from inference.verification.verify import COUPLED, decide
 
 PREFIXES = 2  # texts after which tokens are sampled
@@ -44,6 +44,16 @@ class Prefix(NamedTuple):
     probs: Float[Tensor, "V"]
     cells: Cells
 
+    def usable(self, tv: float) -> bool:
+        """Whether there are a draft and a choice, and the broken rule is off by more than a total variation."""
+        best = float(self.probs.max())
+        return len(self.proposal.tree.token) > 1 and self.cells.freedom > 0 and best * (1 - best) > tv
+
+    def drafted(self) -> float:
+        """Return the target's probability of the tokens drafted at depth 1."""
+        tree = self.proposal.tree
+        return float(self.probs[tree.token[children(tree)[0]].unique()].sum())
+
 
 def sampled_gates(
     target: Target,
@@ -54,25 +64,17 @@ def sampled_gates(
     tests: int,
     sizes: Sequence[int] = (1,),
 ) -> list[SampledGate]:
-    """Return the verdict on every drafter at the settings' temperature.
+    """Return the verdict on every drafter at the settings' temperature, which is above 0.
 
-    Coupled tokens are compared with autoregressive decoding of each prompt alone, at every batch size: a token's noise
-    depends on its text and the seed, not on the rest of the batch. The chi-square test samples one sequence.
-
-    Args:
-        target: the frozen target.
-        drafters: the draft sources by name.
-        prompts: the prompts to decode.
-        settings: a temperature above 0, and the rule in use.
-        tv: the total variation that the chi-square test must detect.
-        tests: the number of tests of a report, which share the error probability.
-        sizes: further batch sizes; 1 is always among them.
+    Coupled tokens are compared with autoregressive decoding of each prompt alone, at batch size 1 and at all `sizes`: a
+    token's noise depends on its text and the seed, not on the rest of the batch. The chi-square test samples one
+    sequence, and must detect a total variation of `tv`; the `tests` of a report share the error probability.
     """
     coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(target, drafters, prompts, coupled, size) for size in all_sizes}
     plain, verdicts = runs[1][PLAIN], []
-    candidates = list(texts(prompts, plain))
+    candidates = texts(prompts, plain)
     for name, drafter in drafters.items():
         equal = {size: coupled_check(target, plain, run[name], prompts, coupled) for size, run in runs.items()}
         failed_at = next((size for size, check in equal.items() if check.failed), None)
@@ -110,16 +112,15 @@ def race_gap(target: Target, prompt: list[int], answer: list[int], how: Settings
     return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
-def texts(prompts: Sequence[Prompt], plain: Sequence[Generation]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield prompts with their answers up to the token of the smallest logit gap, those of the smallest gap first."""
+def texts(prompts: Sequence[Prompt], plain: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
+    """Return prompts with their answers up to the token of the smallest logit gap, those of the smallest gap first."""
     prefixes = []
     for prompt, run in zip(prompts, plain, strict=True):
         gaps = run.gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
             at = min(range(len(gaps)), key=gaps.__getitem__) + 1
             prefixes.append((run.gaps[at], prompt.token, run.tokens[:at]))
-    for _, prompt_tokens, answer in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]:
-        yield prompt_tokens, answer
+    return [(prompt, answer) for _, prompt, answer in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]]
 
 
 @torch.inference_mode()
@@ -131,15 +132,11 @@ def chi_square_test(
     tv: float,
     alpha: float,
 ) -> tuple[ChiSquareTest | None, str]:
-    """Sample next tokens after a few prefixes, and test them against the target's probs there.
-
-    Returns:
-        The test; or None, and the reason why there is none.
-    """
-    usable = [prefix for text in candidates if (prefix := _usable(target, drafter, text, settings, tv)) is not None]
+    """Sample next tokens after a few prefixes, and test them against the target's probs there; or say why not."""
+    usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings)).usable(tv)]
     if any(prefix.proposal.q is not None for prefix in usable) and not drafter.redraws:
         return None, "no draws: its drafts are drawn by a model with a state of its own"
-    prefixes = sorted(usable, key=lambda prefix: -drafted_probability(prefix.proposal.tree, prefix.probs))[:PREFIXES]
+    prefixes = sorted(usable, key=Prefix.drafted, reverse=True)[:PREFIXES]
     if not prefixes:
         return None, "no draws: at no prompt was anything drafted where the target has a choice"
     count = chi_square.samples_for([prefix.cells for prefix in prefixes], tv, alpha)
@@ -162,15 +159,6 @@ def _session(target: Target, drafter: Drafter, prompt: list[int], answer: list[i
     if session.seen is not None:
         session.seen[answer] = True
     return session
-
-
-def _usable(
-    target: Target, drafter: Drafter, text: tuple[list[int], list[int]], settings: Settings, tv: float
-) -> Prefix | None:
-    """Return a prefix with a draft after it, None where nothing is drafted or the broken rule is too nearly right."""
-    prefix = _prefix(target, drafter, *text, settings)
-    usable = len(prefix.proposal.tree.token) > 1 and prefix.cells.freedom > 0 and harm(prefix.probs) > tv
-    return prefix if usable else None
 
 
 def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: Settings) -> Prefix:
@@ -248,14 +236,3 @@ def resampled(probs: Float[Tensor, "V"], rng: Generator, count: int) -> list[int
     accepted = [rng.accept(float(probs[best])) for _ in range(count)]
     sampled = rng.sample(probs.expand(count, -1))
     return [best if accept else token for accept, token in zip(accepted, sampled, strict=True)]
-
-
-def harm(probs: Float[Tensor, "V"]) -> float:
-    """Return the total variation between the broken rule's distribution and the target's."""
-    best = float(probs.max())
-    return best * (1 - best)
-
-
-def drafted_probability(tree: DraftTree, probs: Float[Tensor, "V"]) -> float:
-    """Return the target's probability of the tokens drafted at depth 1."""
-    return float(probs[tree.token[children(tree)[0]].unique()].sum())

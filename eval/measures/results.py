@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from eval.measures.losslessness import Gate
 from eval.measures.metrics import Groups, Interval
 
+T = TypeVar("T")
 LIVE, TEACHER_FORCED, REPLAY = TIERS = ("live", "teacher_forced", "replay")  # the first alone has a clock
 
 
@@ -68,6 +69,10 @@ class Subset(NamedTuple):
     category: str
     indices: Sequence[int]
     groups: Groups
+
+    def of(self, items: Sequence[T]) -> list[T]:
+        """Return these requests' items among those of all."""
+        return [items[index] for index in self.indices]
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,12 @@ chosen without drawing is accepted as far as it agrees with it: exactly, at any 
 """
 
 import time
-from collections.abc import Sequence
 
 import torch
 
 from eval.inputs.texts import Text
-from eval.measures.builder import UNTIMED, Request, Source, text_results
+from eval.measures.builder import UNTIMED, Request
 from eval.measures.metrics import counted
-from eval.measures.results import Measurement, Row
 from inference.protocol import Context, Drafter
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY
@@ -21,23 +19,13 @@ from inference.verification.tree import agreed
 RULE = "recorded text"
 
 
-def replayed(drafters: Sequence[Drafter], texts: Sequence[Text], measurement: Measurement) -> list[Row]:
-    """Return each source's rows; one that remembers meets the texts in their order, beginning with nothing."""
-    results: list[Row] = []
-    for drafter in drafters:
-        drafter.reset()
-        requests = [play(drafter, text) for text in texts]
-        results += text_results(Source(drafter.name, RULE, drafter.tree, drafter.memory), measurement, requests)
-    return results
-
-
 def play(drafter: Drafter, text: Text) -> Request:
     """Let a source draft along a text as decoding would: each pass after what the one before it committed."""
     written, drafted, spent = 1, 0, 0.0
     accepted: list[int] = []
     rng = Generator(0, torch.device("cpu"))  # none of them draws
     begin = time.perf_counter()
-    state = drafter.start(text.token[: text.start])
+    state = drafter.start(text.prompt)
     spent += time.perf_counter() - begin
     while written < text.generated:
         end = text.start + written

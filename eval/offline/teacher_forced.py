@@ -61,15 +61,10 @@ class Record:
 
 @torch.inference_mode()
 def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig], depth: int) -> Record:
-    """Run a text through target and head once.
+    """Run a text that the target wrote through target and head once, ranking `depth` depths.
 
-    Args:
-        target: the target that wrote it.
-        head: the draft head.
-        text: prompt and answer.
-        largest: the trees to grow at every token, each with the greatest depth and budget of its kind; none where
-            only fixed shapes are replayed.
-        depth: the number of depths to rank.
+    `largest` are the trees to grow at every token, each with the greatest depth and budget of its kind; none where only
+    fixed shapes are replayed.
     """
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
@@ -83,7 +78,8 @@ def record(target: Target, head: Any, text: Text, largest: Sequence[TreeConfig],
     done = 0
     for root in range(text.start, len(text.token) - 1) if drafting else ():  # the positions before it are committed
         assert drafting is not None
-        drafting.update(Commit(token[done + 1 : root + 1], _slice(features, done, root), None))
+        output = TargetOutput(features.hidden[:, done:root], features.last[:, done:root], None)
+        drafting.update(Commit(token[done + 1 : root + 1], output, None))
         done = root
         context = Context(text.token[: root + 1], GREEDY, Generator(0, target.device), depth)
         for tree in largest:
@@ -102,10 +98,6 @@ def unrolled(head: Any, features: Features, depth: int) -> list[Draft]:
 def growth(tree: TreeConfig) -> str:
     """Return the key that all trees cut from the same larger one have in common."""
     return f"{tree.kind} {tree.top_k}" if tree.kind == "dynamic" else tree.kind
-
-
-def _slice(features: Any, first: int, end: int) -> TargetOutput:
-    return TargetOutput(features.hidden[:, first:end], features.last[:, first:end], None)
 
 
 def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> Int[Tensor, "T"]:

@@ -2,7 +2,6 @@
 
 static_tree.py  the static tree with the highest acceptance: Sequoia's dynamic programme
 costs.py        the measured costs of a decoding step's parts
-grid.py         the trees that the tuner tries
+grid.py         the trees that the tuner tries, simulated along recorded text
 results.py      the tuner's results: tune.json, the tables
-simulated.py    simulation of all these trees along recorded text
 """

@@ -36,22 +36,35 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 
-class Script:
-    """The schedule of drafts that the sequences of a batch play back, and the times measured on the way.
+class Playback(Drafter):
+    """A draft source that times a head's proposals and commits, and drafts trees of given sizes from recorded texts.
+
+    All sequences of a batch share its schedule and its times. Without a head nothing is timed.
 
     Attributes:
-        texts: those being decoded, by prompt.
         size: the nodes that every sequence drafts in the current pass.
         draft: seconds of a proposal, by the tree's `draft_key`.
         commit: seconds of the head's forward pass over committed tokens, by their number.
     """
 
-    def __init__(self, measured: Sequence[TreeConfig], sizes: Sequence[int], seed: int) -> None:
+    name, tree = "playback", "playback"
+
+    def __init__(
+        self,
+        target: Target,
+        head: HeadDrafter | None,
+        texts: Sequence[Text],
+        measured: Sequence[TreeConfig],
+        sizes: Sequence[int],
+        seed: int,
+    ) -> None:
         shuffle = random.Random(seed)
         deepest = max((tree.deepest for tree in measured), default=max(sizes))
+        self.target, self.inner = target, head
+        self.feature_layers = () if head is None else head.feature_layers
+        self.texts = {tuple(text.prompt): text for text in texts}
         self.next_tree = rotation(measured, shuffle)
         self.next_size, self.next_accepted = rotation(sizes, shuffle), rotation(range(deepest + 1), shuffle)
-        self.texts: dict[tuple[int, ...], Text] = {}
         self.size = 0
         self.draft: defaultdict[str, list[float]] = defaultdict(list)
         self.commit: Samples = defaultdict(list)
@@ -60,57 +73,44 @@ class Script:
         """Choose the size of the next pass."""
         self.size = next(self.next_size)
 
-
-class Playback(Drafter):
-    """A draft source that times a head's proposals and commits, and drafts trees of given sizes from a recorded text.
-
-    Without a head nothing is timed.
-    """
-
-    name, tree = "playback", "playback"
-
-    def __init__(self, target: Target, head: HeadDrafter | None, script: Script) -> None:
-        self.target, self.inner, self.script = target, head, script
-        self.feature_layers = () if head is None else head.feature_layers
-
     def start(self, prompt: list[int]) -> "PlaybackState":
         """Begin the text with this prompt."""
-        head = None if self.inner is None else self.inner.start(prompt)
-        return PlaybackState(self.target, head, self.script, self.script.texts[tuple(prompt)])
-
-
-class PlaybackState(DrafterState):
-    """State of one recorded text played back."""
-
-    def __init__(self, target: Target, head: HeadState | None, script: Script, text: Text) -> None:
-        self.target, self.head, self.script, self.text = target, head, script, text
-
-    def update(self, commit: Commit) -> None:
-        """Let the head commit tokens, timed unless they are a prompt's."""
-        if self.head is None:
-            return
-        start = self.clock()
-        self.head.update(commit)
-        if commit.verified is not None:
-            self.script.commit[len(commit.token)].append(self.clock() - start)
-
-    def propose(self, context: Context) -> Proposal:
-        """Time one of the head's trees, and return one of the size to be measured."""
-        if self.head is not None:
-            policy = next(self.script.next_tree)
-            start = self.clock()
-            self.head.grow(policy, context._replace(room=policy.deepest))
-            self.script.draft[draft_key(policy)].append(self.clock() - start)
-        following = self.text.token[len(context.token) :][: max(context.room, 0)]
-        accepted, size = next(self.script.next_accepted), self.script.size
-        if context.room < 1 or not self.target.takes_trees:  # a chain of this size may exceed the room
-            size = min(size, max(context.room, 0))
-        return Proposal(planted(context.token[-1], following[: min(accepted, size)], size, self.target))
+        return PlaybackState(self, None if self.inner is None else self.inner.start(prompt), self.texts[tuple(prompt)])
 
     def clock(self) -> float:
         """Return the clock's seconds, after the device has finished its queued work."""
         synchronize(self.target.device)
         return time.perf_counter()
+
+
+class PlaybackState(DrafterState):
+    """State of one recorded text played back."""
+
+    def __init__(self, source: Playback, head: HeadState | None, text: Text) -> None:
+        self.source, self.head, self.text = source, head, text
+
+    def update(self, commit: Commit) -> None:
+        """Let the head commit tokens, timed unless they are a prompt's."""
+        if self.head is None:
+            return
+        start = self.source.clock()
+        self.head.update(commit)
+        if commit.verified is not None:
+            self.source.commit[len(commit.token)].append(self.source.clock() - start)
+
+    def propose(self, context: Context) -> Proposal:
+        """Time one of the head's trees, and return one of the size to be measured."""
+        source, target, room = self.source, self.source.target, max(context.room, 0)
+        if self.head is not None:
+            policy = next(source.next_tree)
+            start = source.clock()
+            self.head.grow(policy, context._replace(room=policy.deepest))
+            source.draft[draft_key(policy)].append(source.clock() - start)
+        following = self.text.token[len(context.token) :][:room]
+        # A chain of this size may exceed the room.
+        size = source.size if room and target.takes_trees else min(source.size, room)
+        accepted = min(next(source.next_accepted), size)
+        return Proposal(planted(context.token[-1], following[:accepted], size, target))
 
 
 def planted(root: int, tokens: Sequence[int], size: int, target: Target) -> DraftTree:
@@ -151,29 +151,25 @@ def measure(
     """Measure the costs on recorded texts, alternating a few passes of the autoregressive baseline and of playback.
 
     Args:
-        target: the target that wrote them.
+        target: the target that wrote the texts, under the same settings.
         head: the draft head as a draft source. None: a draft that costs nothing.
-        texts: the texts to decode again.
+        texts: the texts to decode again, `batch` of them side by side in every pass.
         measured: the trees whose proposals are timed; none without a head.
         sizes: the numbers of drafted nodes whose verification is timed; 0 is an autoregressive step.
         samples: the fewest samples of each.
-        settings: those that the texts were written under.
-        batch: sequences decoded side by side, in every pass.
     """
-    script = Script(measured, sizes, settings.seed)
-    script.texts = {tuple(text.token[: text.start]): text for text in texts}
-    players = [Playback(target, head, script)] * batch
+    player = Playback(target, head, texts, measured, sizes, settings.seed)
     verify: Samples = defaultdict(list)
     other: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
     plain: list[float] = []
     keys = {draft_key(tree) for tree in measured}
-    baseline = decode(target, [Plain(target.device) for _ in players], texts, settings, lambda: None)
-    played = decode(target, players, texts, settings, script.begin)
+    baseline = decode(target, [Plain(target.device)] * batch, texts, settings, lambda: None)
+    played = decode(target, [player] * batch, texts, settings, player.begin)
     for _ in sizes:  # the first passes of every size cost more than later ones
         next(baseline)
         next(played)
-    script.draft.clear()
-    script.commit.clear()
+    player.draft.clear()
+    player.commit.clear()
     left = ROUNDS * sum(text.generated for text in texts)
     for turn in itertools.count(1):
         for steps in itertools.islice(baseline, STRETCH):
@@ -183,7 +179,7 @@ def measure(
             for step in steps:
                 other[step.accepted > 1][step.drafted].append(step.other_s)
                 left -= step.committed
-        drafts = [script.draft[key] for key in keys]
+        drafts = [player.draft[key] for key in keys]
         fewest = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
         # Rare sizes may keep fewer samples, but a tree whose draft was never timed has no price.
         if turn >= TURNS and (fewest >= samples or (left <= 0 and all(drafts))):
@@ -194,8 +190,8 @@ def measure(
         plain=typical(plain),
         verify=rising(averages(verify)),
         settle=(straight, gaps or straight),
-        draft=averages(script.draft),
-        commit=averages(script.commit) or {1: 0.0},
+        draft=averages(player.draft),
+        commit=averages(player.commit) or {1: 0.0},
     )
 
 
@@ -210,7 +206,7 @@ def decode(
     while True:
         while batch.free:
             number, text = next(waiting)
-            batch.admit(number, text.token[: text.start], settings)
+            batch.admit(number, text.prompt, settings)
         begin()
         sessions = [sequence.session for sequence in batch.running]
         batch.step()

@@ -1,16 +1,25 @@
-"""The trees that the tuner tries, by family, and their replays along the recorded texts."""
+"""The trees that the tuner tries, by family, and their simulation along recorded texts.
+
+Half of the texts choose, the others are held back.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from eval.config import TunerConfig
+from eval.inputs.texts import Text
+from eval.live.interleaved import progress
 from eval.measures.cost_model import Costs, Replayed, draft_key, drafted, predict
-from eval.offline.teacher_forced import Record, replay
-from eval.tuning.static_tree import best_static, levelled
+from eval.offline.teacher_forced import Record, record, replay
+from eval.tuning.static_tree import acceptance, best_static, levelled
+from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
+from inference.target.target import Target
 
 OWN = "as it is"  # the family of the tree that the head has
 CHAIN, TREE = "chain", "tree"  # the two kinds compared at larger batch sizes
@@ -19,6 +28,11 @@ CHAIN, TREE = "chain", "tree"  # the two kinds compared at larger batch sizes
 # larger batch a node costs more, for the device has less to spare.
 HOPELESS = 0.8
 
+# Numbers of drafted nodes whose verification is always timed: from one node to a few the cost leaps, and a line from
+# one to many would lie below it.
+SIZES = (0, 1, 2, 4, 8)
+
+T = TypeVar("T")
 Families = dict[str, list[TreeConfig]]
 
 
@@ -50,12 +64,7 @@ def proposed(
 ) -> Families:
     """Return the trees to be priced, by family; chains alone for a target that verifies nothing else.
 
-    Args:
-        grid: the values to try.
-        table: acceptance by depth and rank.
-        current: the tree that the head has.
-        deepest: the greatest depth that the head drafts.
-        takes_trees: whether the target verifies trees.
+    `table` is the acceptance by depth and rank, `current` the tree that the head has, `deepest` the depth it drafts to.
     """
     depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
     families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
@@ -79,19 +88,6 @@ def proposed(
     if takes_trees or current.kind == CHAIN:
         families[OWN] = [current]
     return {name: trees for name, trees in families.items() if trees}
-
-
-def tried(families: Families, chosen: Sequence[Record], held: Sequence[Record]) -> list[Tried]:
-    """Replay both halves of the texts with every tree."""
-
-    def all_of(records: Sequence[Record], tree: TreeConfig) -> list[Replayed]:
-        return [Replayed(replay(record, tree), record.text.generated - 1) for record in records]
-
-    return [
-        Tried(family, tree, all_of(chosen, tree), all_of(held, tree))
-        for family, trees in families.items()
-        for tree in trees
-    ]
 
 
 def distinct(trees: Sequence[Tried]) -> list[TreeConfig]:
@@ -118,3 +114,31 @@ def sizes_for(trees: Sequence[Tried], sizes: Sequence[int]) -> list[int]:
     """Return the sizes of a verification pass to time, so that every tree's is among them or between two."""
     largest = max(drafted(one.tree) for one in trees)
     return sorted({largest, *(size for size in sizes if size <= largest)})
+
+
+def simulate(
+    grid: TunerConfig, target: Target, drafter: HeadDrafter, texts: Sequence[Text]
+) -> tuple[list[Tried], Float[Tensor, "D K"]]:
+    """Simulate every tree along the texts that the target wrote greedily, behind a progress bar.
+
+    Returns:
+        The trees, of which the head's own is of the family OWN; and the acceptance by depth and rank on the texts to
+        choose by.
+    """
+    current, head = drafter.policy, drafter.head
+    deepest = min(head.max_depth, max(current.deepest, *grid.depths))
+    largest = unlimited(grid, current, deepest)
+    chosen, held = halves([record(target, head, text, largest, deepest) for text in progress(texts, "simulating")])
+    table = acceptance(torch.tensor([ranks for text in chosen for ranks in text.rank]), max(grid.top_k))
+
+    def replays(records: Sequence[Record], tree: TreeConfig) -> list[Replayed]:
+        return [Replayed(replay(record, tree), record.text.generated - 1) for record in records]
+
+    families = proposed(grid, table, current, deepest, target.takes_trees)
+    pairs = [(family, tree) for family, trees in families.items() for tree in trees]
+    return [Tried(family, tree, replays(chosen, tree), replays(held, tree)) for family, tree in pairs], table
+
+
+def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
+    """Return every other item, and the rest; a single item is in both."""
+    return list(items[::2]), list(items[1::2] or items)

@@ -107,15 +107,14 @@ class Tuning:
 
     def stops(self) -> dict[str, dict[str, int | None]]:
         """Return from which batch size on a chain and a tree no longer pay, predicted and measured; None: they do."""
-        stops = {}
+        stops: dict[str, dict[str, int | None]] = {}
         for kind in KINDS:
-            timed = {
-                at.batch: [one for one in at.candidates if one.measured and (one.tree.kind == CHAIN) == (kind == CHAIN)]
-                for at in self.batches
-            }
-            timed = {batch: candidates for batch, candidates in timed.items() if candidates}
-            predicted = {batch: max(one.predicted.speedup for one in trees) for batch, trees in timed.items()}
-            measured = {batch: max(one.gain for one in trees) for batch, trees in timed.items()}
+            predicted, measured = dict[int, float](), dict[int, float]()
+            for at in self.batches:
+                timed = [one for one in at.candidates if one.measured and (one.tree.kind == CHAIN) == (kind == CHAIN)]
+                if timed:
+                    predicted[at.batch] = max(one.predicted.speedup for one in timed)
+                    measured[at.batch] = max(one.gain for one in timed)
             if measured:
                 stops[kind] = {"predicted": stops_paying(predicted), "measured": stops_paying(measured)}
         return stops

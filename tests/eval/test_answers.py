@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.text.prompts import Prompt
-from eval.inputs.states import Cold
+from eval.inputs.drafters import WrappedDrafter
 from eval.live import answers as written
 from heads.base import Features
 from inference.decode import Generation, Settings, autoregress
@@ -96,7 +96,7 @@ def test_laws_are_held_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_source_in_another_still_has_its_head_and_a_long_text_has_no_q(monkeypatch: pytest.MonkeyPatch) -> None:
     run, source = answer(), drafter("eagle")
     known = written.chances(toys.target(), source, PROMPT, run, 1.0)
-    assert written.chances(toys.target(), Cold(source, "cold"), PROMPT, run, 1.0) == known
+    assert written.chances(toys.target(), WrappedDrafter(source, "cold", None, cold=True), PROMPT, run, 1.0) == known
     monkeypatch.setattr(written, "LONGEST", len(PROMPT) + len(run.tokens) - 1)
     long = written.chances(toys.target(), source, PROMPT, run, 1.0)
     assert {each.q for each in long} == {None}

@@ -9,9 +9,9 @@ import pytest
 from data.text.records import parse
 from eval.endpoint.client import Answer, Request, requests_of
 from eval.endpoint.counters import verified
-from eval.endpoint.rows import Runs, Timed, differs, row_of, text_gate
-from eval.inputs.workloads import by_category
-from eval.measures.losslessness import UNCHECKED
+from eval.endpoint.rows import Runs, differs, rows, text_gate
+from eval.inputs.workloads import Workload
+from eval.measures.losslessness import Gate
 from eval.measures.results import Measurement
 from eval.report.reading import read_report, report_of
 from eval.run import evaluate
@@ -176,14 +176,14 @@ def test_texts_and_tokens_are_completions(served: Served, tmp_path: Path) -> Non
 def test_every_question_after_its_recorded_answers() -> None:
     said = [{"role": role, "content": role[0] + str(i)} for i, role in enumerate(["user", "assistant", "user"])]
     record = parse({"id": "d", "messages": [{"role": "system", "content": "s"}, *said]}, 0, "x")
-    first, second = requests_of(record, 7, "all", chat=True)
-    assert [first.id, second.id, second.conversation] == ["d.1", "d.2", 7]
+    first, second = requests_of(record, "all", chat=True)
+    assert [first.id, second.id] == ["d.1", "d.2"]
     assert [message["content"] for message in second.body["messages"]] == ["s", "u0", "a1", "u2"]
-    (alone,) = requests_of(record, 7, "first", chat=False)
+    (alone,) = requests_of(record, "first", chat=False)
     assert (alone.path, alone.body["prompt"]) == ("/completions", "u0")
     unanswered = parse({"id": "d", "messages": [said[0], said[2]]}, 0, "x")
     with pytest.raises(ValueError, match="nobody recorded the answer before question 2; give a log with answers, or"):
-        list(requests_of(unanswered, 0, "all", chat=True))
+        list(requests_of(unanswered, "all", chat=True))
 
 
 def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,14 +202,13 @@ def test_the_command(served: Served, plain: Served, log: Path, capsys: pytest.Ca
 
 def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> None:
     """All requests alike, so that the intervals are points: ten tokens after the first, in a quarter of the time."""
-    asked = [Request(str(i), "", i, "", {}) for i in range(4)]
     session = Measurement("log", 0.0, 1, 0, 0, conversations=range(4))
     drafts = verified(5, 10, 5, (5,))
 
     def runs(latency_s: float) -> Runs:
-        return Runs([[Timed(Answer("x", 11, latency_s, 1.0, drafts), 1.0, drafts)] for _ in asked], [drafts] * 4)
+        return Runs([[Answer("x", 11, latency_s, 1.0, drafts)] for _ in range(4)], [drafts] * 4)
 
-    row = row_of("endpoint", runs(2.0), runs(5.0), UNCHECKED, session, next(session.parts(4)))
+    _, row = rows({"plain": runs(5.0), "endpoint": runs(2.0)}, {"endpoint": Gate(4, 4, 0, 0)}, session)
     assert (row.tokens_per_second, row.speedup, row.speedup_ci) == (10.0, 4.0, (4.0, 4.0))
     assert (row.whole_tokens_per_second, row.whole_speedup, row.whole_speedup_ci) == (5.5, 2.5, (2.5, 2.5))
     assert row.by_request["speedup"]["p50"] == 4.0
@@ -217,5 +216,8 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
 
 
 def test_requests_without_a_category_join_those_of_the_category_other() -> None:
-    assert by_category(["", "a", "other"]) == {"other": [0, 2], "a": [1]}
-    assert by_category(["", "other"]) == {}
+    def categories(*names: str) -> dict[str, list[int]]:
+        return Workload("", "", [Request("", name, "", {}) for name in names], [], False, [], 0).categories()
+
+    assert categories("", "a", "other") == {"other": [0, 2], "a": [1]}
+    assert categories("", "other") == {}

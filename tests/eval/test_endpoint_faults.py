@@ -152,7 +152,8 @@ def test_an_answer_out_of_pieces() -> None:
         ({"endpoint": "http://h:1", "request_rate": 2}, "request_rate: an endpoint is measured as it is served"),
         ({"endpoint": "http://h:1", "tier": "replay"}, "tier is 'replay': an endpoint is measured live alone"),
         ({"endpoint": "http://h:1", "baseline": "http://h:2", "temperature": 1.0}, "texts can be compared at 0 alone"),
-        ({"client": {"timeout": 0.0}}, "client.timeout=0, client.patience=5: the first must be positive"),
+        ({"client": {"timeout": 0.0}}, "client.timeout is 0.0: give a number above 0"),
+        ({"client": {"patience": -1.0}}, "client.patience is -1.0: give 0 or more"),
     ],
 )
 def test_what_an_endpoint_cannot_be_asked_for(values: dict[str, Any], message: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.text.prompts import Prompt
-from eval.live import hf, interleaved
+from eval.live import interleaved
 from eval.live.interleaved import interleave, measure, rows
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement
@@ -97,10 +97,8 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
         seen.append((drafter.name, settings))
         return generation(3)
 
-    def hf_generate(
-        target: Target, prompt: list[int], max_new_tokens: int, penalty: float, min_new_tokens: int
-    ) -> Generation:
-        seen.append(("hf", max_new_tokens))
+    def hf_generate(target: Target, prompt: list[int], settings: Settings) -> Generation:
+        seen.append(("hf", settings))
         return generation(4)
 
     for stub in (autoregress, speculate, hf_generate):
@@ -109,14 +107,14 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
     runs = measure(target, drafters, PROMPTS, SETTINGS, repeats=2, warmup=WARM[:1], hf=True)
     assert {name: len(each[0][0].tokens) for name, each in runs.items()} == {"plain": 2, "eagle": 3, "hf": 4}
     assert all(len(repeats) == 2 for each in runs.values() for repeats in each)
-    assert {(name, settings) for name, settings in seen} == {("plain", SETTINGS), ("ranked", SETTINGS), ("hf", 8)}
+    assert set(seen) == {("plain", SETTINGS), ("ranked", SETTINGS), ("hf", SETTINGS)}
     assert set(measure(target, drafters, PROMPTS, SETTINGS, repeats=1, warmup=(), hf=False)) == {"plain", "eagle"}
 
 
 def test_hf_generate_emits_plain_decodings_tokens() -> None:
     target, prompt = toys.target(), toys.prompt(0)
     plain = autoregress(target, prompt, Settings(24, GREEDY))
-    run = hf.hf_generate(target, prompt, 24)
+    run = interleaved.hf_generate(target, prompt, Settings(24, GREEDY))
     assert toys.lively(run.tokens)
     assert run.tokens == plain.tokens
     assert (run.finish, run.steps) == ("length", [])
@@ -131,21 +129,23 @@ def test_hf_generate_runs_under_inference_mode_as_our_engine_does(monkeypatch: p
         "generate",
         lambda *args, **named: under.append(torch.is_inference_mode_enabled()) or generate(*args, **named),
     )
-    hf.hf_generate(target, toys.prompt(0), 4)
+    interleaved.hf_generate(target, toys.prompt(0), Settings(4, GREEDY))
     assert under == [True, True]
 
 
 def test_hf_generate_stays_within_the_context() -> None:
     target = toys.target()
     prompt = toys.prompt(0, target.context - 4)
-    assert len(hf.hf_generate(target, prompt, 24).tokens) == 4
+    assert len(interleaved.hf_generate(target, prompt, Settings(24, GREEDY)).tokens) == 4
 
 
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
-    monkeypatch.setattr(hf, "_timed_generate", lambda _target, _prompt, count, *_: ([7] * count, seconds[count]))
+    monkeypatch.setattr(
+        interleaved, "_timed_generate", lambda _target, _prompt, count, *_: ([7] * count, seconds[count])
+    )
     target = StubTarget(eos=frozenset({1}))
-    run = hf.hf_generate(target, [0], 9)
+    run = interleaved.hf_generate(target, [0], Settings(9, GREEDY))
     assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)
 
 

@@ -12,13 +12,14 @@ from hydra import compose, initialize_config_dir
 
 from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
-from eval.live.hf import hf_generate
+from eval.live.interleaved import hf_generate
 from eval.run import evaluate, folder_for, main, speed_dtype
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from inference.decode import Generation, Settings
 from inference.drafters.registry import SOURCES
 from inference.target.config import model_config
+from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.small import SIZE, small, words
 
@@ -65,7 +66,7 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
 
 
 def test_the_toy_output_is_varied(runs: Path) -> None:
-    assert toys.lively(hf_generate(toys.target(), toys.prompt(0, 12), 24).tokens)
+    assert toys.lively(hf_generate(toys.target(), toys.prompt(0, 12), Settings(24, GREEDY)).tokens)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:

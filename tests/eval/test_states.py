@@ -2,7 +2,7 @@
 
 import torch
 
-from eval.inputs.states import in_states
+from eval.inputs.drafters import in_states
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.registry import make
