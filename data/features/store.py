@@ -11,9 +11,10 @@ others write. Every row is checked whenever it is read.
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from data.batches import Packed
 from data.features.quantize import DTYPES, size
-from data.features.store_files import Entry, claim, read_checked, write_checked, write_whole
-from heads.common.typed import typed
+from data.features.store_files import claim, read_checked, write_checked, write_whole
+from heads.common.typed import fits, typed
 from heads.common.untrusted import inside, shown
 
 FORMAT = 1
@@ -82,10 +83,6 @@ class StoreSpec:
             if getattr(self, key) < least:
                 raise ValueError(f"{key} is {getattr(self, key)}: not of a feature store, which has {least} or more")
 
-    def sharded(self, rows: int) -> "StoreSpec":
-        """Return the spec with so many rows a shard."""
-        return replace(self, shard_rows=rows)
-
     @property
     def row_bytes(self) -> int:
         """Bytes of a row on disk, apart from some hundred bytes of overhead of its shard and entry."""
@@ -101,6 +98,14 @@ class StoreSpec:
     def shards(self) -> int:
         """The number of shards of a whole extraction."""
         return -(-self.rows // self.shard_rows)
+
+
+class Entry(NamedTuple):
+    """A shard's rows, in its order, the SHA-256 of each, and the size of its file."""
+
+    rows: list[int]
+    digests: list[str]
+    bytes: int
 
 
 def packed_fingerprint(packed: Packed) -> str:
@@ -161,11 +166,11 @@ class FeatureStore:
                 except OSError as error:
                     raise ValueError(f"{folder / META}: could not be written ({error.strerror}); free space") from error
         store = cls(folder)
-        store.check(spec, tuple(MUST_AGREE))
+        store.check(spec)
         return store
 
-    def check(self, spec: StoreSpec, keys: tuple[str, ...]) -> None:
-        """Check that the store agrees with a spec in some keys of MUST_AGREE; it may hold more layers.
+    def check(self, spec: StoreSpec, keys: Iterable[str] = MUST_AGREE) -> None:
+        """Check that the store agrees with a spec in these keys; it may hold more layers.
 
         Raises:
             ValueError: naming the difference.
@@ -195,11 +200,16 @@ class FeatureStore:
     def _entry(self, file: Path) -> Entry:
         inside(file.parent, file.name)
         shard = inside(self.folder / SHARDS, self._shard(file.stem).name)
-        entry = Entry.of(read_checked(file), self.spec.rows, file)
+        entry = Entry(*map(read_checked(file).get, Entry._fields))
+        rows, digests, size = entry
+        if not (isinstance(rows, list) and fits(list[str], digests) and fits(int, size) and len(rows) == len(digests)):
+            raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")
+        if not all(type(row) is int and 0 <= row < self.spec.rows for row in rows) or len(set(rows)) != len(rows):
+            raise ValueError(f"{file}: damaged, its rows are not different ones of {self.spec.rows}")
         if not shard.is_file():
             raise ValueError(f"{shard}: is not there, though the index has it")
-        if shard.stat().st_size != entry.bytes:
-            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes instead of {entry.bytes}")
+        if shard.stat().st_size != size:
+            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes instead of {size}")
         return entry
 
     def has(self, row: int) -> bool:
@@ -239,9 +249,12 @@ class FeatureStore:
         """
         digests = [digest({key: tensor[i : i + 1] for key, tensor in tensors.items()}) for i in range(len(rows))]
         content = save({key: tensor.contiguous() for key, tensor in tensors.items()})
+        entry = Entry(rows, digests, len(content))
         try:
             write_whole(self._shard(name), content)
-            write_checked(self._index(name), {"rows": rows, "digests": digests, "bytes": len(content)})
+            write_checked(
+                self.folder / INDEX / f"{name}.json", entry._asdict()
+            )
         except OSError as error:
             raise ValueError(
                 f"{self.folder}: shard {name} could not be written ({error.strerror or error}); every other shard is "
@@ -252,9 +265,6 @@ class FeatureStore:
     def lock(self, name: str) -> Path:
         """Return the file to claim for a shard, or for any other name."""
         return self.folder / LOCKS / name
-
-    def _index(self, name: str) -> Path:
-        return self.folder / INDEX / f"{name}.json"
 
     def _shard(self, name: str) -> Path:
         return self.folder / SHARDS / f"{name}.safetensors"
@@ -269,7 +279,7 @@ class FeatureStore:
 
     def _damage(self, name: str, row: int, what: str) -> DamagedError:
         return DamagedError(
-            f"{self._shard(name)}: row {row} {what}; remove {self._index(name)} and extract again, or "
+            f"{self._shard(name)}: row {row} {what}; remove {self.folder / INDEX / name}.json and extract again, or "
             "give features.on_missing=compute"
         )
 
