@@ -200,9 +200,9 @@ class FeatureStore:
     def _entry(self, file: Path) -> Entry:
         inside(file.parent, file.name)
         shard = inside(self.folder / SHARDS, self._shard(file.stem).name)
-        entry = Entry(*map(read_checked(file).get, Entry._fields))
-        rows, digests, size = entry
-        if not (isinstance(rows, list) and fits(list[str], digests) and fits(int, size) and len(rows) == len(digests)):
+        content = read_checked(file)
+        rows, digests, size = (content.get(field) for field in Entry._fields)
+        if not (fits(list[Any], rows) and fits(list[str], digests) and fits(int, size) and len(rows) == len(digests)):
             raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")
         if not all(type(row) is int and 0 <= row < self.spec.rows for row in rows) or len(set(rows)) != len(rows):
             raise ValueError(f"{file}: damaged, its rows are not different ones of {self.spec.rows}")
@@ -210,7 +210,7 @@ class FeatureStore:
             raise ValueError(f"{shard}: is not there, though the index has it")
         if shard.stat().st_size != size:
             raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes instead of {size}")
-        return entry
+        return Entry(rows, digests, size)
 
     def has(self, row: int) -> bool:
         """Whether a row is in a finished shard."""
@@ -252,9 +252,7 @@ class FeatureStore:
         entry = Entry(rows, digests, len(content))
         try:
             write_whole(self._shard(name), content)
-            write_checked(
-                self.folder / INDEX / f"{name}.json", entry._asdict()
-            )
+            write_checked(self.folder / INDEX / f"{name}.json", entry._asdict())
         except OSError as error:
             raise ValueError(
                 f"{self.folder}: shard {name} could not be written ({error.strerror or error}); every other shard is "

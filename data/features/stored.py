@@ -137,7 +137,9 @@ class Stored:
     ) -> None:  # fmt: skip
         """Read nothing yet, and later `ahead` micro-batches ahead. Without `fallback` a missing row is an error."""
         self.store, self.batches, self.form, self.device = store, batches, form, device
-        self.ahead, (self.compute, self.writer) = ahead, fallback or (None, None)
+        self.ahead = ahead
+        self.compute = fallback.compute if fallback else None
+        self.writer = fallback.writer if fallback else None
         self.stall, self.computed, self.read = 0.0, 0, 0
         self._reader = ThreadPoolExecutor(1)
         self._jobs: deque[Job] = deque()

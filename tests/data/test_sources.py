@@ -204,9 +204,9 @@ def test_a_file_of_empty_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatc
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:-9], "cannot be read"),
         ("a.jsonl.xz", b"not xz", "cannot be read"),
         ("a.jsonl.gz", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 9, r"cannot be read \(Error -3"),
-        ("a.jsonl", b'{"text": ' + b"[" * 99999, "line 1 is nested too deeply"),
-        ("a.jsonl", b'{"id": %s}' % (b"[" * 500 + b"]" * 500), "line 1 is nested too deeply"),
-        ("a.jsonl", b"[" * 500 + b"]" * 500, "line 1 is nested too deeply"),
+        ("a.jsonl", b'{"text": ' + b"[" * 99999, r"line 1 cannot be read \(nested too deeply"),
+        ("a.jsonl", b'{"id": %s}' % (b"[" * 500 + b"]" * 500), r"line 1 cannot be read \(nested too deeply"),
+        ("a.jsonl", b"[" * 500 + b"]" * 500, r"line 1 cannot be read \(nested too deeply"),
         (
             "a.jsonl",
             b'{"text": "x"}\n{"text": "y", "n": %s}' % (b"9" * 5000),
