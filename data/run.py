@@ -124,13 +124,7 @@ def answer(job: JobConfig, out: Path) -> None:
         source_of(job.data),
         settings,
         job.batch_size if job.by == "engine" else job.endpoint.concurrency,
-        {
-            "model": job.model.path,
-            "by": job.by,
-            "run": job.run,
-            "drafter": job.drafter,
-            "batch_size": job.batch_size,
-        },
+        {"model": job.model.path} | {key: getattr(job, key) for key in ("by", "run", "drafter", "batch_size")},
     )
     worker = Worker(state.process_index, state.num_processes, state.wait_for_everyone)
     meta = write_answers(work, answerer_of(job, settings), out, worker)

@@ -10,11 +10,11 @@ others write. Every row is checked whenever it is read.
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from torch import Tensor
 from data.batches import Packed
 from data.features.quantize import DTYPES, size
 from data.features.store_files import claim, read_checked, write_checked, write_whole
+from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import fits, typed
-from heads.common.untrusted import inside, shown
+from heads.common.untrusted import inside
 
 FORMAT = 1
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
@@ -65,23 +66,15 @@ class StoreSpec:
     name: str
     quantize: str | None
     layers: tuple[int, ...]
-    width: int
-    vocab: int
+    width: Count
+    vocab: Count
     data: str
-    rows: int
-    length: int
-    dtype: str
-    teacher: str
-    k: int
-    shard_rows: int
-
-    def __post_init__(self) -> None:
-        """Check the values, which may come from a damaged or foreign file."""
-        if self.dtype not in DTYPES or self.teacher not in ("state", "top_k"):
-            raise ValueError(f"dtype is {shown(self.dtype)} and teacher {shown(self.teacher)}: not of a feature store")
-        for key, least in {"width": 1, "vocab": 1, "length": 1, "rows": 0, "k": 0, "shard_rows": 1}.items():
-            if getattr(self, key) < least:
-                raise ValueError(f"{key} is {getattr(self, key)}: not of a feature store, which has {least} or more")
+    rows: Number
+    length: Count
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    teacher: Annotated[str, OneOf(("state", "top_k"))]
+    k: Number
+    shard_rows: Count
 
     @property
     def row_bytes(self) -> int:
@@ -149,7 +142,8 @@ class FeatureStore:
         self.damaged: dict[str, str] = {}
         self.entries: dict[str, Entry] = {}
         self._location: dict[int, tuple[str, int]] = {}  # of each row: its shard's name and its index in there
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        # Closed with their last reference.
+        self._opened: Any = lru_cache(OPEN)(lambda name: safe_open(self._shard(name), "pt"))
         self.refresh()
 
     @classmethod
@@ -200,8 +194,8 @@ class FeatureStore:
     def _entry(self, file: Path) -> Entry:
         inside(file.parent, file.name)
         shard = inside(self.folder / SHARDS, self._shard(file.stem).name)
-        content = read_checked(file)
-        rows, digests, size = (content.get(field) for field in Entry._fields)
+        content: dict[str, Any] = dict.fromkeys(Entry._fields) | read_checked(file)
+        rows, digests, size = (content[field] for field in Entry._fields)
         if not (fits(list[Any], rows) and fits(list[str], digests) and fits(int, size) and len(rows) == len(digests)):
             raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")
         if not all(type(row) is int and 0 <= row < self.spec.rows for row in rows) or len(set(rows)) != len(rows):
@@ -266,14 +260,6 @@ class FeatureStore:
 
     def _shard(self, name: str) -> Path:
         return self.folder / SHARDS / f"{name}.safetensors"
-
-    def _opened(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self._shard(name), "pt")  # closed with its last reference
-            if len(self._open) > OPEN:
-                self._open.popitem(last=False)
-        self._open.move_to_end(name)
-        return self._open[name]
 
     def _damage(self, name: str, row: int, what: str) -> DamagedError:
         return DamagedError(

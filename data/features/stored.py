@@ -152,7 +152,7 @@ class Stored:
         `read` raises a ValueError that names a row that is missing or damaged and is not to be computed.
         """
         if not self._jobs or self._jobs[0].step != step:
-            self._coming = self._from(step)
+            self._coming = ((number, batch) for number in count(step) for batch in self.batches(number))
             self._jobs.clear()
             self._fill()
         return [MicroBatch(batch, self.next) for batch in self.batches(step)]
@@ -171,12 +171,6 @@ class Stored:
         self._reader.shutdown(cancel_futures=True)
         written = self.writer.close() if self.writer is not None else ""
         return f"features: {self.read} rows read, {self.computed} computed{written}"
-
-    def _from(self, step: int) -> Iterator[tuple[int, Batch]]:
-        while True:
-            for batch in self.batches(step):
-                yield step, batch
-            step += 1
 
     def _fill(self) -> None:
         while len(self._jobs) < self.ahead:

@@ -69,13 +69,7 @@ class VllmFiles:
     """A folder of vLLM's files, looked up by their tokens."""
 
     def __init__(self, folder: Path, ids: list[int], layers: tuple[int, ...], num_layers: int) -> None:
-        """Read the tokens of every file.
-
-        Args:
-            folder: the folder of the files.
-            ids: the layer ids that vLLM was started with.
-            layers: the feature layers to read, as ours are counted.
-            num_layers: the target's number of layers.
+        """Read the tokens of every file; `ids` are the layer ids that vLLM was started with, `layers` are ours.
 
         Raises:
             ValueError: an id is lacking, or a file is none of vLLM's.
