@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -23,7 +23,6 @@ from data.features.store_files import claim, write_whole
 from data.text.files import META, PARTS, SETTINGS
 from heads.common.typed import fits
 from heads.common.untrusted import DEEPEST, inside, parse_json
-from heads.formats.store import flush
 
 SCHEMA = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -157,10 +156,7 @@ class Answers:
             yield Part(file)
 
     def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
-        """Merge all parts into one file in the order of `ids`, other chats behind, and write its provenance.
-
-        Returns:
-            the provenance.
+        """Merge all parts into one file in the order of `ids`, other chats behind, and write and return its provenance.
 
         Raises:
             ValueError: no chat has an answer.
@@ -191,26 +187,19 @@ class Answers:
 
     def _join(self, entries: list[Entry]) -> str:
         """Write the merged file atomically, and return its SHA-256."""
-        digest, draft = hashlib.sha256(), self.parts / "merged"
-        handles = {file: file.open("rb") for file in {entry.file for entry in entries}}
-        try:
-            with draft.open("wb") as merged:
+        digest = hashlib.sha256()
+
+        def lines() -> Iterator[bytes]:
+            with ExitStack() as stack:
+                files = {file: stack.enter_context(file.open("rb")) for file in {entry.file for entry in entries}}
                 for entry in entries:
-                    handle = handles[entry.file]
-                    handle.seek(entry.start)
-                    line = handle.read(entry.end - entry.start)
-                    data = line if entry.merged else _encoded(json.loads(line)["chat"])
-                    digest.update(data)
-                    merged.write(data)
-                merged.flush()
-                os.fsync(merged.fileno())
-        except OSError:
-            draft.unlink()
-            raise
-        for handle in handles.values():
-            handle.close()
-        os.replace(draft, self.out)
-        flush(self.out.parent)
+                    files[entry.file].seek(entry.start)
+                    line = files[entry.file].read(entry.end - entry.start)
+                    line = line if entry.merged else _encoded(json.loads(line)["chat"])
+                    digest.update(line)
+                    yield line
+
+        write_whole(self.out, lines())
         return digest.hexdigest()
 
 
@@ -256,11 +245,7 @@ def _encoded(value: dict[str, Any]) -> bytes:
 
 
 def _lines(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield start, end and value of a file's complete lines, objects with values of these types.
-
-    Raises:
-        ValueError: a line is none.
-    """
+    """Yield start, end and value of a file's complete lines, objects with values of these types."""
     start = 0
     with path.open("rb") as file:
         for line in file:

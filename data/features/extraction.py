@@ -174,10 +174,6 @@ def extract_features(
     """Extract the features of all packed rows that the store lacks; called on every process alike.
 
     Args:
-        model: the target.
-        data: the documents.
-        config: the store.
-        layers: the feature layers.
         prompts: the file that the documents' tokens are written to for vLLM; nothing is then extracted.
         workload: evaluation prompts that no sample may hold, beside those of `data`; None: none.
         say: prints a line.

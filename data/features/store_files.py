@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from heads.common.files import flush
 from heads.common.untrusted import parse_json, regular
-from heads.formats.store import flush
 
 CHECKSUM = "sha256"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name beside it, flush it to the disk, and rename it.
+def write_whole(path: Path, content: bytes | Iterator[bytes]) -> None:
+    """Write a file, or its pieces in turn, under a temporary name beside it, flush it to the disk, and rename it.
 
     Raises:
         OSError: the disk refused; an earlier file stays as it was.
@@ -26,7 +26,7 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         partial.unlink(missing_ok=True)  # one left by a killed process, or a link in a foreign folder
         with partial.open("xb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

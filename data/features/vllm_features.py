@@ -50,11 +50,7 @@ def pieces(packed: Packed, row: int) -> Iterator[Piece]:
 
 
 def write_prompts(packed: Packed, out: Path) -> int:
-    """Write every document's tokens as JSON Lines, `{"prompt_token_ids"}` as vLLM's `generate` takes them.
-
-    Returns:
-        the number of documents.
-    """
+    """Write the documents' tokens as JSON Lines, as vLLM's `generate` takes them, and return how many there are."""
     out.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with out.open("w", encoding="utf-8") as file:

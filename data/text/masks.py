@@ -70,8 +70,6 @@ def samples_of(
     """Return a record's samples: a text's pieces, or a chat, in some templates as several samples.
 
     Args:
-        record: the record to mask.
-        tokenizer: the target's.
         path: the record's source, for errors.
         config: its turns, reasoning, max_tokens and on_bad are read.
         seen: counts of dropped records by cause, and of cut ones.

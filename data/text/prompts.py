@@ -69,12 +69,9 @@ def load_training(
 ) -> TrainingData:
     """Return the samples of `config.path` and at most `prompts` prompts that they do not hold.
 
-    With `config.cache` one process tokenises the samples and the others map them; a later run with equal data maps them
-    too.
+    With `config.cache` one process tokenises the samples, and the others and later runs with equal data map them.
 
     Args:
-        config: the data's configuration.
-        tokenizer: the target's.
         prompts: how many of the held-out prompts to return; contamination is checked against all of them.
         workload: further evaluation prompts that no sample may hold, as `locate` takes them; None: none.
 
@@ -118,7 +115,7 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
         return [Prompt.read(record, index, path) for index, record in enumerate(islice(source, limit))]
-    return [prompt_of(record, tokenizer) for _, record in islice(read_all(source), limit)]
+    return [prompt_of(record, tokenizer) for record in islice(read_all(source), limit)]
 
 
 def locate(name: str) -> str:
@@ -147,19 +144,15 @@ def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, lim
     """Return prompts that training never sees: those of `config.prompts`, else from the held-out end of the data."""
     if config.prompts:
         return load_prompts(config.prompts, tokenizer, limit)
-    return [prompt_of(record, tokenizer) for record in islice(_records(config, held_out=True), limit)]
+    records = held_out_records(divide(open_sources(config), config))
+    return [prompt_of(record, tokenizer) for record in islice(records, limit)]
 
 
 def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
     """Return the records that are trained on, whole, for the target to answer; at most the smaller limit."""
     limits = [value for value in (limit, config.limit) if value is not None]
-    return list(islice(_records(config, held_out=False), min(limits, default=None)))
-
-
-def _records(config: DataConfig, held_out: bool) -> Iterator[Record]:
-    parts = divide(open_sources(config), config)
-    named = held_out_records(parts) if held_out else training_records(parts, config)
-    return (record for _, record in named)
+    records = training_records(divide(open_sources(config), config), config)
+    return list(islice(records, min(limits, default=None)))
 
 
 def _prepare(
@@ -167,7 +160,7 @@ def _prepare(
 ) -> Prepared:
     """Return the held-out prompts, the counts, which grow with the samples, and an iterator of the samples."""
     parts = divide(sources, config)
-    withheld = [record for _, record in held_out_records(parts)]
+    withheld = list(held_out_records(parts))
     held_out = [prompt_of(record, tokenizer) for record in withheld]
     others = [prompt for name in evaluation for prompt in load_prompts(name, tokenizer, None)]
     filters = Filters(config, withheld, [prompt.text for prompt in held_out + others])
@@ -184,12 +177,12 @@ def _fill_cache(prepare: Callable[[], Prepared], folder: Path) -> dict[str, Any]
 
 
 def _samples(
-    records: Iterator[tuple[str, Record]], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
+    records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
 ) -> Iterator[Sample]:
     """Tokenise and mask records one after another, and count samples and tokens."""
     unknown = tokenizer.unk_token_id
-    for source, record in records:
-        for sample in samples_of(record, tokenizer, source, config, counts.chats):
+    for record in records:
+        for sample in samples_of(record, tokenizer, record.source, config, counts.chats):
             if len(sample.token) < config.min_tokens:
                 counts.short += 1
             else:

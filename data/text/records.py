@@ -58,6 +58,7 @@ class Record(NamedTuple):
         messages: a chat's, with OpenAI's keys and role names; empty for a plain text.
         text: a plain text's; of a chat, the same as one text where the record has it.
         tools: the definitions of the functions that the assistant may call, as OpenAI has them.
+        source: the name of its source.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Record(NamedTuple):
     messages: list[Message]
     text: str
     tools: tuple[dict[str, Any], ...] = ()
+    source: str = ""
 
 
 def parse(raw: dict[str, Any], index: int, path: str) -> Record:
@@ -83,7 +85,7 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
         shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
         shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
         raise ValueError(f"{path}: record {name} is of no known shape: {shown} The shapes read are {SHAPES}")
-    return Record(name, label(raw.get("category") or ""), messages or [], text, tools)
+    return Record(name, label(raw.get("category") or ""), messages or [], text, tools, path)
 
 
 def label(value: Any) -> str:

@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +30,7 @@ from data.text.files import (
     read_table,
 )
 from data.text.records import Record, parse, readable
+from heads.common.errors import one_line
 from heads.common.redact import redacted_values
 from heads.common.untrusted import parse_json, regular
 from heads.formats.hub import cache_alone_without_connection
@@ -221,10 +222,8 @@ def _hub(name: str, split: str, streaming: bool) -> Hub:
             table = table[next((key for key in EVALUATION_SPLITS if key in table), next(iter(table)))]
         revision = HfApi().dataset_info(repository).sha if streaming else table._fingerprint
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        why = " ".join(str(error).split())
-        raise ValueError(
-            f"{name}: neither a file here nor a Hub dataset, name or name:config, that loads: {why}"
-        ) from error
+        missing = "neither a file here nor a Hub dataset, name or name:config, that loads"
+        raise ValueError(f"{name}: {missing}: {one_line(error)}") from error
     return Hub(name, table, f"{revision}/{split}")
 
 
@@ -258,10 +257,10 @@ def _answer_settings(file: Path) -> dict[str, Any]:
     return redacted
 
 
-def read_all(source: Source) -> Iterator[tuple[str, Record]]:
-    """Yield every record of a source of prompts with the source's name."""
-    named = ((source.name, readable(raw, index, source.name), index) for index, raw in enumerate(source))
-    return _unique((name, parse(raw, index, name)) for name, raw, index in named)
+def read_all(source: Source) -> Iterator[Record]:
+    """Yield every record of a source of prompts."""
+    name = source.name
+    return _unique(parse(readable(raw, index, name), index, name) for index, raw in enumerate(source))
 
 
 class Part(NamedTuple):
@@ -272,10 +271,10 @@ class Part(NamedTuple):
     stop: int | None
     held_out: list[tuple[int, Raw]]
 
-    def trained(self) -> Iterator[tuple[str, Record]]:
-        """Yield the records to train on with the source's name."""
+    def trained(self) -> Iterator[Record]:
+        """Yield the records to train on."""
         for index, raw in enumerate(islice(self.source, self.start, self.stop), self.start):
-            yield self.source.name, parse(raw, index, self.source.name)
+            yield parse(raw, index, self.source.name)
 
 
 def open_sources(config: DataConfig) -> list[Source]:
@@ -305,18 +304,17 @@ def _divided(source: Source, count: int, config: DataConfig) -> Part:
     return Part(source, 0, size - count, list(enumerate(last, size - count)))
 
 
-def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[tuple[str, Record]]:
-    """Yield every record to train on with its source's name: one source after another, or mixed by `data.weights`."""
-    named = [source_part.trained() for source_part in parts]
-    mixed = chain.from_iterable(named) if config.weights is None else interleave(named, config.weights, config.seed)
-    return _unique(mixed)
+def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[Record]:
+    """Yield every record to train on: one source after another, or mixed by `data.weights`."""
+    trained = [source_part.trained() for source_part in parts]
+    weights = config.weights
+    return _unique(chain.from_iterable(trained) if weights is None else interleave(trained, weights, config.seed))
 
 
-def held_out_records(parts: Sequence[Part]) -> Iterator[tuple[str, Record]]:
+def held_out_records(parts: Sequence[Part]) -> Iterator[Record]:
     """Yield the records that are held out, one of each source in turn."""
-    named = [[(p.source.name, parse(raw, index, p.source.name)) for index, raw in p.held_out] for p in parts]
-    longest = max(map(len, named))
-    return _unique(records[i] for i in range(longest) for records in named if i < len(records))
+    held_out = [[parse(raw, index, p.source.name) for index, raw in p.held_out] for p in parts]
+    return _unique(record for records in zip_longest(*held_out) for record in records if record is not None)
 
 
 def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: int) -> Iterator[T]:
@@ -339,12 +337,12 @@ def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: i
                 return
 
 
-def _unique(records: Iterator[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
+def _unique(records: Iterator[Record]) -> Iterator[Record]:
     """Add its index among all to an id that came before, again where that came before too."""
     seen: set[str] = set()
-    for index, (source, record) in enumerate(records):
+    for index, record in enumerate(records):
         name = record.id
         while name in seen:
             name = f"{name}@{index}"
         seen.add(name)
-        yield source, record._replace(id=name)
+        yield record._replace(id=name)
