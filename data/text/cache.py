@@ -29,11 +29,6 @@ from heads.common.untrusted import inside, parse_json
 log = logging.getLogger(__name__)
 
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
-# The code that shapes a sample: a change in it is a change of the key, so nobody has to count versions.
-CODE = (
-    "config", "text/cache", "text/files", "text/filters", "text/masks", "text/prompts", "text/reasoning",
-    "text/records", "text/sources", "text/template",
-)  # fmt: skip
 SHAPELESS = ("length", "cache")  # options that leave the samples as they are
 BATCH = 1000  # samples in memory at once
 
@@ -78,7 +73,9 @@ def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: S
     That is the tokenizer and its chat template, every option but SHAPELESS, `sources`, the identities of the data and
     of the evaluation prompts, this package's code, and the libraries that tokenise.
     """
-    code = [content_hash(Path(__file__).parents[1] / f"{name}.py") for name in CODE]
+    folder = Path(__file__).parent
+    # A change in the code that shapes a sample is a change of the key, so nobody has to count versions.
+    code = [content_hash(file) for file in (folder.parent / "config.py", *sorted(folder.glob("*.py")))]
     parts = {
         "tokenizer": tokenizer_identity(tokenizer),
         "data": {key: value for key, value in asdict(config).items() if key not in SHAPELESS},
