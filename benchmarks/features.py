@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,7 @@ from omegaconf import OmegaConf
 
 from data.batches import Packed, pack
 from data.features.coding import FeatureRequest, compute, decode_rows, join
-from data.features.extract import extract
-from data.features.extraction import Layers, spec_of
+from data.features.extraction import Layers, extract, spec_of
 from data.features.quantize import DTYPES
 from data.features.store import FeatureStore, Row
 from data.text.prompts import load_samples
@@ -100,7 +100,7 @@ def written(case: Case, folder: Path, dtype: str) -> tuple[FeatureStore, float]:
     """Return an extracted store, and the seconds that its writing took besides the target's passes."""
     target, packed, layers = case
     run, _ = composed(f"features.dtype={dtype}", "features=stored", f"features.path={folder}")
-    spec = spec_of(target, packed, layers, run.features).sharded(8)
+    spec = replace(spec_of(target, packed, layers, run.features), shard_rows=8)
     store, computing = FeatureStore.create(folder, spec), 0.0
 
     def made(rows: list[int]) -> Row:

@@ -143,17 +143,14 @@ class Batches:
         mine = self.rows(step)[self.rank :: self.world]
         count = -(-self.rows_per_step // self.world)  # rows of the best-off rank
         batches = [self._batch(mine[start : start + self.micro_rows]) for start in range(0, len(mine), self.micro_rows)]
-        filler = self._filler()
+        # A filler trains nothing. It has a real row's tokens: a forward pass over padding alone may give NaN.
+        first = self._batch(torch.zeros(1, dtype=torch.long))
+        filler = replace(first, mask=torch.zeros_like(first.mask), index=torch.full_like(first.index, -1))
         return batches + [filler] * (-(-count // self.micro_rows) - len(batches))
 
     def _batch(self, index: Int[Tensor, " B"]) -> Batch:
         token, document, mask = (tensor[index].long() for tensor in self.packed)
         return Batch(token, document, mask, index)
-
-    def _filler(self) -> Batch:
-        """Return a batch that trains nothing. It has a real row's tokens: a forward over padding alone may give NaN."""
-        first = self._batch(torch.zeros(1, dtype=torch.long))
-        return replace(first, mask=torch.zeros_like(first.mask), index=torch.full_like(first.index, -1))
 
     def _permutation(self, epoch: int) -> Int[Tensor, " R"]:
         if self._order is None or self._order[0] != epoch:

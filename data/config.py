@@ -1,12 +1,9 @@
 """The configuration of the training data, whose values are in conf/data/."""
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from heads.common.ranges import Count, Number, RowLength
-
-CHOICES = {"turns": ("all", "last"), "reasoning": ("keep", "cut"), "on_bad": ("fail", "drop")}
+from heads.common.ranges import Count, Number, OneOf, RowLength
 
 
 @dataclass(frozen=True)
@@ -50,23 +47,23 @@ class DataConfig:
     dedup: bool
     contamination: Count | None
     cache: str | None
-    turns: str
-    reasoning: str
-    on_bad: str
+    turns: Annotated[str, OneOf(("all", "last"))]
+    reasoning: Annotated[str, OneOf(("keep", "cut"))]
+    on_bad: Annotated[str, OneOf(("fail", "drop"))]
 
     def __post_init__(self) -> None:
         """Refuse sizes that leave nothing to train on, and invalid mixtures."""
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
             raise ValueError(f"data.path={self.path}: give a file, a folder, a glob, a Hub data set, or a list of them")
-        if self.weights is not None:
-            self._check_weights(self.weights)
+        weights, count = self.weights, len(self.paths)
+        if weights is not None and not (len(weights) == count and all(weight > 0 for weight in weights)):
+            raise ValueError(
+                f"data.weights={weights}: give {count} positive numbers, one a source of data.path, or null"
+            )
         if self.streaming and self.limit is None:
             raise ValueError("data.streaming=true reads on without an end: set data.limit to the samples that you want")
         if not 1 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"data.min_tokens={self.min_tokens}: must be between 1 and data.max_tokens")
-        for name, values in CHOICES.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"data.{name}={getattr(self, name)}: must be {' or '.join(values)}")
 
     @property
     def paths(self) -> list[Any]:
@@ -77,9 +74,3 @@ class DataConfig:
     def named(self) -> str:
         """The sources' names in messages."""
         return ", ".join(self.paths)
-
-    def _check_weights(self, weights: list[float]) -> None:
-        if len(weights) != len(self.paths) or not all(math.isfinite(weight) and weight > 0 for weight in weights):
-            raise ValueError(
-                f"data.weights={weights}: give {len(self.paths)} positive numbers, one a source of data.path, or null"
-            )

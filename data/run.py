@@ -20,7 +20,7 @@ from accelerate import PartialState
 from omegaconf import DictConfig
 from rich.console import Console
 
-from data.answers.chats import Answerer, AnswerSettings
+from data.answers.chats import Answerer, AnswerSettings, TopP
 from data.answers.client import Client, EndpointConfig, check_url
 from data.answers.endpoint import Endpoint
 from data.answers.engine import Engine, check_drafter, drafter_of
@@ -36,7 +36,7 @@ from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.errors import user_errors
 from heads.common.files import check_writable
-from heads.common.ranges import Count, Number
+from heads.common.ranges import Amount, Count, Number
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from inference.target.config import ModelConfig, device_named
@@ -94,9 +94,9 @@ class JobConfig:
     inspect_html: str | None
     limit: Count | None
     batch_size: Count
-    temperature: float
-    top_p: float
-    max_new_tokens: int
+    temperature: Amount
+    top_p: TopP
+    max_new_tokens: Count
     keep_unfinished: bool
     seed: Number
     thinking: bool | None
@@ -124,13 +124,7 @@ def answer(job: JobConfig, out: Path) -> None:
         source_of(job.data),
         settings,
         job.batch_size if job.by == "engine" else job.endpoint.concurrency,
-        {
-            "model": job.model.path,
-            "by": job.by,
-            "run": job.run,
-            "drafter": job.drafter,
-            "batch_size": job.batch_size,
-        },
+        {"model": job.model.path} | {key: getattr(job, key) for key in ("by", "run", "drafter", "batch_size")},
     )
     worker = Worker(state.process_index, state.num_processes, state.wait_for_everyone)
     meta = write_answers(work, answerer_of(job, settings), out, worker)

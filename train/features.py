@@ -8,12 +8,10 @@ import torch
 
 from data.batches import Batches
 from data.features.coding import FeatureRequest, compute
-from data.features.extract import GB
-from data.features.extraction import spec_of
+from data.features.extraction import GB, spec_of
 from data.features.source import FeaturesConfig, FeatureSource, Live
 from data.features.store import META, FeatureStore, StoreSpec
-from data.features.stored import Fallback, Stored
-from data.features.writer import StoreWriter
+from data.features.stored import Fallback, Stored, StoreWriter
 from heads.base import DraftHead
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target

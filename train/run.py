@@ -32,7 +32,7 @@ from data.batches import Batches, check_known, fingerprint, pack, token_counts
 from data.features.source import FeatureSource
 from data.features.store_files import write_whole
 from data.text.prompts import load_training, save_prompts
-from data.text.provenance import source_records
+from data.text.sources import source_records
 from data.text.template import template_sha256
 from eval.config import eval_config
 from eval.run import evaluate

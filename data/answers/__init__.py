@@ -2,7 +2,6 @@
 
 write.py     the job: every process answers its share of the prompts, then one file is merged
 chats.py     state of a chat that is being answered
-text.py      text of prompts and answers: user turns, reasoning, round trips through the tokenizer
 engine.py    answers by our engine, with a draft source
 endpoint.py  answers by an endpoint
 files.py     answers on disk: parts, resumed and merged

@@ -9,21 +9,23 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
-from data.answers.text import CLOSE, is_text, round_trips, split_reasoning, turns_of
 from data.text.masks import is_plain
 from data.text.prompts import prompt_of
-from data.text.reasoning import OPENED
+from data.text.reasoning import OPENED, THOUGHT, split_reasoning
 from data.text.records import Message, Record
-from data.text.template import encode, render
+from data.text.template import encode, render, turn_end_tokens
+from heads.common.ranges import Amount, Count, Within
 from inference.chat_template import RenderError
 from inference.text_stream import UNFINISHED
 from inference.verification.rng import hashed
 
 FIXED = ("messages", "tools", "add_generation_prompt")  # the template's values that come from the chat
+
+TopP = Annotated[float, Within(0, 1, above=True)]
 
 # Causes for which a chat ends before its last turn. A chat without any answer is left out.
 CAUSES = {
@@ -51,21 +53,13 @@ class AnswerSettings:
         template_args: further values for the chat template.
     """
 
-    temperature: float
-    top_p: float
-    max_new_tokens: int
+    temperature: Amount
+    top_p: TopP
+    max_new_tokens: Count
     keep_unfinished: bool
     seed: int
     thinking: bool | None
     template_args: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        """Refuse settings that no sampler takes."""
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1:
-            raise ValueError(
-                f"temperature={self.temperature}, top_p={self.top_p}, max_new_tokens={self.max_new_tokens}: "
-                "they must be at least 0, in (0, 1], and at least 1"
-            )
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Return the chat template's values besides the chat.
@@ -116,47 +110,11 @@ class Outcome(NamedTuple):
     detail: str = ""
 
 
-@runtime_checkable
-class Talk(Protocol):
-    """A record being answered: `ask`, `take`, and again, until `ask` returns None; then `outcome`."""
-
-    id: str
-
-    def ask(self) -> list[int] | None:
-        """Return the tokens of the next prompt; None after the last one."""
-        ...
-
-    def take(self, reply: Reply) -> None:
-        """Add the answer."""
-        ...
-
-    def outcome(self) -> Outcome:
-        """Return the record with its answers."""
-        ...
-
-    def seed(self) -> int:
-        """Return the seed of the next answer."""
-        ...
-
-
-@runtime_checkable
-class Answerer(Protocol):
-    """Source of answers; chats are rendered for its tokenizer and its context, in tokens."""
-
-    tokenizer: PreTrainedTokenizerBase
-    context: int
-
-    def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
-        """Answer all records, several at a time, and yield each outcome as soon as it is there."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Return the settings that shape the answers, for their provenance."""
-        ...
-
-
 class Conversation:
-    """A chat; recorded answers and tool results are dropped, system prompts and tool definitions stay."""
+    """A chat that is being answered: `ask`, `take`, and again, until `ask` returns None; then `outcome`.
+
+    Recorded answers and tool results are dropped, system prompts and tool definitions stay.
+    """
 
     def __init__(
         self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
@@ -172,7 +130,7 @@ class Conversation:
         self.answers, self.opened = 0, False
 
     def ask(self) -> list[int] | None:
-        """Render the chat with the next turn."""
+        """Return the tokens of the chat with the next turn; None after the last one."""
         if self.cause or not self.turns:
             return None
         self.prompt = [*self.messages, *self.turns.popleft()]
@@ -192,7 +150,7 @@ class Conversation:
     def take(self, reply: Reply) -> None:
         """Add the answer, or set the cause for which the chat ends before it."""
         reasoning, text = (reply.reasoning, reply.text) if reply.reasoning else split_reasoning(reply.text)
-        if self.opened and not (reasoning or reply.finished or CLOSE in reply.text):
+        if self.opened and not (reasoning or reply.finished or THOUGHT in reply.text):
             reasoning, text = text, ""  # cut off within the block that the template opened
         if not reply.finished:
             self.cause = "unfinished"
@@ -279,7 +237,56 @@ class Document:
         return hashed(f"{self.settings.seed} {self.id} 0")
 
 
+Talk = Conversation | Document
+
+
 def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int) -> Talk:
     """Return the state in which a record is answered: a document, or a conversation."""
     plain = is_plain(record, tokenizer) or not tokenizer.chat_template
     return (Document if plain else Conversation)(record, tokenizer, settings, context)
+
+
+@runtime_checkable
+class Answerer(Protocol):
+    """Source of answers; chats are rendered for its tokenizer and its context, in tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+
+    def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
+        """Answer all records, several at a time, and yield each outcome as soon as it is there."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that shape the answers, for their provenance."""
+        ...
+
+
+def turns_of(messages: list[Message]) -> list[list[Message]]:
+    """Return the messages before each answer, a user's among them; answers and tool results are left out."""
+    turns: list[list[Message]] = []
+    turn: list[Message] = []
+    for message in [*messages, {"role": "assistant"}]:
+        if message["role"] not in ("assistant", "tool"):
+            turn.append(message)
+        elif any(earlier["role"] == "user" for earlier in turn):
+            turns.append(turn)
+            turn = []
+    return turns
+
+
+def round_trips(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a text survives encoding and decoding, outer blanks aside, and holds no special token."""
+    if not is_text(text, tokenizer):
+        return False
+    (token,) = encode([text], tokenizer)
+    return str(tokenizer.decode(token, clean_up_tokenization_spaces=False)).strip() == text.strip()
+
+
+def is_text(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a string has no lone surrogate, and the tokenizer finds no special token in it."""
+    try:
+        (token,) = encode([text], tokenizer)
+    except UnicodeEncodeError:
+        return False
+    return not turn_end_tokens(tokenizer) & set(token)

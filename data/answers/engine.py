@@ -55,27 +55,20 @@ class Engine:
                 if token is None:
                     yield talk.outcome()
                     continue
-                answering.append((talk, self._admit(token, talk.seed())))
+                request = Settings(self.settings.max_new_tokens, self.sampling, seed=talk.seed(), rule=COUPLED)
+                with torch.inference_mode():
+                    answering.append((talk, self.batch.admit(0, token, request)))
                 self._release(answering, waiting)
             if not answering:
                 return
-            self._step()
+            with torch.inference_mode():
+                self.batch.step()
             self._release(answering, waiting)
 
     def describe(self) -> dict[str, Any]:
         """Return the target's specification and dtype, without its name."""
         spec = {key: value for key, value in asdict(self.target.spec).items() if key != "name"}
         return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
-
-    @torch.inference_mode()
-    def _admit(self, token: list[int], seed: int) -> Generation:
-        return self.batch.admit(
-            0, token, Settings(self.settings.max_new_tokens, self.sampling, seed=seed, rule=COUPLED)
-        )
-
-    @torch.inference_mode()
-    def _step(self) -> None:
-        self.batch.step()
 
     @torch.inference_mode()
     def _release(self, answering: list[tuple[Talk, Generation]], waiting: deque[Talk]) -> None:
@@ -98,6 +91,11 @@ class Engine:
 def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the configured draft source's name and options, checked without the target.
 
+    Args:
+        options: the configuration's `drafter`: one source's name, and its options.
+        run: the folder or Hub id of a head, which then drafts.
+        tree: the head's tree; None in it stands for the saved value.
+
     Raises:
         ValueError: none or several sources, an unknown one, a run without a head, or one beside another source.
     """
@@ -116,16 +114,10 @@ def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str
 
 
 def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any], target: Target) -> Drafter:
-    """Load the configured draft source.
-
-    Args:
-        options: the configuration's `drafter`: one source's name, and its options.
-        run: the folder or Hub id of a head, which then drafts.
-        tree: the head's tree; None in it stands for the saved value.
-        target: the target of the drafts.
+    """Load the configured draft source for a target.
 
     Raises:
-        ValueError: none or several sources, an unknown one, a run beside another source, or a head of another target.
+        ValueError: as `check_drafter`, or the head is another target's.
     """
     name, values = check_drafter(options, run, tree)
     if run is None:

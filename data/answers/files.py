@@ -9,33 +9,26 @@ device had not written; the next call, of any number of processes, cuts incomple
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from data.answers.chats import CAUSES, Outcome
-from data.features.store_files import write_whole
-from data.text.files import CHUNK, META, PARTS, SETTINGS
+from data.features.store_files import claim, write_whole
+from data.text.files import META, PARTS, SETTINGS
 from heads.common.typed import fits
 from heads.common.untrusted import DEEPEST, inside, parse_json
-from heads.formats.store import flush
 
 SCHEMA = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Fields that are read.
 RECORD = {"id": str}
-OUTCOME = {
-    **RECORD,
-    "chat": dict[str, Any] | None,
-    "answers": int,
-    "cause": str,
-    "failed": bool,
-}  # fields that are read
+OUTCOME = {**RECORD, "chat": dict[str, Any] | None, "answers": int, "cause": str, "failed": bool}
 # Keys of the settings and the provenance that are read; each may be missing.
 META_KEYS = {"settings": dict[str, Any], "left_out": dict[str, list[str]], "shortened": dict[str, list[str]]}
 
@@ -68,20 +61,14 @@ class Answers:
         Raises:
             ValueError: another job holds the lock, or the disk is full.
         """
-        with self._disk_errors():
-            self.parts.mkdir(parents=True, exist_ok=True)
-            with (self.parts / "lock").open("w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise ValueError(
-                        f"{self.out}: another job is writing it; wait for it, or name another file"
-                    ) from None
-                try:
-                    yield
-                finally:
-                    if self.parts.is_dir() and not self.settings.is_file():
-                        shutil.rmtree(self.parts)  # the job did not begin
+        with self._disk_errors(), claim(self.parts / "lock", wait=False) as free:
+            if not free:
+                raise ValueError(f"{self.out}: another job is writing it; wait for it, or name another file")
+            try:
+                yield
+            finally:
+                if self.parts.is_dir() and not self.settings.is_file():
+                    shutil.rmtree(self.parts)  # the job did not begin
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Write the settings that shape the answers, after a check that an earlier call had the same.
@@ -169,10 +156,7 @@ class Answers:
             yield Part(file)
 
     def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
-        """Merge all parts into one file in the order of `ids`, other chats behind, and write its provenance.
-
-        Returns:
-            the provenance.
+        """Merge all parts into one file in the order of `ids`, other chats behind, and write and return its provenance.
 
         Raises:
             ValueError: no chat has an answer.
@@ -203,26 +187,19 @@ class Answers:
 
     def _join(self, entries: list[Entry]) -> str:
         """Write the merged file atomically, and return its SHA-256."""
-        digest, draft = hashlib.sha256(), self.parts / "merged"
-        handles = {file: file.open("rb") for file in {entry.file for entry in entries}}
-        try:
-            with draft.open("wb") as merged:
+        digest = hashlib.sha256()
+
+        def lines() -> Iterator[bytes]:
+            with ExitStack() as stack:
+                files = {file: stack.enter_context(file.open("rb")) for file in {entry.file for entry in entries}}
                 for entry in entries:
-                    handle = handles[entry.file]
-                    handle.seek(entry.start)
-                    line = handle.read(entry.end - entry.start)
-                    data = line if entry.merged else _encoded(json.loads(line)["chat"])
-                    digest.update(data)
-                    merged.write(data)
-                merged.flush()
-                os.fsync(merged.fileno())
-        except OSError:
-            draft.unlink()
-            raise
-        for handle in handles.values():
-            handle.close()
-        os.replace(draft, self.out)
-        flush(self.out.parent)
+                    files[entry.file].seek(entry.start)
+                    line = files[entry.file].read(entry.end - entry.start)
+                    line = line if entry.merged else _encoded(json.loads(line)["chat"])
+                    digest.update(line)
+                    yield line
+
+        write_whole(self.out, lines())
         return digest.hexdigest()
 
 
@@ -250,15 +227,7 @@ def replace(path: Path, text: str) -> None:
 def complete_bytes(path: Path) -> int:
     """Return the size of a file's complete lines in bytes."""
     with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - CHUNK)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-    return 0
+        return sum(len(line) for line in file if line.endswith(b"\n"))
 
 
 def _by_cause(causes: dict[str, str]) -> dict[str, list[str]]:
@@ -276,11 +245,7 @@ def _encoded(value: dict[str, Any]) -> bytes:
 
 
 def _lines(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield start, end and value of a file's complete lines, objects with values of these types.
-
-    Raises:
-        ValueError: a line is none.
-    """
+    """Yield start, end and value of a file's complete lines, objects with values of these types."""
     start = 0
     with path.open("rb") as file:
         for line in file:

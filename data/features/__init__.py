@@ -5,9 +5,7 @@ quantize.py       quantisation of hidden states
 store.py          a store of features on disk: shards, index, checksums
 store_files.py    atomic writes of the store's files, each by one process at a time
 coding.py         conversion between features and the tensors of a store's row
-extract.py        extraction of all rows into a store: the estimate, then shard after shard
-extraction.py     extraction from a configuration
+extraction.py     extraction of all rows into a store: the estimate, then shard after shard
 vllm_features.py  hidden states that vLLM wrote
-stored.py         features from a store, read ahead of training
-writer.py         writing the features that a hybrid run computes to the store
+stored.py         features from a store, read ahead of training; writing what a hybrid run computes
 """

@@ -1,19 +1,27 @@
-"""Extraction of a data set's features, from its configuration: by the target's forward passes, or from vLLM's files."""
+"""Extraction of a data set's features into a store, by the target's forward passes or from vLLM's files.
 
-import logging
+Shard k holds rows k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks are
+written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
+writes, first every world-th one, then the remaining ones, so any number of them share a store, started together or not.
+"""
+
+import shutil
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
+from rich.progress import track
 
 from data.batches import Packed, check_known, pack
 from data.config import DataConfig
 from data.features.coding import compute, join, to_row
-from data.features.extract import GB, Make, estimate, extract, shard_rows, spec_there, timed
 from data.features.source import FeaturesConfig
-from data.features.store import FeatureStore, Row, StoreSpec, packed_fingerprint
+from data.features.store import META, FeatureStore, Row, StoreSpec, packed_fingerprint
+from data.features.store_files import claim
 from data.features.vllm_features import VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
@@ -26,7 +34,8 @@ from inference.target.loading import configuration
 from inference.target.placement import check_alone
 from inference.target.target import Target
 
-log = logging.getLogger(__name__)
+GB, MB = 10**9, 10**6
+Make = Callable[[list[int]], Row]
 
 
 class Layers(NamedTuple):
@@ -68,7 +77,89 @@ def spec_of(
         spec.fingerprint, str(spec), target.quantized, layers, spec.hidden_size, spec.vocab_size,
         packed_fingerprint(packed), rows, length, config.dtype, config.teacher, k, 1,
     )  # fmt: skip
-    return store.sharded(shard_rows(config, store.row_bytes))
+    return replace(store, shard_rows=max(1, config.shard_mb * MB // store.row_bytes))
+
+
+class Estimate(NamedTuple):
+    """The work of an extraction: rows of a spec, their bytes, and the bytes that the disk has free."""
+
+    spec: StoreSpec
+    rows: int
+    bytes: int
+    free: int
+
+    def line(self, seconds: float, world: int) -> str:
+        """Describe the work in a line, given the seconds that one row took."""
+        time_left = int(seconds * self.rows / world)
+        clock = f"{time_left // 3600}:{time_left // 60 % 60:02d}:{time_left % 60:02d}"
+        return (
+            f"{self.rows} rows to extract: {self.bytes / GB:.3f} GB of {self.free / GB:.3f} GB free, "
+            f"about {clock} h on {world} process{'es' if world > 1 else ''}"
+        )
+
+
+def estimate(folder: Path, spec: StoreSpec, budget_gb: float | None) -> Estimate:
+    """Return the rows still to extract into a folder, with their size; nothing is written.
+
+    The spec is that of a store which is there already, and may have more layers.
+
+    Raises:
+        ValueError: the folder holds other features, or they do not fit the disk or the budget.
+    """
+    left, held = spec.rows, 0
+    if (folder / META).exists():
+        store = FeatureStore(folder)
+        store.check(spec)
+        spec, left, held = store.spec, len(store.missing()), store.bytes()
+    parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+    work = Estimate(spec, left, left * spec.row_bytes, shutil.disk_usage(parent).free)
+    smaller = "give features.dtype=int8, fewer layers or less data (data.limit), or more room"
+    if work.bytes > work.free:
+        raise ValueError(
+            f"{folder}: {work.rows} rows take {work.bytes / GB:.3f} GB, and the disk has {work.free / GB:.3f} GB "
+            f"free; {smaller}"
+        )
+    if budget_gb is not None and held + work.bytes > budget_gb * GB:
+        raise ValueError(
+            f"{folder}: the store takes {(held + work.bytes) / GB:.3f} GB, over features.budget_gb={budget_gb:g}; "
+            f"{smaller}"
+        )
+    return work
+
+
+def timed(make: Make, spec: StoreSpec, micro: int) -> float:
+    """Measure the seconds that a row takes, by a second forward pass: the first one warms up."""
+    rows = list(range(min(micro, spec.rows)))
+    make(rows)
+    begin = time.perf_counter()
+    make(rows)
+    return (time.perf_counter() - begin) / len(rows)
+
+
+def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) -> int:
+    """Write the shards that the store lacks, and return how many this process wrote.
+
+    `make` computes the tensors of at most `micro` rows in one call.
+
+    Raises:
+        ValueError: the disk refused; written shards stay.
+    """
+    spec, written = store.spec, 0
+    mine = list(range(rank, spec.shards, world))
+    others = [number for number in range(spec.shards) if number % world != rank]
+    for number in track(mine + others, description="shards", disable=rank > 0):
+        name = f"{number:06d}"
+        rows = spec.shard(number)
+        if all(map(store.has, rows)):
+            continue
+        with claim(store.lock(name), wait=False) as free:
+            store.refresh()
+            if not free or all(map(store.has, rows)):
+                continue
+            groups = [rows[start : start + micro] for start in range(0, len(rows), micro)]
+            store.write(name, rows, join(make(group) for group in groups))
+            written += 1
+    return written
 
 
 def extract_features(
@@ -83,10 +174,6 @@ def extract_features(
     """Extract the features of all packed rows that the store lacks; called on every process alike.
 
     Args:
-        model: the target's configuration.
-        data: the documents.
-        config: the store's configuration.
-        layers: the feature layers.
         prompts: the file that the documents' tokens are written to for vLLM; nothing is then extracted.
         workload: evaluation prompts that no sample may hold, beside those of `data`; None: none.
         say: prints a line.
@@ -105,14 +192,12 @@ def extract_features(
             say(f"{prompts}: the tokens of {write_prompts(packed, Path(prompts))} documents, for vLLM")
         return
     folder = Path(str(config.path))
-    spec = spec_there(folder, spec_of(target, packed, layers.of(target), config))
-    work = estimate(folder, spec, config.budget_gb)
-    make = _maker(target, packed, spec, config)
+    work = estimate(folder, spec_of(target, packed, layers.of(target), config), config.budget_gb)
+    make = _maker(target, packed, work.spec, config)
     if work.rows and state.is_main_process:
-        seconds = timed(make, spec, config.micro_rows)
-        say(work.line(seconds, state.num_processes))
+        say(work.line(timed(make, work.spec, config.micro_rows), state.num_processes))
     state.wait_for_everyone()
-    store = FeatureStore.create(folder, spec)
+    store = FeatureStore.create(folder, work.spec)
     written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
     state.wait_for_everyone()
     store.refresh()

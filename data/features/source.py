@@ -120,17 +120,12 @@ class Live:
         return [MicroBatch(batch, partial(self.features, batch)) for batch in self.batches(step)]
 
     def features(self, batch: Batch) -> TrainingInput:
-        """Return the features of a micro-batch."""
-        return TrainingInput(batch_features(self.target, batch, self.layers), None)
+        """Return the features of a micro-batch. The loss mask stays behind in `batch`."""
+        return TrainingInput(forward(self.target, batch.token, batch.document, self.layers), None)
 
     def close(self) -> str:
         """There is nothing to end."""
         return ""
-
-
-def batch_features(target: Forward, batch: Batch, layers: tuple[int, ...]) -> Features:
-    """Return the target's features of a batch, on the target's device. The loss mask stays behind in `batch`."""
-    return forward(target, batch.token, batch.document, layers)
 
 
 def forward(

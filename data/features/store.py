@@ -10,10 +10,11 @@ others write. Every row is checked whenever it is read.
 """
 
 import hashlib
-from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from torch import Tensor
 
 from data.batches import Packed
 from data.features.quantize import DTYPES, size
-from data.features.store_files import Entry, claim, read_checked, write_checked, write_whole
-from heads.common.typed import typed
-from heads.common.untrusted import inside, shown
+from data.features.store_files import claim, read_checked, write_checked, write_whole
+from heads.common.ranges import Count, Number, OneOf
+from heads.common.typed import fits, typed
+from heads.common.untrusted import inside
 
 FORMAT = 1
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
@@ -64,27 +66,15 @@ class StoreSpec:
     name: str
     quantize: str | None
     layers: tuple[int, ...]
-    width: int
-    vocab: int
+    width: Count
+    vocab: Count
     data: str
-    rows: int
-    length: int
-    dtype: str
-    teacher: str
-    k: int
-    shard_rows: int
-
-    def __post_init__(self) -> None:
-        """Check the values, which may come from a damaged or foreign file."""
-        if self.dtype not in DTYPES or self.teacher not in ("state", "top_k"):
-            raise ValueError(f"dtype is {shown(self.dtype)} and teacher {shown(self.teacher)}: not of a feature store")
-        for key, least in {"width": 1, "vocab": 1, "length": 1, "rows": 0, "k": 0, "shard_rows": 1}.items():
-            if getattr(self, key) < least:
-                raise ValueError(f"{key} is {getattr(self, key)}: not of a feature store, which has {least} or more")
-
-    def sharded(self, rows: int) -> "StoreSpec":
-        """Return the spec with so many rows a shard."""
-        return replace(self, shard_rows=rows)
+    rows: Number
+    length: Count
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+    teacher: Annotated[str, OneOf(("state", "top_k"))]
+    k: Number
+    shard_rows: Count
 
     @property
     def row_bytes(self) -> int:
@@ -101,6 +91,14 @@ class StoreSpec:
     def shards(self) -> int:
         """The number of shards of a whole extraction."""
         return -(-self.rows // self.shard_rows)
+
+
+class Entry(NamedTuple):
+    """A shard's rows, in its order, the SHA-256 of each, and the size of its file."""
+
+    rows: list[int]
+    digests: list[str]
+    bytes: int
 
 
 def packed_fingerprint(packed: Packed) -> str:
@@ -144,7 +142,8 @@ class FeatureStore:
         self.damaged: dict[str, str] = {}
         self.entries: dict[str, Entry] = {}
         self._location: dict[int, tuple[str, int]] = {}  # of each row: its shard's name and its index in there
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        # Closed with their last reference.
+        self._opened: Any = lru_cache(OPEN)(lambda name: safe_open(self._shard(name), "pt"))
         self.refresh()
 
     @classmethod
@@ -161,11 +160,11 @@ class FeatureStore:
                 except OSError as error:
                     raise ValueError(f"{folder / META}: could not be written ({error.strerror}); free space") from error
         store = cls(folder)
-        store.check(spec, tuple(MUST_AGREE))
+        store.check(spec)
         return store
 
-    def check(self, spec: StoreSpec, keys: tuple[str, ...]) -> None:
-        """Check that the store agrees with a spec in some keys of MUST_AGREE; it may hold more layers.
+    def check(self, spec: StoreSpec, keys: Iterable[str] = MUST_AGREE) -> None:
+        """Check that the store agrees with a spec in these keys; it may hold more layers.
 
         Raises:
             ValueError: naming the difference.
@@ -195,12 +194,17 @@ class FeatureStore:
     def _entry(self, file: Path) -> Entry:
         inside(file.parent, file.name)
         shard = inside(self.folder / SHARDS, self._shard(file.stem).name)
-        entry = Entry.of(read_checked(file), self.spec.rows, file)
+        content: dict[str, Any] = dict.fromkeys(Entry._fields) | read_checked(file)
+        rows, digests, size = (content[field] for field in Entry._fields)
+        if not (fits(list[Any], rows) and fits(list[str], digests) and fits(int, size) and len(rows) == len(digests)):
+            raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")
+        if not all(type(row) is int and 0 <= row < self.spec.rows for row in rows) or len(set(rows)) != len(rows):
+            raise ValueError(f"{file}: damaged, its rows are not different ones of {self.spec.rows}")
         if not shard.is_file():
             raise ValueError(f"{shard}: is not there, though the index has it")
-        if shard.stat().st_size != entry.bytes:
-            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes instead of {entry.bytes}")
-        return entry
+        if shard.stat().st_size != size:
+            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes instead of {size}")
+        return Entry(rows, digests, size)
 
     def has(self, row: int) -> bool:
         """Whether a row is in a finished shard."""
@@ -239,9 +243,10 @@ class FeatureStore:
         """
         digests = [digest({key: tensor[i : i + 1] for key, tensor in tensors.items()}) for i in range(len(rows))]
         content = save({key: tensor.contiguous() for key, tensor in tensors.items()})
+        entry = Entry(rows, digests, len(content))
         try:
             write_whole(self._shard(name), content)
-            write_checked(self._index(name), {"rows": rows, "digests": digests, "bytes": len(content)})
+            write_checked(self.folder / INDEX / f"{name}.json", entry._asdict())
         except OSError as error:
             raise ValueError(
                 f"{self.folder}: shard {name} could not be written ({error.strerror or error}); every other shard is "
@@ -253,23 +258,12 @@ class FeatureStore:
         """Return the file to claim for a shard, or for any other name."""
         return self.folder / LOCKS / name
 
-    def _index(self, name: str) -> Path:
-        return self.folder / INDEX / f"{name}.json"
-
     def _shard(self, name: str) -> Path:
         return self.folder / SHARDS / f"{name}.safetensors"
 
-    def _opened(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self._shard(name), "pt")  # closed with its last reference
-            if len(self._open) > OPEN:
-                self._open.popitem(last=False)
-        self._open.move_to_end(name)
-        return self._open[name]
-
     def _damage(self, name: str, row: int, what: str) -> DamagedError:
         return DamagedError(
-            f"{self._shard(name)}: row {row} {what}; remove {self._index(name)} and extract again, or "
+            f"{self._shard(name)}: row {row} {what}; remove {self.folder / INDEX / name}.json and extract again, or "
             "give features.on_missing=compute"
         )
 

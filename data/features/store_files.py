@@ -7,40 +7,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from heads.common.files import flush
 from heads.common.untrusted import parse_json, regular
-from heads.formats.store import flush
 
 CHECKSUM = "sha256"
 
 
-class Entry(NamedTuple):
-    """A shard's rows, in its order, the SHA-256 of each, and the size of its file."""
-
-    rows: list[int]
-    digests: list[str]
-    bytes: int
-
-    @classmethod
-    def of(cls, content: dict[str, Any], rows: int, file: Path) -> "Entry":
-        """Check the content of an entry's file, in a store of so many rows; an error names the file.
-
-        Raises:
-            ValueError: it is no entry of such a store.
-        """
-        entry: dict[str, Any] = dict.fromkeys(cls._fields) | content
-        held, digests, size = entry["rows"], entry["digests"], entry["bytes"]
-        right = isinstance(held, list) and isinstance(digests, list) and type(size) is int
-        if not right or len(held) != len(digests) or not all(isinstance(digest, str) for digest in digests):
-            raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")
-        if not all(type(row) is int and 0 <= row < rows for row in held) or len(set(held)) != len(held):
-            raise ValueError(f"{file}: damaged, its rows are not different ones of {rows}")
-        return cls(held, digests, size)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name beside it, flush it to the disk, and rename it.
+def write_whole(path: Path, content: bytes | Iterator[bytes]) -> None:
+    """Write a file, or its pieces in turn, under a temporary name beside it, flush it to the disk, and rename it.
 
     Raises:
         OSError: the disk refused; an earlier file stays as it was.
@@ -50,7 +26,7 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         partial.unlink(missing_ok=True)  # one left by a killed process, or a link in a foreign folder
         with partial.open("xb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -1,10 +1,15 @@
-"""Features from a store, read ahead of training in a thread; missing rows are computed, and written if configured."""
+"""Features from a store, read ahead of training in a thread; missing rows are computed, and written if configured.
+
+What a hybrid run computes is gathered to shards, and written beside training, within a budget.
+"""
 
 import logging
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -15,11 +20,89 @@ from data.batches import Batch, Batches
 from data.features.coding import FeatureRequest, decode_rows, join, split
 from data.features.source import MicroBatch, TrainingInput
 from data.features.store import DamagedError, FeatureStore, Row
-from data.features.writer import StoreWriter
+from data.features.store_files import claim
 
 log = logging.getLogger(__name__)
 
+LOCK = "keep"
+WAITING = 2  # shards that wait to be written at most, so that a disk slower than the target does not fill the memory
 Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], Row]
+
+
+class StoreWriter:
+    """Gathers rows to shards and writes those one at a time, among all processes.
+
+    Attributes:
+        pending: the rows that wait to be written, or are being written.
+        rows_written: how many rows this process has added to the store.
+        is_full: whether the budget or the disk is used up, after which nothing more is written.
+    """
+
+    def __init__(self, store: FeatureStore, budget: float | None) -> None:
+        """Take a store object of its own, since it is used in another thread, and the limit of the store's bytes."""
+        self.store, self.budget = store, budget
+        self.pending: dict[int, Row] = {}
+        self.rows_written, self.is_full = 0, False
+        self._gathered: list[int] = []
+        self._writer = ThreadPoolExecutor(1)
+        self._written: list[Future[None]] = []
+
+    def keep(self, rows: dict[int, Row]) -> None:
+        """Add rows, and write a shard once there are enough; wait while too many shards are still to be written."""
+        for done in [future for future in self._written if future.done()]:
+            self._written.remove(done)
+            done.result()
+        if self.is_full:
+            return
+        fresh = {row: tensors for row, tensors in rows.items() if row not in self.pending}
+        self.pending.update(fresh)
+        self._gathered += list(fresh)
+        while len(self._gathered) >= self.store.spec.shard_rows:
+            if len(self._written) >= WAITING:
+                self._written.pop(0).result()
+            self._submit(self.store.spec.shard_rows)
+
+    def close(self) -> str:
+        """Write the pending rows, and describe how many rows were written."""
+        if self._gathered and not self.is_full:
+            self._submit(len(self._gathered))
+        self._writer.shutdown()
+        for future in self._written:
+            future.result()
+        return f", {self.rows_written} kept in {self.store.folder}"
+
+    def _submit(self, size: int) -> None:
+        rows, self._gathered = self._gathered[:size], self._gathered[size:]
+        self._written.append(self._writer.submit(self._write, rows))
+
+    def _write(self, rows: list[int]) -> None:
+        try:
+            with claim(self.store.lock(LOCK), wait=True):
+                self.store.refresh()
+                fresh = [row for row in rows if not self.store.has(row)]
+                if fresh and self._fits(len(fresh)):
+                    self.store.write(self._name(), fresh, join(self.pending[row] for row in fresh))
+                    self.rows_written += len(fresh)
+        except (ValueError, OSError) as error:
+            self.is_full = True
+            log.warning("%s; training goes on, and keeps no more", error)
+        for row in rows:
+            self.pending.pop(row, None)
+
+    def _name(self) -> str:
+        """Return the first free name: entries may have been removed, so their number may be a name that is taken."""
+        taken = self.store.entries.keys() | self.store.damaged.keys()
+        return next(name for name in (f"{LOCK}-{number:06d}" for number in count()) if name not in taken)
+
+    def _fits(self, rows: int) -> bool:
+        size = rows * self.store.spec.row_bytes
+        left = shutil.disk_usage(self.store.folder).free
+        if self.budget is not None:
+            left = min(left, int(self.budget) - self.store.bytes())
+        if size > left and not self.is_full:
+            self.is_full = True
+            log.warning("%s: the disk budget is used up; training goes on, and keeps no more", self.store.folder)
+        return not self.is_full
 
 
 class Fallback(NamedTuple):
@@ -54,7 +137,9 @@ class Stored:
     ) -> None:  # fmt: skip
         """Read nothing yet, and later `ahead` micro-batches ahead. Without `fallback` a missing row is an error."""
         self.store, self.batches, self.form, self.device = store, batches, form, device
-        self.ahead, self.fallback = ahead, fallback
+        self.ahead = ahead
+        self.compute = fallback.compute if fallback else None
+        self.writer = fallback.writer if fallback else None
         self.stall, self.computed, self.read = 0.0, 0, 0
         self._reader = ThreadPoolExecutor(1)
         self._jobs: deque[Job] = deque()
@@ -67,7 +152,7 @@ class Stored:
         `read` raises a ValueError that names a row that is missing or damaged and is not to be computed.
         """
         if not self._jobs or self._jobs[0].step != step:
-            self._coming = self._from(step)
+            self._coming = ((number, batch) for number in count(step) for batch in self.batches(number))
             self._jobs.clear()
             self._fill()
         return [MicroBatch(batch, self.next) for batch in self.batches(step)]
@@ -84,15 +169,8 @@ class Stored:
     def close(self) -> str:
         """Stop reading, write what is kept, and return how many rows were read and computed."""
         self._reader.shutdown(cancel_futures=True)
-        writer = self.fallback.writer if self.fallback is not None else None
-        written = writer.close() if writer is not None else ""
+        written = self.writer.close() if self.writer is not None else ""
         return f"features: {self.read} rows read, {self.computed} computed{written}"
-
-    def _from(self, step: int) -> Iterator[tuple[int, Batch]]:
-        while True:
-            for batch in self.batches(step):
-                yield step, batch
-            step += 1
 
     def _fill(self) -> None:
         while len(self._jobs) < self.ahead:
@@ -101,7 +179,7 @@ class Stored:
 
     def _read(self, index: Int[Tensor, "B"]) -> list[Row | None]:
         numbers = index.clamp_min(0).tolist()  # a row that only fills up has the first one's tokens
-        if self.fallback is not None and not all(self.store.has(row) for row in numbers):
+        if self.compute is not None and not all(map(self.store.has, numbers)):
             self.store.refresh()
         rows = [self._row(row) for row in numbers]
         if self.device.type != "cuda":
@@ -110,12 +188,10 @@ class Stored:
 
     def _row(self, row: int) -> Row | None:
         """Return a row's tensors, None where they are to be computed."""
-        writer = self.fallback.writer if self.fallback is not None else None
-        pending = writer.pending.get(row) if writer is not None else None
-        if pending is not None:
+        if self.writer is not None and (pending := self.writer.pending.get(row)) is not None:
             return pending
         if not self.store.has(row):
-            if self.fallback is None:
+            if self.compute is None:
                 raise DamagedError(
                     f"{self.store.folder}: row {row} is in no shard; extract it, or give features.on_missing=compute"
                 )
@@ -123,7 +199,7 @@ class Stored:
         try:
             return self.store.read(row)
         except DamagedError as error:
-            if self.fallback is None:
+            if self.compute is None:
                 raise
             if str(error) not in self._warned:
                 self._warned.add(str(error))
@@ -133,14 +209,13 @@ class Stored:
     def _decoded(self, batch: Batch, rows: list[Row | None]) -> TrainingInput:
         lacking = [i for i, row in enumerate(rows) if row is None]
         if lacking:
-            assert self.fallback is not None
-            computed = split(self.fallback.compute(batch.token[lacking], batch.document[lacking]))
-            numbers = batch.index[lacking].tolist()
-            if self.fallback.writer is not None:
-                new = {number: row for number, row in zip(numbers, computed, strict=True) if number >= 0}
-                self.fallback.writer.keep(new)
+            assert self.compute is not None
+            computed = split(self.compute(batch.token[lacking], batch.document[lacking]))
             for i, row in zip(lacking, computed, strict=True):
                 rows[i] = row
+            if self.writer is not None:
+                numbers = batch.index[lacking].tolist()
+                self.writer.keep({number: row for number, row in zip(numbers, computed, strict=True) if number >= 0})
         self.computed += len(lacking)
         self.read += len(rows) - len(lacking)
         moved = [

@@ -50,11 +50,7 @@ def pieces(packed: Packed, row: int) -> Iterator[Piece]:
 
 
 def write_prompts(packed: Packed, out: Path) -> int:
-    """Write every document's tokens as JSON Lines, `{"prompt_token_ids"}` as vLLM's `generate` takes them.
-
-    Returns:
-        the number of documents.
-    """
+    """Write the documents' tokens as JSON Lines, as vLLM's `generate` takes them, and return how many there are."""
     out.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with out.open("w", encoding="utf-8") as file:
@@ -69,13 +65,7 @@ class VllmFiles:
     """A folder of vLLM's files, looked up by their tokens."""
 
     def __init__(self, folder: Path, ids: list[int], layers: tuple[int, ...], num_layers: int) -> None:
-        """Read the tokens of every file.
-
-        Args:
-            folder: the folder of the files.
-            ids: the layer ids that vLLM was started with.
-            layers: the feature layers to read, as ours are counted.
-            num_layers: the target's number of layers.
+        """Read the tokens of every file; `ids` are the layer ids that vLLM was started with, `layers` are ours.
 
         Raises:
             ValueError: an id is lacking, or a file is none of vLLM's.

@@ -1,21 +1,18 @@
 """Tokenised, masked samples on disk: one process makes them, all map them, and whatever shapes them is their name.
 
 `FOLDER/<key>/` holds `samples.arrow`, the held-out `prompts.jsonl`, and `meta.json` with what was counted and with
-checksums. It appears whole or not at all: it is written beside its place under a lock, then renamed. The kernel frees
-the lock of a process that dies, so the next one writes anew.
+checksums. It appears whole or not at all, and is written under a lock, which the kernel frees of a process that dies.
 """
 
 import hashlib
 import json
 import logging
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -26,17 +23,12 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataConfig
 from data.text.files import content_hash
 from data.text.masks import Sample
+from heads.common.files import replacing
 from heads.common.untrusted import inside, parse_json
-from heads.formats.store import flush
 
 log = logging.getLogger(__name__)
 
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
-# The code that shapes a sample: a change in it is a change of the key, so nobody has to count versions.
-CODE = (
-    "config", "text/cache", "text/files", "text/filters", "text/masks", "text/prompts", "text/reasoning",
-    "text/records", "text/sources", "text/template", "text/turns",
-)  # fmt: skip
 SHAPELESS = ("length", "cache")  # options that leave the samples as they are
 BATCH = 1000  # samples in memory at once
 
@@ -54,18 +46,10 @@ class CachedSamples(Sequence[Sample]):
         """Return the number of samples."""
         return len(self._table)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+    def __getitem__(self, index: Any) -> Any:
         """Return one sample, or a list of some."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
         return Sample(**self._table[index])
 
     def __iter__(self) -> Iterator[Sample]:
@@ -83,17 +67,15 @@ class CachedSamples(Sequence[Sample]):
                 yield flat[start:end], on[start:end]
 
 
-class DamagedError(Exception):
-    """A cache folder does not hold what was written into it."""
-
-
 def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> str:
     """Return a name that changes with all that shapes the samples.
 
     That is the tokenizer and its chat template, every option but SHAPELESS, `sources`, the identities of the data and
     of the evaluation prompts, this package's code, and the libraries that tokenise.
     """
-    code = [content_hash(Path(__file__).parents[1] / f"{name}.py") for name in CODE]
+    folder = Path(__file__).parent
+    # A change in the code that shapes a sample is a change of the key, so nobody has to count versions.
+    code = [content_hash(file) for file in (folder.parent / "config.py", *sorted(folder.glob("*.py")))]
     parts = {
         "tokenizer": tokenizer_identity(tokenizer),
         "data": {key: value for key, value in asdict(config).items() if key not in SHAPELESS},
@@ -117,66 +99,34 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-class Writer:
-    """A cache folder while it is made: what it is given stands in `folder`."""
+def write_samples(samples: Iterable[Sample], path: Path) -> None:
+    """Write samples as an Arrow file, for `CachedSamples` to map."""
+    from datasets import Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
 
-    def __init__(self, folder: Path) -> None:
-        """Write into `folder`, which exists."""
-        self.folder = folder
-
-    def write(self, samples: Iterable[Sample]) -> None:
-        """Write all samples."""
-        from datasets import Features, List, Value
-        from datasets.arrow_writer import ArrowWriter
-
-        columns = {"id": Value("string"), "token": List(Value("int32")), "mask": List(Value("int8"))}
-        writer = ArrowWriter(features=Features(columns), path=str(self.folder / SAMPLES), writer_batch_size=BATCH)
-        try:
-            for sample in samples:
-                writer.write({"id": sample.id, "token": sample.token, "mask": sample.mask})
-        finally:
-            writer.finalize()
-
-    def close(self, report: dict[str, Any]) -> None:
-        """Write the report and the checksums, and wait until the disk has all."""
-        sums = {name: content_hash(self.folder / name) for name in (SAMPLES, PROMPTS)}
-        meta = {"sha256": sums, "report": report}
-        (self.folder / META).write_text(json.dumps({**meta, "self": _checksum(meta)}), encoding="utf-8")
-        for path in (*self.folder.iterdir(), self.folder):
-            flush(path)
-
-
-def read_cache(folder: Path) -> dict[str, Any] | None:
-    """Return the report of a cache folder, None where there is none.
-
-    Raises:
-        DamagedError: it is there, but not as it was written.
-    """
-    if not folder.is_dir():
-        return None
+    columns = {"id": Value("string"), "token": List(Value("int32")), "mask": List(Value("int8"))}
+    writer = ArrowWriter(features=Features(columns), path=str(path), writer_batch_size=BATCH)
     try:
-        meta = parse_json((folder / META).read_bytes())
-        if meta.pop("self") != _checksum(meta):
-            raise DamagedError(f"{META} is not what was written")
-        for name in (SAMPLES, PROMPTS):
-            if content_hash(inside(folder, name)) != meta["sha256"][name]:
-                raise DamagedError(f"{name} is not what was written")
-        report: dict[str, Any] = meta["report"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{META} or another file cannot be read ({error})") from error
-    return report
+        for sample in samples:
+            writer.write({"id": sample.id, "token": sample.token, "mask": sample.mask})
+    finally:
+        writer.finalize()
 
 
-@contextmanager
-def making(folder: Path) -> Iterator[Writer | None]:
-    """Give the one process that may make a cache folder its writer, the others None once it is made.
+def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Return the report of a cache folder, which one process fills first where it is missing or damaged.
 
-    The folder appears when the block ends, and not if it raises.
+    `fill` writes SAMPLES and PROMPTS into the folder that it is given and returns the report. The folder appears when
+    it has, and not if it raises.
 
     Raises:
         ValueError: the folder cannot be written.
     """
-    rough = folder.with_suffix(".making")
+    report = _read(folder, logging.DEBUG)
+    return _filled(folder, fill) if report is None else report
+
+
+def _filled(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     lock = FileLock(str(folder.with_suffix(".lock")))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -186,17 +136,15 @@ def making(folder: Path) -> Iterator[Writer | None]:
             log.info("another process tokenises the data; waiting for %s", folder)
             lock.acquire()
         try:
-            if _is_whole(folder):
-                yield None
-                return
-            for left in (rough, folder):  # by one that died, or damaged
-                shutil.rmtree(left, ignore_errors=True)
-            rough.mkdir()
-            yield Writer(rough)
-            rough.rename(folder)
-            flush(folder.parent)
+            report = _read(folder, logging.WARNING)
+            if report is None:
+                with replacing(folder) as rough:
+                    report = fill(rough)
+                    sums = {name: content_hash(rough / name) for name in (SAMPLES, PROMPTS)}
+                    meta = {"sha256": sums, "report": report}
+                    (rough / META).write_text(json.dumps({**meta, "self": _checksum(meta)}), encoding="utf-8")
+            return report
         finally:
-            shutil.rmtree(rough, ignore_errors=True)
             lock.release()
     except (OSError, NotImplementedError) as error:  # the latter from a file system without locks
         raise ValueError(
@@ -204,12 +152,22 @@ def making(folder: Path) -> Iterator[Writer | None]:
         ) from error
 
 
-def _is_whole(folder: Path) -> bool:
+def _read(folder: Path, level: int) -> dict[str, Any] | None:
+    """Return the report of a cache folder; None where there is none or, which is logged, it is damaged."""
+    if not folder.is_dir():
+        return None
     try:
-        return read_cache(folder) is not None
-    except DamagedError as damage:
-        log.warning("%s: %s; tokenising anew", folder, damage)
-        return False
+        meta = parse_json((folder / META).read_bytes())
+        if meta.pop("self") != _checksum(meta):
+            raise ValueError(f"{META} is not what was written")
+        for name in (SAMPLES, PROMPTS):
+            if content_hash(inside(folder, name)) != meta["sha256"][name]:
+                raise ValueError(f"{name} is not what was written")
+        report: dict[str, Any] = meta["report"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        log.log(level, "%s: damaged (%s); tokenising anew", folder, error)
+        return None
+    return report
 
 
 def _checksum(meta: dict[str, Any]) -> str:

@@ -8,7 +8,9 @@ import hashlib
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from io import BufferedReader, RawIOBase, TextIOBase, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -53,9 +55,14 @@ def read_file(path: Path) -> Iterator[Raw]:
     if kind == ".parquet":
         yield from _parquet(path)
         return
+    with _reading(path), _opened(path) as file:
+        yield from _documents(file) if kind == ".txt" else _json(file, path)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with _opened(path) as file:
-            yield from _documents(file) if kind == ".txt" else _json(file, path)
+        yield
     except UNREADABLE as error:
         raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error
 
@@ -104,38 +111,43 @@ def check_file(path: Path) -> str:
     kind = kind_of(path)
     if not kind:
         raise ValueError(f"{path}: the formats read are {', '.join(FORMATS)}, all but .parquet also as .gz or .xz")
-    try:
+    with _reading(path):
         path.open("rb").close()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error
     return kind
 
 
 def content_hash(path: Path) -> str:
     """Return the SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(CHUNK):
-                digest.update(block)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error}); fetch or write the file anew") from error
+    with _reading(path), path.open("rb") as file:
+        while block := file.read(CHUNK):
+            digest.update(block)
     return digest.hexdigest()
 
 
 def _parquet(path: Path) -> Iterator[Raw]:
     import datasets
 
+    options: dict[str, Any] = {"data_files": str(path), "split": "train", "streaming": True, "batch_size": BATCH}
+    table = partial(datasets.load_dataset, "parquet", **options)
+    return read_table(table, str(path), "fetch or write the file anew")
+
+
+def read_table(table: Callable[[], Iterable[Raw]], name: str, remedy: str) -> Iterator[Raw]:
+    """Yield the records of a table of `datasets`, which is opened by a call.
+
+    Raises:
+        ValueError: it cannot be read; the record's number is named.
+    """
+    import datasets
+
     read = 0
     try:
-        for record in datasets.load_dataset(
-            "parquet", data_files=str(path), split="train", streaming=True, batch_size=BATCH
-        ):
+        for record in table():
             yield record
             read += 1
     except (*UNREADABLE, ValueError, MemoryError, datasets.exceptions.DatasetsError) as error:
-        why = one_line(error)
-        raise ValueError(f"{path}: record {read} cannot be read ({why}); fetch or write the file anew") from error
+        raise ValueError(f"{name}: record {read} cannot be read ({one_line(error)}); {remedy}") from error
 
 
 def _documents(file: TextIOBase) -> Iterator[Raw]:
@@ -183,28 +195,19 @@ def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
                 raise ValueError(f"{path}: the {EMPTY} lines before line {number} are empty; remove them")
             continue
         empty = 0
-        value = _parsed(text, number, path)
-        for record in value if isinstance(value, list) else [value]:
-            _check_depth(record, number, path)
+        for record in _parsed(text, number, path):
             if not isinstance(record, dict):
                 raise ValueError(f"{path}: line {number}: every record must be a JSON object, not {str(record)[:40]!r}")
             yield record
 
 
-def _parsed(text: str, number: int, path: Path) -> Any:
+def _parsed(text: str, number: int, path: Path) -> list[Any]:
     try:
-        return json.loads(text.rstrip())  # an object that breaks off is missing its end there, not on the next line
+        value = json.loads(text.rstrip())  # an object that breaks off is missing its end there, not on the next line
+        return [shallow(record) for record in (value if isinstance(value, list) else [value])]
     except json.JSONDecodeError as error:
         where = number + error.lineno - 1
         raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); fix or remove it") from error
-    except RecursionError as error:
-        raise ValueError(f"{path}: line {number} is {TOO_DEEP} to be read; fix or remove it") from error
-    except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"{path}: line {number} cannot be read ({error}); fix or remove it") from error
-
-
-def _check_depth(record: Any, number: int, path: Path) -> None:
-    try:
-        shallow(record)
-    except ValueError as error:
-        raise ValueError(f"{path}: line {number} is {error} to be read; fix or remove it") from error
+    except (RecursionError, ValueError) as error:  # the latter also of a number of thousands of digits
+        why = TOO_DEEP if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path}: line {number} cannot be read ({why}); fix or remove it") from error

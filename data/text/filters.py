@@ -80,13 +80,7 @@ class Filters:
     """Drop records that were seen or are in the evaluation, and count them."""
 
     def __init__(self, config: DataConfig, held_out: Iterable[Record], evaluation: Sequence[str]) -> None:
-        """Remember what may not come.
-
-        Args:
-            config: which filters are on.
-            held_out: records whose copies count as duplicates.
-            evaluation: the texts of the evaluation prompts.
-        """
+        """Remember the held-out records, whose copies are duplicates, and the texts of the evaluation prompts."""
         self.counts = Counts()
         self._dedup, self._words = config.dedup, config.contamination
         self._seen = {_key(record) for record in held_out} if config.dedup else set()
@@ -97,10 +91,10 @@ class Filters:
             self.counts.unchecked = sum(not shared for shared in grams)
             self.counts.checked = len(grams) - self.counts.unchecked
 
-    def __call__(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
-        """Yield those records that stay, each with its source's name as it came."""
-        for source, record in records:
-            self.counts.records[source] += 1
+    def __call__(self, records: Iterable[Record]) -> Iterator[Record]:
+        """Yield those records that stay."""
+        for record in records:
+            self.counts.records[record.source] += 1
             if self._dedup:
                 key = _key(record)
                 if key in self._seen:
@@ -110,8 +104,8 @@ class Filters:
             if self._forbidden and self._contaminated(record):
                 self.counts.contaminated += 1
                 continue
-            self.counts.kept[source] += 1
-            yield source, record
+            self.counts.kept[record.source] += 1
+            yield record
 
     def _contaminated(self, record: Record) -> bool:
         """Whether a message, system prompts aside, or the text holds a forbidden run of words."""

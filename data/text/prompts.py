@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from glob import has_magic
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
-from data.text.cache import PROMPTS, SAMPLES, CachedSamples, DamagedError, cache_key, making, read_cache
+from data.text.cache import PROMPTS, SAMPLES, CachedSamples, cache_key, cached, write_samples
 from data.text.files import Raw
 from data.text.filters import Counts, Filters
 from data.text.masks import Sample, counts_line, is_plain, samples_of
@@ -60,17 +61,17 @@ class TrainingData(NamedTuple):
     counts: Counts
 
 
+Prepared = tuple[list[Prompt], Counts, Iterator[Sample]]
+
+
 def load_training(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, prompts: int, workload: str | None = None
 ) -> TrainingData:
     """Return the samples of `config.path` and at most `prompts` prompts that they do not hold.
 
-    With `config.cache` one process tokenises the samples and the others map them; a later run with equal data maps them
-    too.
+    With `config.cache` one process tokenises the samples, and the others and later runs with equal data map them.
 
     Args:
-        config: the data's configuration.
-        tokenizer: the target's.
         prompts: how many of the held-out prompts to return; contamination is checked against all of them.
         workload: further evaluation prompts that no sample may hold, as `locate` takes them; None: none.
 
@@ -78,19 +79,25 @@ def load_training(
         ValueError: unreadable or empty data, an unknown shape, a chat for a tokenizer without a chat template, a
             template that cannot be masked, or, unless data.on_bad=drop, a chat that no answer can be trained of.
     """
-    sources, evaluation = open_sources(config), locate(workload) if workload else ""
+    evaluation = [name for name in (config.prompts, locate(workload) if workload else "") if name]
+    if config.contamination is None:
+        evaluation = []
+    sources = open_sources(config)
+    prepare = partial(_prepare, config, tokenizer, sources, evaluation)
     if config.cache is None:
-        held_out, counts, samples = _prepare(config, tokenizer, sources, evaluation)
-        data = TrainingData(list(samples), _some(config, tokenizer, held_out, prompts), counts)
+        held_out, counts, masked = prepare()
+        samples: Sequence[Sample] = list(masked)
     else:
-        key = cache_key(config, tokenizer, _identities(config, sources, evaluation))
+        opened = [*sources, *(open_source(name, "") for name in evaluation)]
+        key = cache_key(config, tokenizer, [source.identity() for source in opened])
         folder = Path(config.cache).expanduser() / key
-        report = _cached(folder, config, tokenizer, sources, evaluation)
-        counts = Counts.read(report)
+        counts = Counts.read(cached(folder, partial(_fill_cache, prepare)))
         held_out = load_prompts(str(folder / PROMPTS), tokenizer, prompts) if counts.held_out else []
-        data = TrainingData(CachedSamples(folder / SAMPLES), _some(config, tokenizer, held_out, prompts), counts)
-    _warn(data.counts, tokenizer, config)
-    return data
+        samples = CachedSamples(folder / SAMPLES)
+    if config.prompts and prompts:
+        held_out = load_prompts(config.prompts, tokenizer, prompts)
+    _warn(counts, tokenizer, config)
+    return TrainingData(samples, held_out[:prompts], counts)
 
 
 def load_samples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> Sequence[Sample]:
@@ -108,7 +115,7 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
         return [Prompt.read(record, index, path) for index, record in enumerate(islice(source, limit))]
-    return [prompt_of(record, tokenizer) for _, record in islice(read_all(source), limit)]
+    return [prompt_of(record, tokenizer) for record in islice(read_all(source), limit)]
 
 
 def locate(name: str) -> str:
@@ -137,76 +144,45 @@ def held_out_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, lim
     """Return prompts that training never sees: those of `config.prompts`, else from the held-out end of the data."""
     if config.prompts:
         return load_prompts(config.prompts, tokenizer, limit)
-    return [prompt_of(record, tokenizer) for record in islice(_records(config, held_out=True), limit)]
+    records = held_out_records(divide(open_sources(config), config))
+    return [prompt_of(record, tokenizer) for record in islice(records, limit)]
 
 
 def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
     """Return the records that are trained on, whole, for the target to answer; at most the smaller limit."""
     limits = [value for value in (limit, config.limit) if value is not None]
-    return list(islice(_records(config, held_out=False), min(limits, default=None)))
-
-
-def _records(config: DataConfig, held_out: bool) -> Iterator[Record]:
-    parts = divide(open_sources(config), config)
-    named = held_out_records(parts) if held_out else training_records(parts, config)
-    return (record for _, record in named)
-
-
-def _some(config: DataConfig, tokenizer: PreTrainedTokenizerBase, held_out: list[Prompt], limit: int) -> list[Prompt]:
-    return load_prompts(config.prompts, tokenizer, limit) if config.prompts and limit else held_out[:limit]
-
-
-def _identities(config: DataConfig, sources: Sequence[Source], workload: str) -> list[str]:
-    """Return the identities of the data and of the evaluation prompts, which key the cache."""
-    evaluation = [name for name in (config.prompts, workload) if name and config.contamination is not None]
-    return [source.identity() for source in sources] + [open_source(name, "").identity() for name in evaluation]
-
-
-def _cached(
-    folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], workload: str
-) -> dict[str, Any]:
-    """Return the report of the cache folder, which is written first where it is missing or damaged."""
-    try:
-        report = read_cache(folder)
-    except DamagedError:
-        report = None
-    if report is not None:
-        return report
-    with making(folder) as writer:
-        if writer is not None:
-            held_out, counts, samples = _prepare(config, tokenizer, sources, workload)
-            save_prompts(held_out, writer.folder / PROMPTS)
-            writer.write(samples)
-            writer.close(counts.report())
-    report = read_cache(folder)
-    assert report is not None
-    return report
+    records = training_records(divide(open_sources(config), config), config)
+    return list(islice(records, min(limits, default=None)))
 
 
 def _prepare(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], workload: str
-) -> tuple[list[Prompt], Counts, Iterator[Sample]]:
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], evaluation: Sequence[str]
+) -> Prepared:
     """Return the held-out prompts, the counts, which grow with the samples, and an iterator of the samples."""
     parts = divide(sources, config)
-    withheld = [record for _, record in held_out_records(parts)]
+    withheld = list(held_out_records(parts))
     held_out = [prompt_of(record, tokenizer) for record in withheld]
-    evaluation = [prompt.text for prompt in held_out]
-    if config.contamination is not None:
-        others = [name for name in (config.prompts, workload) if name]
-        evaluation += [prompt.text for name in others for prompt in load_prompts(name, tokenizer, None)]
-    filters = Filters(config, withheld, evaluation)
+    others = [prompt for name in evaluation for prompt in load_prompts(name, tokenizer, None)]
+    filters = Filters(config, withheld, [prompt.text for prompt in held_out + others])
     filters.counts.held_out = len(withheld)
     records = filters(training_records(parts, config))
     return held_out, filters.counts, islice(_samples(records, config, tokenizer, filters.counts), config.limit)
 
 
+def _fill_cache(prepare: Callable[[], Prepared], folder: Path) -> dict[str, Any]:
+    held_out, counts, samples = prepare()
+    save_prompts(held_out, folder / PROMPTS)
+    write_samples(samples, folder / SAMPLES)
+    return counts.report()
+
+
 def _samples(
-    records: Iterator[tuple[str, Record]], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
+    records: Iterator[Record], config: DataConfig, tokenizer: PreTrainedTokenizerBase, counts: Counts
 ) -> Iterator[Sample]:
     """Tokenise and mask records one after another, and count samples and tokens."""
     unknown = tokenizer.unk_token_id
-    for source, record in records:
-        for sample in samples_of(record, tokenizer, source, config, counts.chats):
+    for record in records:
+        for sample in samples_of(record, tokenizer, record.source, config, counts.chats):
             if len(sample.token) < config.min_tokens:
                 counts.short += 1
             else:
@@ -242,7 +218,21 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         ValueError: there is none, it is no text, or the chat template does not render it; the record is named.
     """
     try:
-        return _prompt_of(record, tokenizer)
+        if is_plain(record, tokenizer):
+            if not record.text.strip():
+                raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
+            token, _ = split_text(record.text, tokenizer)
+            text = str(tokenizer.decode(token, skip_special_tokens=True))
+            return Prompt(record.id, token, record.category, text)
+        first = next((i for i, message in enumerate(record.messages) if message["role"] == "user"), None)
+        if first is None:
+            raise ValueError(f"prompt {record.id}: the chat has no user message; remove it")
+        messages = record.messages[: first + 1]
+        text, system = content_text(messages[first]), "\n\n".join(content_text(message) for message in messages[:first])
+        if tokenizer.chat_template:
+            (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
+            return Prompt(record.id, token, record.category, text, system)
+        return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)
     except RenderError as error:
         raise ValueError(f"prompt {record.id}: {error}; fix or remove the record") from error
     except UnicodeEncodeError as error:
@@ -260,21 +250,3 @@ def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
         return token[:half], token[half:]
     piece = str(tokenizer.decode(token[half - OPENING : half], skip_special_tokens=True))
     return encode_plain(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # from a word's start on
-
-
-def _prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    if is_plain(record, tokenizer):
-        if not record.text.strip():
-            raise ValueError(f"prompt {record.id}: has no user message and no text; remove it")
-        token, _ = split_text(record.text, tokenizer)
-        text = str(tokenizer.decode(token, skip_special_tokens=True))
-        return Prompt(record.id, token, record.category, text)
-    first = next((i for i, message in enumerate(record.messages) if message["role"] == "user"), None)
-    if first is None:
-        raise ValueError(f"prompt {record.id}: the chat has no user message; remove it")
-    messages = record.messages[: first + 1]
-    text, system = content_text(messages[first]), "\n\n".join(content_text(message) for message in messages[:first])
-    if tokenizer.chat_template:
-        (token,) = encode([render(messages, tokenizer, True, record.tools)], tokenizer)
-        return Prompt(record.id, token, record.category, text, system)
-    return Prompt(record.id, encode_plain(text, tokenizer), record.category, text, system)

@@ -12,6 +12,7 @@ EMPTY_REST = re.compile(rf"\s*{CLOSE}\s*")
 BLOCK = re.compile(rf"\s*{OPEN}.*?{CLOSE}\s*", re.DOTALL)
 REST = re.compile(rf".*?{CLOSE}\s*", re.DOTALL)
 ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL)
+THINK, THOUGHT = "<think>", "</think>"  # the one block that servers leave in an answer
 OPENED = re.compile(rf"{OPEN}\s*\Z")
 
 
@@ -52,3 +53,11 @@ def skip(text: str, start: int, end: int, cut: bool) -> int:
 def close_prompt(prompt: str) -> str:
     """Return a generation prompt without the reasoning block that it opens."""
     return OPENED.sub("", prompt)
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """Split a text into the reasoning of a think block, which the template may have opened, and the answer."""
+    if THOUGHT not in text and not text.lstrip().startswith(THINK):
+        return "", text
+    reasoning, _, answer = text.partition(THOUGHT)
+    return reasoning.lstrip().removeprefix(THINK).strip("\n"), answer.lstrip("\n")

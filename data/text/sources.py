@@ -1,22 +1,38 @@
-"""Sources of records, by name: a file, a folder, a glob or a Hub data set; what is held out of each; their mixture."""
+"""Sources of records, by name: a file, a folder, a glob or a Hub data set.
+
+What is held out of each, their mixture, and their provenance: hashes, and who wrote the answers.
+"""
 
 import glob
+import hashlib
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from huggingface_hub import HfApi, constants
 
 from data.config import DataConfig
-from data.text.benchmarks import readable
-from data.text.files import FORMATS, META, PARTS, SETTINGS, Raw, check_file, content_hash, kind_of, read_file
-from data.text.records import Record, parse
-from heads.common.untrusted import regular
+from data.text.files import (
+    FORMATS,
+    META,
+    PARTS,
+    SETTINGS,
+    Raw,
+    check_file,
+    content_hash,
+    kind_of,
+    read_file,
+    read_table,
+)
+from data.text.records import Record, parse, readable
+from heads.common.errors import one_line
+from heads.common.redact import redacted_values
+from heads.common.untrusted import parse_json, regular
 from heads.formats.hub import cache_alone_without_connection
 
 T = TypeVar("T")
@@ -31,31 +47,9 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?")
 SAMPLED_AT_ONCE = 1000  # numbers sampled at once, as `datasets.interleave_datasets` does
 
 
-@runtime_checkable
-class Source(Protocol):
-    """A sequence of raw records that can be gone through more than once."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        ...
-
-    def __iter__(self) -> Iterator[Raw]:
-        """Go through the records."""
-        ...
-
-    def identity(self) -> str:
-        """Return what changes when the records do."""
-        ...
-
-    def ends(self, count: int) -> tuple[int, list[Raw]]:
-        """Return the number of records, and the last `count` of them."""
-        ...
-
-
 @dataclass(frozen=True)
 class Files:
-    """Local files, one after another."""
+    """Local files, one after another, which can be gone through more than once."""
 
     name: str
     files: tuple[Path, ...]
@@ -63,12 +57,7 @@ class Files:
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records of all files; at least one."""
-        empty = True
-        for record in chain.from_iterable(read_file(file) for file in self.files):
-            empty = False
-            yield record
-        if empty:
-            raise ValueError(f"{self.name}: holds no records; give a file or dataset with at least one")
+        return _filled(chain.from_iterable(map(read_file, self.files)), self.name)
 
     def identity(self) -> str:
         """Return the files' formats and hashes; when streaming, not to read them, their names, sizes and times."""
@@ -77,8 +66,19 @@ class Files:
             return repr([(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in stats])
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
+    def provenance(self) -> dict[str, Any]:
+        """Return the number of files, their hash if they are read to their end, and who wrote answers in them."""
+        record: dict[str, Any] = {"name": self.name, "files": len(self.files)}
+        if not self.streaming:
+            hashes = [content_hash(file) for file in self.files]
+            record["sha256"] = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+        written = [settings for settings in map(_answer_settings, self.files) if settings]
+        if written:
+            record["answers"] = written[0] if all(other == written[0] for other in written) else {"by": "several"}
+        return record
+
     def ends(self, count: int) -> tuple[int, list[Raw]]:
-        """Read all to the end."""
+        """Return the number of records, and the last `count` of them: read all to the end."""
         last = deque(enumerate(self), maxlen=max(1, count))
         return last[-1][0] + 1, [record for _, record in last][:count]
 
@@ -92,28 +92,31 @@ class Hub:
     revision: str
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records. An error names the record's number."""
-        import datasets
-
-        read = 0
-        try:
-            for record in self.table:
-                yield record
-                read += 1
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            why = " ".join(str(error).split())
-            raise ValueError(f"{self.name}: record {read} cannot be read ({why}); fetch the data set anew") from error
-        if not read:
-            raise ValueError(f"{self.name}: holds no records; give a file or dataset with at least one")
+        """Yield the records; at least one."""
+        return _filled(read_table(lambda: self.table, self.name, "fetch the data set anew"), self.name)
 
     def identity(self) -> str:
         """Return the name and the revision or fingerprint."""
         return repr((self.name, self.revision))
 
+    def provenance(self) -> dict[str, Any]:
+        """Return the name and the revision."""
+        return {"name": self.name, "revision": self.revision}
+
     def ends(self, count: int) -> tuple[int, list[Raw]]:
-        """Look at the last records alone."""
+        """Return the number of records, and the last `count` of them, without a look at the others."""
         size = len(self.table)
         return size, [self.table[i] for i in range(max(0, size - count), size)]
+
+
+Source = Files | Hub
+
+
+def _filled(records: Iterator[Raw], name: str) -> Iterator[Raw]:
+    first = next(records, None)
+    if first is None:
+        raise ValueError(f"{name}: holds no records; give a file or dataset with at least one")
+    return chain([first], records)
 
 
 def open_source(name: str, split: str, streaming: bool = False) -> Source:
@@ -219,17 +222,45 @@ def _hub(name: str, split: str, streaming: bool) -> Hub:
             table = table[next((key for key in EVALUATION_SPLITS if key in table), next(iter(table)))]
         revision = HfApi().dataset_info(repository).sha if streaming else table._fingerprint
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        why = " ".join(str(error).split())
-        raise ValueError(
-            f"{name}: neither a file here nor a Hub dataset, name or name:config, that loads: {why}"
-        ) from error
+        missing = "neither a file here nor a Hub dataset, name or name:config, that loads"
+        raise ValueError(f"{name}: {missing}: {one_line(error)}") from error
     return Hub(name, table, f"{revision}/{split}")
 
 
-def read_all(source: Source) -> Iterator[tuple[str, Record]]:
-    """Yield every record of a source of prompts with the source's name."""
-    named = ((source.name, readable(raw, index, source.name), index) for index, raw in enumerate(source))
-    return _unique((name, parse(raw, index, name)) for name, raw, index in named)
+def source_records(config: DataConfig) -> list[dict[str, Any]]:
+    """Return the provenance of each source of `data.path`, for provenance.json.
+
+    Returns:
+        for each its `name`; a Hub data set's `revision`, or the files' `sha256` (of several, that of the list of
+        theirs; none of streamed ones, which are not read to their end); `answers`: the settings that data/run.py wrote
+        them with, from the metadata beside the file.
+
+    Raises:
+        ValueError: a source or the metadata beside it cannot be read.
+    """
+    return [source.provenance() for source in open_sources(config)]
+
+
+def _answer_settings(file: Path) -> dict[str, Any]:
+    """Return the settings by which a file's answers were written; empty where there are none beside it."""
+    meta = file.with_name(file.name + META)
+    if not meta.is_file():
+        return {}
+    try:
+        metadata = parse_json(meta.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{meta}: damaged ({error}); restore it, or remove it") from None
+    settings = metadata.get("settings") if isinstance(metadata, dict) else None
+    if not isinstance(settings, dict):
+        return {}
+    redacted: dict[str, Any] = redacted_values({key: value for key, value in settings.items() if key != "data"})
+    return redacted
+
+
+def read_all(source: Source) -> Iterator[Record]:
+    """Yield every record of a source of prompts."""
+    name = source.name
+    return _unique(parse(readable(raw, index, name), index, name) for index, raw in enumerate(source))
 
 
 class Part(NamedTuple):
@@ -240,10 +271,10 @@ class Part(NamedTuple):
     stop: int | None
     held_out: list[tuple[int, Raw]]
 
-    def trained(self) -> Iterator[tuple[str, Record]]:
-        """Yield the records to train on with the source's name."""
+    def trained(self) -> Iterator[Record]:
+        """Yield the records to train on."""
         for index, raw in enumerate(islice(self.source, self.start, self.stop), self.start):
-            yield self.source.name, parse(raw, index, self.source.name)
+            yield parse(raw, index, self.source.name)
 
 
 def open_sources(config: DataConfig) -> list[Source]:
@@ -273,18 +304,17 @@ def _divided(source: Source, count: int, config: DataConfig) -> Part:
     return Part(source, 0, size - count, list(enumerate(last, size - count)))
 
 
-def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[tuple[str, Record]]:
-    """Yield every record to train on with its source's name: one source after another, or mixed by `data.weights`."""
-    named = [source_part.trained() for source_part in parts]
-    mixed = chain.from_iterable(named) if config.weights is None else interleave(named, config.weights, config.seed)
-    return _unique(mixed)
+def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[Record]:
+    """Yield every record to train on: one source after another, or mixed by `data.weights`."""
+    trained = [source_part.trained() for source_part in parts]
+    weights = config.weights
+    return _unique(chain.from_iterable(trained) if weights is None else interleave(trained, weights, config.seed))
 
 
-def held_out_records(parts: Sequence[Part]) -> Iterator[tuple[str, Record]]:
+def held_out_records(parts: Sequence[Part]) -> Iterator[Record]:
     """Yield the records that are held out, one of each source in turn."""
-    named = [[(p.source.name, parse(raw, index, p.source.name)) for index, raw in p.held_out] for p in parts]
-    longest = max(map(len, named))
-    return _unique(records[i] for i in range(longest) for records in named if i < len(records))
+    held_out = [[parse(raw, index, p.source.name) for index, raw in p.held_out] for p in parts]
+    return _unique(record for records in zip_longest(*held_out) for record in records if record is not None)
 
 
 def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: int) -> Iterator[T]:
@@ -307,12 +337,12 @@ def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: i
                 return
 
 
-def _unique(records: Iterator[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
+def _unique(records: Iterator[Record]) -> Iterator[Record]:
     """Add its index among all to an id that came before, again where that came before too."""
     seen: set[str] = set()
-    for index, (source, record) in enumerate(records):
+    for index, record in enumerate(records):
         name = record.id
         while name in seen:
             name = f"{name}@{index}"
         seen.add(name)
-        yield source, record._replace(id=name)
+        yield record._replace(id=name)

@@ -60,20 +60,15 @@ def render(
     Raises:
         ValueError: as `rendering`; a RenderError where that is this chat's fault.
     """
-    return _as_it_takes_them(
-        messages,
-        tokenizer,
-        lambda chat: str(
-            tokenizer.apply_chat_template(
-                chat,
-                tools=_some(tools),
-                chat_template=_template(tokenizer, tools),
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **{**DATE, **options},
-            )
-        ),
-    )
+
+    def call(chat: list[Message]) -> str:
+        values = {"chat_template": _template(tokenizer, tools), "add_generation_prompt": generation_prompt}
+        rendered = tokenizer.apply_chat_template(
+            chat, list(tools) or None, tokenize=False, **{**DATE, **options, **values}
+        )
+        return str(rendered)
+
+    return _as_it_takes_them(messages, tokenizer, call)
 
 
 def render_tagged(
@@ -88,7 +83,7 @@ def render_tagged(
     def call(chat: list[Message]) -> tuple[str, list[Span]]:
         output: Any = render_jinja_template(
             conversations=[chat],
-            tools=_some(tools),
+            tools=list(tools) or None,
             chat_template=_template(tokenizer, tools),
             return_assistant_tokens_mask=True,
             **{**tokenizer.special_tokens_map, **DATE},
@@ -130,17 +125,13 @@ def _call(call: Message, read: Callable[[str], Any]) -> Message:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
-    return _of_one_day(tokenizer.get_chat_template(tools=_some(tools)))
+    return _of_one_day(tokenizer.get_chat_template(tools=list(tools) or None))
 
 
 @lru_cache(maxsize=8)
 def _of_one_day(template: str) -> str:
     """Return the template with a constant day instead of its calls of the clock: it takes no clock of ours."""
     return NOW.sub(lambda call: repr(TEMPLATE_DAY.strftime(call[2])), template)
-
-
-def _some(tools: Sequence[Message]) -> list[Any] | None:
-    return list(tools) or None
 
 
 def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

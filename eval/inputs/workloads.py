@@ -6,10 +6,9 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from data.text.benchmarks import readable
 from data.text.filters import WORD
 from data.text.prompts import WORKLOADS, Prompt, locate, prompt_of
-from data.text.records import Message, Record, content_text, parse
+from data.text.records import Message, Record, content_text, parse, readable
 from data.text.sources import open_source
 from data.text.template import encode, encode_plain, render
 from eval.config import Selection

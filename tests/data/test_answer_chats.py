@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data.answers.chats import CAUSES, Conversation, Outcome, Reply, talk_of
-from data.answers.text import round_trips, split_reasoning, turns_of
+from data.answers.chats import CAUSES, Conversation, Outcome, Reply, round_trips, talk_of, turns_of
+from data.text.reasoning import split_reasoning
 from data.text.records import Message, Record, parse
 from tests.data.answering import LENGTH, chat, settings, words
 from tests.data.chatml import Tokens

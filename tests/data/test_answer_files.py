@@ -140,10 +140,7 @@ def test_a_job_killed_before_its_provenance_still_knows_every_cause(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("content", "size"), [("", 0), ("a", 0), ("a\n", 2), ("ab\ncd\nefgh", 6), ("\nabcdef", 1)])
-def test_a_file_is_whole_up_to_its_last_newline(
-    content: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data.answers.files.CHUNK", 3)
+def test_a_file_is_whole_up_to_its_last_newline(content: str, size: int, tmp_path: Path) -> None:
     (tmp_path / "a").write_text(content)
     assert complete_bytes(tmp_path / "a") == size
 

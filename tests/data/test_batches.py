@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from data.batches import Batches, Packed, fingerprint, pack, token_counts
 from data.config import DataConfig
-from data.text.cache import SAMPLES, CachedSamples, Writer
+from data.text.cache import SAMPLES, CachedSamples, write_samples
 from data.text.masks import Sample
 from data.text.prompts import load_samples
 from heads.common.resolvers import ROOT
@@ -76,7 +76,7 @@ def test_the_embedded_chats_fill_their_rows(config: Callable[..., DataConfig]) -
 def test_cached_samples_pack_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.text.cache.BATCH", 7)
     samples = documents(40, 3 * LENGTH)
-    Writer(tmp_path).write(samples)
+    write_samples(samples, tmp_path / SAMPLES)
     cached = CachedSamples(tmp_path / SAMPLES)
     assert all(map(torch.equal, pack(cached, LENGTH), pack(samples, LENGTH)))
     assert fingerprint(cached) == fingerprint(samples)

@@ -47,7 +47,7 @@ def test_a_builder_that_dies_frees_the_lock_and_the_next_one_builds(
         builder = child(lambda: load_samples(cached, chat))
     assert inside.wait(60)
     waiting = child(lambda: load_samples(cached, chat))
-    left = [path for path in Path(str(cached.cache)).iterdir() if path.suffix == ".making"]
+    left = [path for path in Path(str(cached.cache)).iterdir() if path.suffix == ".new"]
     assert len(left) == 1
     builder.kill()
     waiting.join(60)
@@ -84,7 +84,7 @@ root, folder, values = sys.argv[1:]
 sys.path[0] = root
 from accelerate import PartialState
 from transformers import AutoTokenizer
-from data import prompts
+from data.text import prompts
 from data.batches import Batches, fingerprint, pack
 from data.config import DataConfig
 

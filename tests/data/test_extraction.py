@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from data.batches import pack
 from data.config import DataConfig
-from data.features import extract
+from data.features import extraction
 from data.features.store import FeatureStore
 from data.run import main
 from data.text.prompts import load_samples
@@ -96,8 +96,8 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
     words = ["features=stored", f"features.path={folder}"]
     said = error_of(call, capsys, *words, "features.budget_gb=0.0001")
     assert "over features.budget_gb=0.0001; give features.dtype=int8" in said
-    usage: Any = extract.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(extract.shutil, "disk_usage", lambda _: usage)
+    usage: Any = extraction.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(extraction.shutil, "disk_usage", lambda _: usage)
     assert "and the disk has 0.000 GB free" in error_of(call, capsys, *words)
     assert not folder.exists()
 

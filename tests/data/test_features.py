@@ -4,8 +4,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.batches import Batch
-from data.features.source import batch_features
+from data.features.source import forward
 from heads.base import Features
 
 
@@ -20,8 +19,8 @@ def test_the_target_sees_tokens_and_documents_and_no_gradient_is_kept() -> None:
 
     target = SimpleNamespace(device=torch.device("cpu"), features=features)
     token = torch.tensor([[1, 2, 3, 0]])
-    document, mask = torch.tensor([[0, 0, 1, -1]]), torch.tensor([[0, 1, 1, 0]])
-    made = batch_features(target, Batch(token, document, mask, torch.tensor([4])), (3,))
+    document = torch.tensor([[0, 0, 1, -1]])
+    made = forward(target, token, document, (3,))
     assert torch.equal(seen["token"], token)
     assert torch.equal(seen["document"], document)
     assert seen["layers"] == (3,)

@@ -22,8 +22,8 @@ LONG = "one two three four five six seven eight"
 def kept(config: DataConfig, records: list[dict[str, Any]], *evaluation: str) -> tuple[list[str], Counts]:
     """Return the ids of the records that stay, and the counts."""
     filters = Filters(config, [], evaluation)
-    parsed = [("f", parse(raw, i, "f")) for i, raw in enumerate(records)]
-    return [record.id for _, record in filters(parsed)], filters.counts
+    parsed = [parse(raw, i, "f") for i, raw in enumerate(records)]
+    return [record.id for record in filters(parsed)], filters.counts
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from data.features import writer
+from data.features import stored
 from data.features.coding import split
 from data.features.store import INDEX, FeatureStore, Row
-from data.features.writer import WAITING, StoreWriter
+from data.features.stored import WAITING, StoreWriter
 from tests.data import stores
 
 
@@ -65,7 +65,7 @@ def test_a_lock_that_the_disk_refuses_ends_keeping_alone(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "claim", refuse)
+    monkeypatch.setattr(stored, "claim", refuse)
     with caplog.at_level(logging.WARNING):
         made.keep(rows(0, 1))
         made.close()

@@ -151,7 +151,7 @@ def test_chats_whose_later_samples_are_too_long_keep_the_others() -> None:
 
 @pytest.mark.parametrize("changed", [{"turns": "first"}, {"reasoning": "drop"}, {"on_bad": "warn"}])
 def test_an_unknown_choice_is_refused(config: Config, changed: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=rf"data\.{next(iter(changed))}=\w+: must be \w+ or \w+"):
+    with pytest.raises(ValueError, match=rf"data\.{next(iter(changed))} is '\w+': choose \w+, \w+"):
         config("x", **changed)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig
-from data.text import provenance as module
-from data.text.provenance import source_records
-from data.text.sources import Hub
+from data.text import sources as module
+from data.text.sources import Hub, source_records
 
 Make = Callable[..., DataConfig]
 

@@ -34,7 +34,7 @@ SHAREGPT = [{"from": "system", "value": "be brief"}, {"from": "human", "value": 
     ],
 )
 def test_every_shape_is_recognised(raw: dict[str, Any], messages: list[dict[str, Any]], text: str) -> None:
-    assert parse({**raw, "id": 7, "category": "c"}, 0, "f") == Record("7", "c", messages, text)
+    assert parse({**raw, "id": 7, "category": "c"}, 0, "f") == Record("7", "c", messages, text, source="f")
 
 
 CALL = {"name": "weather", "arguments": {"town": "Bern"}}
@@ -56,7 +56,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "par
     ],
 )  # fmt: skip
 def test_further_shapes(raw: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-    assert parse(raw, 7, "f") == Record("7", "", messages, "")
+    assert parse(raw, 7, "f") == Record("7", "", messages, "", source="f")
 
 
 DEEP = "[" * 10_000 + "]" * 10_000

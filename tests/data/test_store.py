@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data.features import store_files
-from data.features.extract import extract
+from data.features.extraction import extract
 from data.features.store import INDEX, META, SHARDS, DamagedError, FeatureStore, StoreSpec
 from data.features.store_files import claim, read_checked, write_checked
 from tests.data import stores
@@ -199,7 +199,7 @@ SMALL_DISK = """
 import sys
 sys.path[0] = {root!r}
 from pathlib import Path
-from data.features.extract import extract
+from data.features.extraction import extract
 from data.features.store import FeatureStore
 from tests.data import stores
 spec = stores.spec(rows=400, shard_rows=50)

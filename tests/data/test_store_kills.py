@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.features.extract import extract
+from data.features.extraction import extract
 from data.features.store import FeatureStore, Row
 from tests.data import stores
 from tests.data.test_store import contents, filled

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ from omegaconf import OmegaConf
 
 from data.batches import Batches, Packed
 from data.features.coding import FeatureRequest, States, compute, join, split, to_row
-from data.features.extract import extract
-from data.features.extraction import spec_of
+from data.features.extraction import extract, spec_of
 from data.features.source import FeaturesConfig, Live, TrainingInput
 from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, Row
-from data.features.stored import Fallback, Stored
-from data.features.writer import StoreWriter
+from data.features.stored import Fallback, Stored, StoreWriter
 from heads.common.typed import typed
 from heads.modules.top_k import full_log_probs
 from inference.target.target import Target
@@ -51,7 +49,7 @@ def batches(packed: Packed, rank: int = 0, world: int = 1) -> Batches:
 
 
 def extracted(folder: Path, target: Target, packed: Packed, **changed: Any) -> FeatureStore:
-    spec = spec_of(target, packed, LAYERS, config(**changed)).sharded(3)
+    spec = replace(spec_of(target, packed, LAYERS, config(**changed)), shard_rows=3)
     store = FeatureStore.create(folder, spec)
     extract(store, lambda rows: made(target, packed, store, rows), 2, 0, 1)
     return store
@@ -185,7 +183,7 @@ def test_a_computed_row_is_rounded_as_a_stored_one(tmp_path: Path, target: Targe
 
 
 def hybrid(folder: Path, target: Target, packed: Packed, budget: float | None) -> Stored:
-    spec = spec_of(target, packed, LAYERS, config(mode="hybrid")).sharded(3)
+    spec = replace(spec_of(target, packed, LAYERS, config(mode="hybrid")), shard_rows=3)
     store = FeatureStore.create(folder, spec)
     return stored(store, batches(packed), fallback(target, store, StoreWriter(FeatureStore(folder), budget)))
 

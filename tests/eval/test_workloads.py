@@ -8,9 +8,8 @@ from typing import Any
 import datasets
 import pytest
 
-from data.text import benchmarks
 from data.text.prompts import Prompt, load_prompts, save_prompts
-from data.text.records import IDS
+from data.text.records import IDS, UNFETCHED
 from eval.config import Selection
 from eval.inputs import workloads
 from eval.inputs.workloads import load_workload, read_workload, short_name
@@ -159,7 +158,7 @@ def test_human_eval_is_read_packed(tmp_path: Path) -> None:
 
 
 def test_text_that_must_be_fetched_is_not_measured(tmp_path: Path) -> None:
-    hollow = {"question_id": "q7", "turns": [f"{benchmarks.UNFETCHED} FROM THE SOURCE USING SPECDEC_BENCH"]}
+    hollow = {"question_id": "q7", "turns": [f"{UNFETCHED} FROM THE SOURCE USING SPECDEC_BENCH"]}
     with pytest.raises(ValueError, match=r"q7 holds a placeholder.*prepare_data") as error:
         read_workload(written(tmp_path, hollow), toys.target(), FIRST)
     assert "\n" not in str(error.value)
