@@ -27,6 +27,7 @@ from inference.drafters import policy
 from inference.drafters.head import BatchedState, HeadDrafter
 from inference.session import Settings
 from inference.step import DeviceStep, Laps, Slots
+from inference.target.cache import Pool
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
