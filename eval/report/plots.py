@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.measures.results import LIVE
-from eval.report.breakdown import COSTS, PLAIN, STAGES
+from eval.report.breakdown import COSTS, PLAIN, SESSION, STAGES
 from eval.report.columns import PERCENTILES
 from eval.report.view import Record, results_of
 
 Spec = dict[str, Any]
 Records = list[dict[str, Any]]
 
-# Values that distinguish sessions.
-VARYING = ("report", "workload", "category", "temperature", "batch_size", "request_rate")
 BAR = 26  # pixels of a horizontal bar, with its gap
 TALL = 260
 KINDS = {"N": "nominal", "O": "ordinal", "Q": "quantitative"}
@@ -177,7 +175,7 @@ def lines(report: Record, key: str) -> Iterator[tuple[str, Record]]:
 
     Those that failed a check are left out.
     """
-    others = [other for other in VARYING if other != key and len({str(row.get(other)) for row in report["rows"]}) > 1]
+    others = [other for other in SESSION if other != key and len({str(row.get(other)) for row in report["rows"]}) > 1]
     for _, row in named(report):
         if row.get(key) is not None:
             parts = [(other.replace("_", " "), row[other]) for other in others if row.get(other) not in (None, "")]

@@ -11,7 +11,7 @@ from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
 from eval.measures.results import Row
 from eval.measures.written import finite
 from eval.report.breakdown import with_breakdowns
-from eval.report.page.build import RenderError, page
+from eval.report.page import RenderError, page
 from eval.report.text import markdown
 
 SCHEMA = 1

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from eval.measures.results import LIVE
-from eval.report.columns import CARD, results
+from eval.report.columns import CARD, Cell, results
 from eval.report.text import grid
-from eval.report.view import Cell, results_of
+from eval.report.view import results_of
 from train.release.card.text import escaped
 
 LEGEND = (
