@@ -7,5 +7,4 @@ metrics.py       acceptance and speed from recorded generations
 machine.py       a measurement's environment: device, versions, revision
 results.py       a row of the report, and the settings it was measured under
 builder.py       the builder of rows: passes and requests, timed or not
-written.py       plain values for JSON
 """

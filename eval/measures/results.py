@@ -61,6 +61,12 @@ class Row:
     request_rate: float | None = None
     report: str = ""  # where reports stand side by side, the one that it is from
 
+    @property
+    def has_speedup(self) -> bool:
+        """Whether it has a number that only a lossless drafter has."""
+        speedups = {self.speedup, self.speedup_ci, self.speedup_hf, self.whole_speedup, self.whole_speedup_ci}
+        return speedups != {None}
+
 
 class Subset(NamedTuple):
     """Some requests of a measurement: a category (empty: all), their indices, and the groups resampled together."""

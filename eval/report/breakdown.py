@@ -5,12 +5,12 @@ be τ. The time of a step beyond the baseline's is attributed to verification, t
 the last the measured speedup is left. All from the row's own seconds and from the baseline's in the same session.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
-Record = Mapping[str, Any]  # a row as report.json has it
+from eval.report.view import Record
 
 COSTS = ("verification", "draft", "overhead")
 STAGES = ("ideal", *COSTS)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval.measures.losslessness import Gate, labelled
+from eval.measures.losslessness import labelled
 from eval.report.columns import flattened
 from eval.report.reading import RECORDS, read_report, report_of
 from eval.report.view import results_of, shown
@@ -43,7 +43,11 @@ def side_by_side(files: Sequence[str]) -> Report:
         target=shared([report.target for report in reports.values()]),
         device=shared([report.device for report in reports.values()]),
         settings=shared([report.settings for report in reports.values()]),
-        gates=dict(_gates(reports)),
+        gates={
+            labelled(drafter, 1, name): gate
+            for name, report in reports.items()
+            for drafter, gate in report.gates.items()
+        },
         rows=[replace(row, report=name) for name, report in reports.items() for row in report.rows],
         sampled=[
             replace(check, drafter=labelled(check.drafter, 1, name))
@@ -51,7 +55,11 @@ def side_by_side(files: Sequence[str]) -> Report:
             for check in report.sampled
         ],
         extras={
-            "reports": [_metadata(name, file, reports[name]) for name, file in zip(reports, files, strict=True)],
+            "reports": [
+                {"name": name, "file": file, "work": conditions(report)["work"]}
+                | {key: getattr(report, key) for key in ("target", "device", "settings")}
+                for file, (name, report) in zip(files, reports.items(), strict=True)
+            ],
             "warnings": [NEVER_BESIDE, *differences(reports), *left_out(reports)],
             **_extras(reports),
         },
@@ -60,17 +68,14 @@ def side_by_side(files: Sequence[str]) -> Report:
 
 def names(files: Sequence[str]) -> list[str]:
     """Return a name for each report: the folder of a run's report.json, another file's name, else the path."""
-    short = [path.parent.name if path.name == "report.json" else path.stem for path in map(_whole, files)]
+    paths = [Path(file).expanduser().resolve() for file in files]
+    short = [path.parent.name if path.name == "report.json" else path.stem for path in paths]
     return [name if short.count(name) == 1 else file for name, file in zip(short, files, strict=True)]
 
 
 def folder_of(files: Sequence[str]) -> Path:
     """Return the default output folder of a combined report."""
     return Path("outputs") / "-".join(["compare", *(name.replace("/", "-") for name in names(files))])
-
-
-def _whole(file: str) -> Path:
-    return Path(file).expanduser().resolve()
 
 
 def shared(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -134,20 +139,6 @@ def _brief(key: str, value: Any) -> str:
     return "unknown" if value is None else str(value)[:HASH_CHARS] if key in HASHES else str(value)
 
 
-def _gates(reports: Mapping[str, Report]) -> Iterator[tuple[str, Gate]]:
-    """Yield the losslessness checks under the names by which rows with a report look for them."""
-    for name, report in reports.items():
-        for drafter, gate in report.gates.items():
-            yield labelled(drafter, 1, name), gate
-
-
-def _metadata(name: str, file: str, report: Report) -> dict[str, Any]:
-    """Return a report's metadata: its name, file, workloads, target, device and settings."""
-    work = conditions(report)["work"]
-    measured_on = {"target": report.target, "device": report.device, "settings": report.settings}
-    return {"name": name, "file": file, "work": work, **measured_on}
-
-
 def left_out(reports: Mapping[str, Report]) -> Iterator[str]:
     """Yield a line for each report with extras in the form of another version."""
     for name, report in reports.items():
@@ -173,9 +164,8 @@ def _extras(reports: Mapping[str, Report]) -> dict[str, Any]:
             if not _readable(key, extra):
                 continue
             if isinstance(extra, Mapping):
-                extras.setdefault(key, {}).update(
-                    {labelled(drafter, 1, name): value for drafter, value in extra.items()}
-                )
+                named = {labelled(drafter, 1, name): value for drafter, value in extra.items()}
+                extras.setdefault(key, {}).update(named)
             else:
                 records = ({**record, "drafter": labelled(record["drafter"], 1, name)} for record in extra)
                 extras.setdefault(key, []).extend(records)
