@@ -3,14 +3,14 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED
-from eval.measures.metrics import Pair, Pairs, Passes
+from eval.measures.metrics import PARTS, Pair, Passes
 from eval.measures.results import Measurement, Row, Subset
 
-UNTIMED = {"draft": 0.0, "verify": 0.0, "other": 0.0}  # seconds
+UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 
 
 class Source(NamedTuple):
@@ -55,11 +55,10 @@ def result(
         requests: these requests.
         whole: the sum of their counts, where that is known without those of each request, or better.
     """
-    counts = _passes(requests)
+    counts = _known(requests, "passes")
     acceptance = metrics.pooled(counts, whole)
     deepest = len(acceptance.accepted_by_depth)
     seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
-    prefills = [request.prefill_s for request in requests if request.prefill_s is not None]
     latencies = [wait for request in requests if (wait := request.waits.get("latency_s")) is not None]
     return Row(
         drafter=source.drafter,
@@ -70,7 +69,7 @@ def result(
         batch_size=measurement.batch_size,
         **vars(acceptance),
         tau_ci=metrics.pooled_interval(counts, measurement.seed, subset.groups),
-        tokens_per_second=metrics.speed(_pairs(requests, "decoding")),
+        tokens_per_second=metrics.speed(_known(requests, "decoding")),
         speedup=None,
         speedup_ci=None,
         speedup_hf=None,
@@ -84,8 +83,8 @@ def result(
         state=source.state,
         tau_within_depth=[metrics.tau_within(acceptance, depth) for depth in range(1, deepest + 1)],
         by_request=_by_request(requests, None),
-        prefill_s=sum(prefills, 0.0) if len(prefills) == len(requests) else 0.0,
-        whole_tokens_per_second=metrics.speed(_pairs(requests, "end_to_end")),
+        prefill_s=sum(_known(requests, "prefill_s"), 0.0),
+        whole_tokens_per_second=metrics.speed(_known(requests, "end_to_end")),
         agreement={} if subset.category else measurement.agreement.get(source.drafter, {}),
         tier=measurement.tier,
         request_rate=measurement.request_rate,
@@ -110,8 +109,8 @@ def with_speedups(
         seed: of the intervals.
         hf: the same requests by HF generate.
     """
-    ours, theirs = _pairs(requests, "end_to_end"), _pairs(base, "end_to_end")
-    fast, slow = _pairs(requests, "decoding"), _pairs(base, "decoding")
+    ours, theirs = _known(requests, "end_to_end"), _known(base, "end_to_end")
+    fast, slow = _known(requests, "decoding"), _known(base, "decoding")
     streamed = bool(fast and slow)  # else the prefill cannot be separated
     return replace(
         row,
@@ -120,7 +119,7 @@ def with_speedups(
         whole_speedup_ci=metrics.paired_interval(ours, theirs, seed, subset.groups),
         speedup=metrics.over(fast, slow) if streamed else None,
         speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if streamed else None,
-        speedup_hf=None if hf is None else metrics.over(fast, _pairs(hf, "decoding")),
+        speedup_hf=None if hf is None else metrics.over(fast, _known(hf, "decoding")),
     )
 
 
@@ -130,29 +129,23 @@ def text_results(source: Source, measurement: Measurement, texts: Sequence[Reque
     return [result(source, measurement, subset, [texts[index] for index in subset.indices]) for subset in subsets]
 
 
-def _passes(requests: Sequence[Request]) -> list[Passes]:
-    """Return the counts of each request; none where not all are known."""
-    counts = [request.passes for request in requests if request.passes is not None]
-    return counts if len(counts) == len(requests) else []
-
-
-def _pairs(requests: Sequence[Request], key: str) -> Pairs:
-    """Return the tokens and seconds of each request; none where not all are known."""
-    pairs = [pair for request in requests if (pair := getattr(request, key)) is not None]
-    return pairs if len(pairs) == len(requests) else []
+def _known(requests: Sequence[Request], key: str) -> list[Any]:
+    """Return a field of each request; none where not all are known."""
+    values = [getattr(request, key) for request in requests]
+    return [] if None in values else values
 
 
 def _by_request(requests: Sequence[Request], base: Sequence[Request] | None) -> dict[str, dict[str, float]]:
     """Return the quantiles over the requests of τ, tokens per second, waits and, over `base`, the speedup."""
     values: dict[str, list[float | None]] = {
-        "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _passes(requests)],
-        "tokens_per_second": [metrics.speed(_pairs([request], "decoding")) for request in requests],
+        "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _known(requests, "passes")],
+        "tokens_per_second": [metrics.speed(_known([request], "decoding")) for request in requests],
     }
     for name in dict.fromkeys(name for request in requests for name in request.waits):
         values[name] = [request.waits.get(name) for request in requests]
     if base is not None:
         pairs = [
-            (_pairs([request], "decoding"), _pairs([plain], "decoding"))
+            (_known([request], "decoding"), _known([plain], "decoding"))
             for request, plain in zip(requests, base, strict=True)
         ]
         values["speedup"] = [metrics.over(fast, slow) if fast and slow else None for fast, slow in pairs]

@@ -53,20 +53,19 @@ def reference(axis_name: str) -> Spec:
     return layer({"type": "rule", "strokeDash": [4, 4], "opacity": 0.6}, **{axis_name: {"datum": 1}})
 
 
-def axis(field: str, title: str | None, kind: str = "quantitative", **more: Any) -> Spec:
-    """Return an axis of numbers, or of names in the rows' order."""
-    encoding = {"field": field, "type": kind, "title": title}
-    return {**encoding, **({"sort": None} if kind == "nominal" else {}), **more}
+def axis(field: str, title: str | None, **more: Any) -> Spec:
+    """Return an axis of numbers."""
+    return {"field": field, "type": "quantitative", "title": title, **more}
+
+
+def by_name(field: str = "name", **more: Any) -> Spec:
+    """Return an axis or colours of names, in the rows' order."""
+    return {"field": field, "type": "nominal", "title": None, "sort": None, **more}
 
 
 def ticks(values: Sequence[int | float], form: str = "d") -> Spec:
     """Return an axis with a tick at every one of these values, whole numbers unless `form` is another format."""
     return {"values": list(values), "format": form}
-
-
-def colour(field: str = "name", **more: Any) -> Spec:
-    """Return the colour of a name."""
-    return {"field": field, "type": "nominal", "title": None, "sort": None, **more}
 
 
 def tooltip(*fields: str) -> list[Spec]:
@@ -82,7 +81,7 @@ def tooltip(*fields: str) -> list[Spec]:
 
 def curve(x: Spec, y: Spec, *fields: str, mark: str | Spec = LINE, **more: Any) -> Spec:
     """Return a layer with a line for each name, with the fields of its tooltip."""
-    return layer(mark, x=x, y=y, color=colour(), tooltip=tooltip("name:N", *fields), **more)
+    return layer(mark, x=x, y=y, color=by_name(), tooltip=tooltip("name:N", *fields), **more)
 
 
 def bar(along: str, axes: Spec, **more: Any) -> Spec:
@@ -105,9 +104,9 @@ def with_intervals(report: Record, key: str, title: str) -> list[Plot]:
         if row[key] is not None
     ]
     axes = {
-        "y": axis("name", None, "nominal"),
+        "y": by_name(),
         "x": axis("value", title, scale={"zero": True}),
-        "color": colour("drafter", legend=None),
+        "color": by_name("drafter", legend=None),
     }
     tip = tooltip("name:N", "value:Q .3f", "low:Q .3f", "high:Q .3f")
     point = {"type": "point", "filled": True, "size": 90, "opacity": 1}
@@ -162,7 +161,7 @@ def against(report: Record, key: str, title: str) -> list[Plot]:
     axes = {
         "x": axis("x", title, axis=ticks(sorted({record["x"] for record in data}), "~g"), scale=scale),
         "y": axis("speedup", "speedup", scale={"zero": True}),
-        "color": colour(),
+        "color": by_name(),
     }
     tip = tooltip("name:N", f"x:Q  {title}", "speedup:Q .3f", "low:Q .3f", "high:Q .3f")
     layers = [reference("y"), bar("y", axes, opacity=0.5), layer(LINE, **axes, tooltip=tip)]
@@ -186,14 +185,9 @@ def lines(report: Record, key: str) -> Iterator[tuple[str, Record]]:
 def latencies(report: Record) -> list[Plot]:
     """Return the median and the 95th percentile of the latency against the rate, where there are several."""
     data: Records = [
-        {
-            "name": name,
-            "rate": row["request_rate"],
-            "mark": percentile,
-            "latency": row["by_request"]["latency_s"][percentile],
-        }
+        {"name": name, "rate": row["request_rate"], "mark": mark, "latency": row["by_request"]["latency_s"][mark]}
         for name, row in lines(report, "request_rate")
-        for percentile in PERCENTILES
+        for mark in PERCENTILES
     ]
     rates = sorted({record["rate"] for record in data})
     line = curve(
@@ -209,22 +203,17 @@ def latencies(report: Record) -> list[Plot]:
 def time_split(report: Record) -> list[Plot]:
     """Return the milliseconds of a step by part."""
     data: Records = [
-        {
-            "name": result.name,
-            "part": name,
-            "order": order,
-            "ms": 1000 * result.row["seconds"][name] / result.row["steps"],
-        }
-        for result in results_of(report)
-        for order, name in enumerate(("verify", "draft", "other"))
-        if result.row["steps"] and result.row["tier"] == LIVE
+        {"name": name, "part": key, "order": order, "ms": 1000 * row["seconds"][key] / row["steps"]}
+        for name, row in ((result.name, result.row) for result in results_of(report))
+        for order, key in enumerate(("verify", "draft", "other"))
+        if row["steps"] and row["tier"] == LIVE
     ]
     stacked = layer(
         "bar",
-        y=axis("name", None, "nominal"),
+        y=by_name(),
         x=axis("ms", "ms a step"),
-        order={"field": "order", "type": "quantitative"},
-        color=colour("part"),
+        order=tooltip("order:Q")[0],
+        color=by_name("part"),
         tooltip=tooltip("name:N", "part:N", "ms:Q .2f"),
     )
     caption = "Where the time of a step goes, a step being a target pass with its draft"
@@ -243,10 +232,10 @@ def breakdown(report: Record) -> list[Plot]:
     order = ["speedup", *(f"lost to {cost}" for cost in reversed(COSTS))]
     stacked = layer(
         "bar",
-        y=axis("name", None, "nominal"),
+        y=by_name(),
         x=axis("low", "times the baseline; the whole bar is τ"),
         x2={"field": "high"},
-        color=colour("part", scale={"domain": order}),
+        color=by_name("part", scale={"domain": order}),
         tooltip=tooltip("name:N", "part:N", "size:Q .3f"),
     )
     return plot("What became of τ on the way to the speedup", data, [stacked, reference("x")], bars(data))
@@ -264,7 +253,7 @@ def training(report: Record) -> list[Plot]:
     ]
     taus: Records = [{"name": name, **record} for name, curve in curves.items() for record in curve["tau"]]
     x, y = axis("step", "step"), axis("tau", "τ", scale={"zero": False})
-    spans = bar("y", {"x": x, "y": y, "color": colour()}, strokeWidth=2, opacity=0.5)
+    spans = bar("y", {"x": x, "y": y, "color": by_name()}, strokeWidth=2, opacity=0.5)
     losses = curve(x, axis("loss", "loss"), "step:Q", "loss:Q .3f", mark="line")
     accuracies = curve(x, axis("share", "accuracy", scale=UNIT), "step:Q", "share:Q .3f", mark="line")
     return [
@@ -288,8 +277,8 @@ def trees(report: Record) -> list[Plot]:
                 {"type": "point", "size": 45},
                 x=axis("nodes", "drafted nodes a step"),
                 y=axis(key, title, scale={"zero": False}),
-                color=colour("family"),
-                shape=colour("family"),
+                color=by_name("family"),
+                shape=by_name("family"),
                 tooltip=tooltip("family:N", "tree:N", "nodes:Q .2f", "tau:Q .2f", "speedup:Q .2f"),
             )
             plots += plot(f"{name}: {title} of every tree by the nodes it drafts", data, [dots])

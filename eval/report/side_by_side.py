@@ -7,13 +7,15 @@ report's target, device and settings, and with the differences that forbid a com
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from eval.measures.losslessness import labelled
 from eval.report.columns import flattened
 from eval.report.reading import RECORDS, read_report, report_of
 from eval.report.view import results_of, shown
 from eval.report.write import Report
+
+T = TypeVar("T")
 
 # Settings that do not decide whether numbers compare.
 HARMLESS = ("path", "load", "clock_mhz", "python", "gate_dtype", "gate_tv", "repeats", "warmup", "warmup_prompts")
@@ -43,11 +45,7 @@ def side_by_side(files: Sequence[str]) -> Report:
         target=shared([report.target for report in reports.values()]),
         device=shared([report.device for report in reports.values()]),
         settings=shared([report.settings for report in reports.values()]),
-        gates={
-            labelled(drafter, 1, name): gate
-            for name, report in reports.items()
-            for drafter, gate in report.gates.items()
-        },
+        gates=dict(pair for name, report in reports.items() for pair in _labelled(report.gates, name).items()),
         rows=[replace(row, report=name) for name, report in reports.items() for row in report.rows],
         sampled=[
             replace(check, drafter=labelled(check.drafter, 1, name))
@@ -139,6 +137,11 @@ def _brief(key: str, value: Any) -> str:
     return "unknown" if value is None else str(value)[:HASH_CHARS] if key in HASHES else str(value)
 
 
+def _labelled(by_drafter: Mapping[str, T], report: str) -> dict[str, T]:
+    """Return values by the names by which rows with a report look for them."""
+    return {labelled(drafter, 1, report): value for drafter, value in by_drafter.items()}
+
+
 def left_out(reports: Mapping[str, Report]) -> Iterator[str]:
     """Yield a line for each report with extras in the form of another version."""
     for name, report in reports.items():
@@ -164,8 +167,7 @@ def _extras(reports: Mapping[str, Report]) -> dict[str, Any]:
             if not _readable(key, extra):
                 continue
             if isinstance(extra, Mapping):
-                named = {labelled(drafter, 1, name): value for drafter, value in extra.items()}
-                extras.setdefault(key, {}).update(named)
+                extras.setdefault(key, {}).update(_labelled(extra, name))
             else:
                 records = ({**record, "drafter": labelled(record["drafter"], 1, name)} for record in extra)
                 extras.setdefault(key, []).extend(records)
