@@ -13,9 +13,8 @@ from rich.progress import track
 from data.text.prompts import Prompt
 from eval.live.hf import hf_generate
 from eval.measures import metrics
-from eval.measures.builder import Request, Source, result, with_speedups
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
-from eval.measures.results import Measurement, Row
+from eval.measures.results import Measurement, Request, Row, Source, result, with_speedups
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter

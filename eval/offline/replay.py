@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from eval.inputs.texts import Text
-from eval.measures.builder import UNTIMED, Request, Source, text_results
 from eval.measures.metrics import counted
-from eval.measures.results import Measurement, Row
+from eval.measures.results import UNTIMED, Measurement, Request, Row, Source, text_results
 from inference.protocol import Context, Drafter
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY

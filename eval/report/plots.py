@@ -4,8 +4,7 @@ Each function returns the plots that a report has numbers for.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.measures.results import LIVE
 from eval.report.breakdown import COSTS, PLAIN, SESSION, STAGES
@@ -23,8 +22,7 @@ UNIT = {"domain": [0, 1]}
 LINE = {"type": "line", "point": {"size": 60}}
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A plot under its caption, which also says to who cannot see it what it shows."""
 
     caption: str

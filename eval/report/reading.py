@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from eval.measures import metrics
 from eval.measures.losslessness import FailedChecks, Gate, SampledGate
+from eval.measures.metrics import PARTS
 from eval.measures.results import Row
 from eval.report.breakdown import with_breakdowns
 from eval.report.write import SCHEMA, Report
@@ -195,7 +195,7 @@ def row_of(record: Any) -> Row:
         raise ValueError(f"{odd[0]} is {shown(record[odd[0]])}, expected a text")
     if len(row.accepted_by_depth) != len(row.conditional_by_depth):
         raise ValueError("accepted_by_depth and conditional_by_depth differ in length")
-    if missing := [name for name in metrics.seconds([]) if name not in row.seconds]:
+    if missing := [name for name in PARTS if name not in row.seconds]:
         raise ValueError(f"seconds.{missing[0]} is missing")
     gaps = row.agreement.get("gaps", [])  # null stands for a gap that is not finite
     if not isinstance(gaps, list) or not all(gap is None or isinstance(gap, int | float) for gap in gaps):

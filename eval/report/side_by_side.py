@@ -24,6 +24,7 @@ NEVER_BESIDE = (
 )
 # The keys that a record of each extra needs to be shown.
 NEEDED: dict[str, set[str]] = {name: {*form} for name, form in RECORDS.items()} | {"other_trees": {"trees"}}
+WORK = ("workload", "temperature", "batch_size", "tier", "request_rate")
 HASH_CHARS = 12  # characters of a hash that tell it from others
 HASHES = ("revision", "fingerprint")
 
@@ -118,13 +119,7 @@ def conditions(report: Report) -> dict[str, dict[str, Any]]:
         "device": report.device,
         "settings": {key: value for key, value in report.settings.items() if key != "provenance"},
         "code": {key: provenance.get(key) for key in ("revision", "dirty")},
-        "work": {
-            "workload": _listed(row["workload"] for row in rows),
-            "temperature": _listed(f"{row['temperature']:g}" for row in rows),
-            "batch_size": _listed(row["batch_size"] for row in rows),
-            "tier": _listed(row["tier"] for row in rows),
-            "request_rate": _listed(shown(row["request_rate"], None) for row in rows),
-        },
+        "work": {key: _listed(shown(row[key], None) for row in rows) for key in WORK},
     }
 
 
