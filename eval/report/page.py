@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -27,17 +27,6 @@ BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_
 
 class RenderError(Exception):
     """The page cannot be made here."""
-
-
-class Headline(NamedTuple):
-    """The headline of a row on the page."""
-
-    name: str
-    speedup: str
-    unit: str  # of the speedup
-    tau: str
-    detail: str
-    failed: bool
 
 
 def page(report: Record, failures: Sequence[str]) -> str:
@@ -78,24 +67,24 @@ def page(report: Record, failures: Sequence[str]) -> str:
     )
 
 
-def headlines(report: Record) -> list[Headline]:
+def headlines(report: Record) -> list[dict[str, Any]]:
     """Return the first numbers of every drafter; failed if it failed in any session."""
     failed = {drafter_of(result) for result in results_of(report) if result.failed}
     return [_headline(result, drafter_of(result) in failed) for result in firsts(report)]
 
 
-def _headline(result: Result, failed: bool) -> Headline:
+def _headline(result: Result, failed: bool) -> dict[str, Any]:
     row = result.row  # under a rate of requests its speedup is no ratio of speeds; without a clock it has no speed
     unit = "times the baseline" if row.get("request_rate") is None else "the baseline's mean latency over its own"
     speed = "" if row["tokens_per_second"] is None else f"{shown(row['tokens_per_second'], 1)} tok/s "
-    return Headline(
-        name=result.name,
-        speedup=WITHHELD if failed else shown_interval(row["speedup"], row["speedup_ci"]),
-        unit="" if failed or row["speedup"] is None else unit,
-        tau=shown_interval(row["tau"], row["tau_ci"]),
-        detail=f"{row['tree']}, {speed}on {row['workload']}",
-        failed=failed,
-    )
+    return {
+        "name": result.name,
+        "speedup": WITHHELD if failed else shown_interval(row["speedup"], row["speedup_ci"]),
+        "unit": "" if failed or row["speedup"] is None else unit,  # of the speedup
+        "tau": shown_interval(row["tau"], row["tau_ci"]),
+        "detail": f"{row['tree']}, {speed}on {row['workload']}",
+        "failed": failed,
+    }
 
 
 def unfailed(report: Record) -> str:

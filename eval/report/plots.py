@@ -143,10 +143,8 @@ def acceptance(report: Record) -> list[Plot]:
         for record in results_of(clocked(report))
         for depth, fraction in enumerate(record.row["accepted_by_depth"], 1)
     ]
-    y = axis("share", "P(a ≥ d)", scale=UNIT)
-    line = curve(
-        ticked("depth", "depth d", data), y, "depth:Q", "share:Q .3f P(a ≥ d)", "after:Q .3f P(a ≥ d | a ≥ d - 1)"
-    )
+    x, y = ticked("depth", "depth d", data), axis("share", "P(a ≥ d)", scale=UNIT)
+    line = curve(x, y, "depth:Q", "share:Q .3f P(a ≥ d)", "after:Q .3f P(a ≥ d | a ≥ d - 1)")
     return plot("The share of target passes that accepted d drafted tokens or more", data, [line])
 
 
@@ -273,10 +271,10 @@ def trees(report: Record) -> list[Plot]:
 def loads(report: Record) -> list[Plot]:
     """Return the predicted speedups by batch size of each head's own tree, and of the best for each size."""
     data: Records = [
-        {"name": f"{name}, {whose}", "batch": load["batch_size"], "tree": load["tree"] * best, "speedup": load[key]}
+        {"name": f"{name}, {whose}", "batch": load["batch_size"], "tree": tree, "speedup": load[key]}
         for name, record in report.get("other_trees", {}).items()
         for load in record.get("loads", [])
-        for key, whose, best in (("own", "its own tree", False), ("best", "best tree", True))
+        for key, whose, tree in (("own", "its own tree", ""), ("best", "best tree", load["tree"]))
         if load[key] is not None
     ]
     x = ticked("batch", "batch size", data, scale=LOG)
