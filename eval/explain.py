@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text
-from eval.measures.cost_model import Costs, Prediction, cycled, predict, stops_paying
+from eval.measures.cost_model import Costs, cycled, predict, stops_paying
 from eval.tuning import costs as costing
 from eval.tuning.grid import OWN, SIZES, Tried, distinct, sizes_for
 from inference.decode import Settings
@@ -51,31 +51,24 @@ def explained(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> dict[str, A
         milliseconds of an autoregressive step and of a verification pass by drafted nodes, at each measured size.
         Without costs `trees` alone, and no speedups.
     """
-    summaries = [_summary(tree, _predicted(tree, costs, 1)) for tree in trees]
+    summaries = [_summary(tree, costs) for tree in trees]
     if not costs:
         return {"trees": summaries}
     current = next((tree for tree in trees if tree.family == OWN), None)
     loads = []
     for batch in (size for size in SWEPT if size <= max(costs)):
         best = _best(trees, costs, batch)
-        prediction = None if current is None else _predicted(current, costs, batch)
-        loads.append(
-            {
-                "batch_size": batch,
-                "own": None if prediction is None else prediction.speedup,
-                "best": predict(cycled(best.held, batch), best.tree, costs, batch).speedup,
-                "tree": best.tree.label,
-            }
-        )
-    best = _best(trees, costs, 1)
-    speedups = {key: {load["batch_size"]: load[key] for load in loads} for key in ("own", "best")}
+        mine = None if current is None else _speedup(current, costs, batch)
+        top = _speedup(best, costs, batch)
+        loads.append({"batch_size": batch, "own": mine, "best": top, "tree": best.tree.label})
+    gains_of = {key: {load["batch_size"]: load[key] for load in loads} for key in ("own", "best")}
     return {
         "trees": summaries,
-        "own": None if current is None else _summary(current, _predicted(current, costs, 1)),
-        "best": _summary(best, _predicted(best, costs, 1)),
+        "own": None if current is None else _summary(current, costs),
+        "best": _summary(_best(trees, costs, 1), costs),
         "loads": loads,
         "measured": sorted(costs),
-        "stops_paying": {key: stops_paying(gains) for key, gains in speedups.items() if None not in gains.values()},
+        "stops_paying": {key: stops_paying(gains) for key, gains in gains_of.items() if None not in gains.values()},
         "costs": {
             str(batch): {
                 "plain": 1e3 * one.plain,
@@ -91,18 +84,18 @@ def _best(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int) -> Tri
     return max(trees, key=lambda one: predict(cycled(one.chosen, batch), one.tree, costs, batch).speedup)
 
 
-def _predicted(one: Tried, costs: Mapping[int, Costs], batch: int) -> Prediction | None:
-    return predict(cycled(one.held, batch), one.tree, costs, batch) if costs else None
+def _speedup(one: Tried, costs: Mapping[int, Costs], batch: int) -> float:
+    """Return a tree's predicted speedup on the texts held back."""
+    return predict(cycled(one.held, batch), one.tree, costs, batch).speedup
 
 
-def _summary(one: Tried, prediction: Prediction | None) -> dict[str, Any]:
+def _summary(one: Tried, costs: Mapping[int, Costs]) -> dict[str, Any]:
     """Return report.json's entry of a tree."""
     steps = [step for text in one.held for step in text.steps]
-    tokens = sum(text.tokens for text in one.held)
     return {
         "family": one.family,
         "tree": one.tree.label,
-        "tau": tokens / len(steps),
+        "tau": sum(text.tokens for text in one.held) / len(steps),
         "nodes": sum(step.nodes for step in steps) / len(steps),
-        "speedup": None if prediction is None else prediction.speedup,
+        "speedup": _speedup(one, costs, 1) if costs else None,
     }

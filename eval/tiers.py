@@ -16,9 +16,8 @@ from eval.explain import explained, price
 from eval.inputs.drafters import in_states
 from eval.inputs.texts import Text, of_answer
 from eval.inputs.workloads import Workload, check_known, read_log
-from eval.measures.builder import Request, Source, text_results
 from eval.measures.metrics import Passes, counted, median_run
-from eval.measures.results import REPLAY, TEACHER_FORCED, Row
+from eval.measures.results import REPLAY, TEACHER_FORCED, Request, Row, Source, text_results
 from eval.offline.replay import RULE, play
 from eval.offline.teacher_forced import Overlap, Record, expected, overlap, record
 from eval.offline.teacher_forced import replay as steps_of

@@ -72,6 +72,7 @@ class Batch:
         """Let the last sequences take the slots that nobody was admitted to."""
         for source, slot in closing(self.slots):
             self.cache.move(source, slot)
+        del self.cache.active[len(self.slots) :]
 
     def step(self) -> None:
         """Let every drafter propose, run one target pass over all, and commit each."""

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from eval.endpoint.client import Answer
 from eval.live.interleaved import PLAIN, judged
-from eval.measures.builder import UNTIMED, Request, Source, result
 from eval.measures.losslessness import Divergence, Gate, gate_of
 from eval.measures.metrics import Passes, together
-from eval.measures.results import Measurement, Row, Subset
+from eval.measures.results import UNTIMED, Measurement, Request, Row, Source, Subset, result
 
 SHOWN = 24  # characters of a text, from the first difference
 

@@ -14,10 +14,9 @@ from transformers import GenerationConfig
 
 from data.text.prompts import Prompt
 from eval.measures import metrics
-from eval.measures.builder import Request, Source, result, with_speedups
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
 from eval.measures.machine import synchronize
-from eval.measures.results import Measurement, Row, Subset
+from eval.measures.results import Measurement, Request, Row, Source, Subset, result, with_speedups
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter

@@ -5,7 +5,5 @@ losslessness.py  the gate: the same tokens as the baseline
 chi_square.py    the chi-square test of sampled tokens, and the sample size for its power
 metrics.py       acceptance and speed from recorded generations
 machine.py       a measurement's environment: device, versions, revision
-results.py       a row of the report, and the settings it was measured under
-builder.py       the builder of rows: passes and requests, timed or not
-written.py       plain values for JSON
+results.py       a row of the report, the settings it was measured under, and how it is built from requests
 """

@@ -104,7 +104,7 @@ def statistic(of: Cells, sampled: Sequence[int]) -> float:
 
 def p_value(value: float, freedom: int) -> float:
     """Return the probability that a chi-square variable exceeds a value."""
-    return float(torch.special.gammaincc(_double(freedom / 2), _double(value / 2)))
+    return float(torch.special.gammaincc(*torch.tensor([freedom / 2, value / 2], dtype=torch.float64)))
 
 
 def critical(freedom: int, alpha: float) -> float:
@@ -120,7 +120,7 @@ def power(noncentrality: float, freedom: int, alpha: float) -> float:
     half, bar = noncentrality / 2, critical(freedom, alpha)
     terms = torch.arange(int(half + 12 * math.sqrt(half) + 30), dtype=torch.float64)
     weight = torch.exp(terms * math.log(max(half, 1e-300)) - half - torch.lgamma(terms + 1))
-    return float((weight * torch.special.gammaincc(freedom / 2 + terms, _double(bar / 2).expand_as(terms))).sum())
+    return float((weight * torch.special.gammaincc(freedom / 2 + terms, torch.full_like(terms, bar / 2))).sum())
 
 
 def samples_needed(freedom: int, tv: float, alpha: float) -> int:
@@ -145,7 +145,3 @@ def _root(rising: Callable[[float], float]) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)
     return high
-
-
-def _double(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)

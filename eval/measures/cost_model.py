@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import NamedTuple, TypeVar
 
 from inference.drafters.policy import CONFIDENT, TreeConfig
@@ -29,8 +29,8 @@ class Cell(NamedTuple):
     """Key of a part's price: sequences in the forward pass, nodes or tokens, and whether the path leaves gaps."""
 
     batch: int
-    rows: int
-    gaps: bool
+    rows: int = 0
+    gaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,16 @@ def predict(texts: Sequence[Replayed], tree: TreeConfig, costs: Mapping[int, Cos
     assert steps, "nothing was replayed"
     nodes = sum(step.nodes for text in texts for step in text.steps)
     elapsed = sum(total.values())
+    # autoregressive decoding of as many tokens a text, without prefills
+    counts = Counter(len(active) for active in passes([range(text.tokens) for text in texts], batch))
+    plain = sum(count * at(costs, size, lambda one: one.plain) for size, count in counts.items())
     return Prediction(
         tau=tokens / steps,
         nodes=nodes / steps,
         seconds={name: seconds / steps for name, seconds in total.items()},
         tokens_per_second=tokens / elapsed,
-        speedup=plain_seconds([text.tokens for text in texts], costs, batch) / elapsed,
+        speedup=plain / elapsed,
     )
-
-
-def plain_seconds(tokens: Sequence[int], costs: Mapping[int, Costs], batch: int) -> float:
-    """Return the seconds of autoregressive decoding of so many tokens a text, without prefills."""
-    counts = Counter(len(active) for active in passes([range(count) for count in tokens], batch))
-    return sum(count * at(costs, size, lambda one: one.plain) for size, count in counts.items())
 
 
 def step_seconds(
@@ -118,17 +115,15 @@ def step_seconds(
 ) -> dict[str, float]:
     """Return the total seconds of all steps by part."""
     branches, key = tree.kind in CONFIDENT or any(map(any, tree.shape())), draft_key(tree)
-    cells: dict[str, Counter[tuple[int, int, bool]]] = {
-        name: Counter() for name in ("draft", "verify", "settle", "commit")
-    }
+    cells: dict[str, Counter[Cell]] = {name: Counter() for name in ("draft", "verify", "settle", "commit")}
     for active in passes([list(zip(text, [*text[1:], None], strict=True)) for text in texts], batch):
         size = len(active)
-        cells["draft"][size, 0, False] += size
-        cells["verify"][size, max(step.nodes for step, _ in active), False] += 1
+        cells["draft"][Cell(size)] += size
+        cells["verify"][Cell(size, max(step.nodes for step, _ in active))] += 1
         for step, following in active:
-            cells["settle"][size, step.nodes, branches and step.accepted > 1] += 1
+            cells["settle"][Cell(size, step.nodes, branches and step.accepted > 1)] += 1
             if following is not None:  # after a sequence's last step nothing is drafted
-                cells["commit"][size, step.accepted + 1, False] += 1
+                cells["commit"][Cell(size, step.accepted + 1)] += 1
     prices: dict[str, Callable[[Cell, Costs], float]] = {
         "draft": lambda _, one: one.draft[key],
         "verify": lambda cell, one: between(one.verify, cell.rows),
@@ -136,7 +131,7 @@ def step_seconds(
         "commit": lambda cell, one: between(one.commit, cell.rows),
     }
     return {
-        name: sum(times * at(costs, cell[0], partial(prices[name], Cell(*cell))) for cell, times in counts.items())
+        name: sum(times * at(costs, cell.batch, partial(prices[name], cell)) for cell, times in counts.items())
         for name, counts in cells.items()
     }
 
@@ -198,8 +193,7 @@ def drafted(tree: TreeConfig) -> int:
 
 def cycled(items: Sequence[T], least: int) -> list[T]:
     """Return the items, repeated from the first until there are at least so many."""
-    count = max(len(items), least)
-    return list(islice((item for _ in range(count) for item in items), count))
+    return list(islice(cycle(items), max(len(items), least)))
 
 
 def between(values: Mapping[int, float], x: float | int) -> float:

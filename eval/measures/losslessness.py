@@ -131,15 +131,16 @@ class SampledGate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record of the report's JSON."""
-        counts = self.coupled.counts() | {"first": self.coupled.first, "ties": self.coupled.ties}
-        test = (
-            None
-            if self.distribution is None
-            else asdict(self.distribution) | {"control_caught": self.distribution.caught}
-        )
-        named = {"drafter": self.drafter, "temperature": self.temperature, "passed": self.passed}
-        sizes = {"batch_sizes": self.batch_sizes, "failed_at": self.failed_at}
-        return {**named, "coupled": counts | sizes, "law": test, "why_no_law": self.why}
+        test = self.distribution
+        coupled = self.coupled.counts() | {"first": self.coupled.first, "ties": self.coupled.ties}
+        return {
+            "drafter": self.drafter,
+            "temperature": self.temperature,
+            "passed": self.passed,
+            "coupled": coupled | {"batch_sizes": self.batch_sizes, "failed_at": self.failed_at},
+            "law": None if test is None else asdict(test) | {"control_caught": test.caught},
+            "why_no_law": self.why,
+        }
 
     @classmethod
     def read(cls, record: Any) -> "SampledGate":
@@ -148,12 +149,13 @@ class SampledGate:
         sizes, failed_at = tuple(equal.get("batch_sizes", (1,))), equal.get("failed_at")
         if not fits(tuple[int, ...], sizes) or not fits(int | None, failed_at):
             raise ValueError(f"batch_sizes {shown(sizes)} and failed_at {shown(failed_at)} are no batch sizes")
-        statistics = None if test is None else {key: value for key, value in test.items() if key != "control_caught"}
+        if test is not None:
+            test = typed(ChiSquareTest, {key: value for key, value in test.items() if key != "control_caught"})
         return cls(
             drafter=str(record["drafter"]),
             temperature=float(record["temperature"]),
             coupled=Gate.read({**equal, "passed": equal["checked"] > 0 and not equal["failed"]}),
-            distribution=None if statistics is None else typed(ChiSquareTest, statistics),
+            distribution=test,
             why=str(record["why_no_law"]),
             batch_sizes=sizes,
             failed_at=failed_at,

@@ -42,18 +42,21 @@ def clock_mhz(device: torch.device) -> float | None:
             return float(torch.cuda.clock_rate(device))
         except (ImportError, RuntimeError):  # torch queries the driver's library, whose Python package may be missing
             return None
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    clocks = [float(line.split(":", 1)[1]) for line in lines if line.startswith("cpu MHz")]
+    clocks = [float(clock) for clock in _from_linux("cpuinfo", "cpu MHz")]
     return round(sum(clocks) / len(clocks), 1) if clocks else None
 
 
 def cpu_name() -> str:
     """Return the processor's model, as far as the system says."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = _from_linux("cpuinfo", "model name")
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _from_linux(file: str, key: str) -> list[str]:
+    """Return the values of a key in a file of /proc, in its order; none on another system."""
+    info = Path("/proc") / file
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    return [line.split(":", 1)[1].strip() for line in lines if line.startswith(key)]
 
 
 def synchronize(device: torch.device) -> None:
@@ -66,10 +69,8 @@ def peak_memory(device: torch.device) -> int:
     """Peak bytes: allocated on the accelerator since the last reset, or resident in this process since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    for line in status.read_text(encoding="utf-8").splitlines() if status.is_file() else ():
-        if line.startswith("VmHWM:"):  # getrusage may also count the process that started this one
-            return int(line.split()[1]) * 1024
+    if resident := _from_linux("self/status", "VmHWM"):  # getrusage may also count the process that started this one
+        return int(resident[0].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 

@@ -20,6 +20,7 @@ from inference.decode import Generation
 RESAMPLES = 2000
 LEVEL = 0.95
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+PARTS = ("draft", "verify", "other")  # of a step's time
 
 # Published definitions of acceptance, by the names of `definitions`.
 DEFINITIONS = {
@@ -204,12 +205,7 @@ def over(pairs: Pairs, base: Pairs) -> float | None:
 
 def seconds(runs: Sequence[Generation]) -> dict[str, float]:
     """Return the seconds of all steps together, by what they were spent on."""
-    steps = [step for run in runs for step in run.steps]
-    return {
-        "draft": sum((step.draft_s for step in steps), 0.0),
-        "verify": sum((step.verify_s for step in steps), 0.0),
-        "other": sum((step.other_s for step in steps), 0.0),
-    }
+    return {key: sum((getattr(step, f"{key}_s") for run in runs for step in run.steps), 0.0) for key in PARTS}
 
 
 def overlap_headroom(seconds: dict[str, float]) -> float | None:

@@ -1,14 +1,20 @@
-"""Results of one draft source on one workload at one temperature and batch size, and the settings behind them."""
+"""Results of one draft source on one workload at one temperature and batch size, built from its measured requests.
 
+Counted passes and, where a clock ran, timed requests become a row of the report.
+"""
+
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from eval.measures.losslessness import Gate
-from eval.measures.metrics import Groups, Interval
+from eval.measures import metrics
+from eval.measures.losslessness import UNCHECKED, Gate
+from eval.measures.metrics import PARTS, Groups, Interval, Pair, Passes
 
 T = TypeVar("T")
 LIVE, TEACHER_FORCED, REPLAY = TIERS = ("live", "teacher_forced", "replay")  # the first alone has a clock
+UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,12 @@ class Row:
     request_rate: float | None = None
     report: str = ""  # where reports stand side by side, the one that it is from
 
+    @property
+    def has_speedup(self) -> bool:
+        """Whether it has a number that only a lossless drafter has."""
+        speedups = {self.speedup, self.speedup_ci, self.speedup_hf, self.whole_speedup, self.whole_speedup_ci}
+        return speedups != {None}
+
 
 class Subset(NamedTuple):
     """Some requests of a measurement: a category (empty: all), their indices, and the groups resampled together."""
@@ -107,3 +119,142 @@ class Measurement:
         for category, indices in {"": range(count), **self.categories}.items():
             groups = [self.conversations[index] for index in indices] if self.conversations else None
             yield Subset(category, indices, groups)
+
+
+class Source(NamedTuple):
+    """A draft source: its name, the rule that verified, the tree, and its memory from request to request."""
+
+    drafter: str
+    rule: str
+    tree: str
+    state: str = "none"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One measured request; None stands for what was not measured.
+
+    Attributes:
+        passes: its counts; None where a server counts all requests together.
+        decoding: the tokens after the first, and the seconds that they took.
+        end_to_end: all tokens, and the seconds from the beginning of the prefill on.
+        prefill_s: seconds of the prefill.
+        seconds: of its steps, by activity.
+        waits: the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
+    """
+
+    passes: Passes | None
+    decoding: Pair | None = None
+    end_to_end: Pair | None = None
+    prefill_s: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)
+    waits: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def result(
+    source: Source, measurement: Measurement, subset: Subset, requests: Sequence[Request], whole: Passes | None = None
+) -> Row:
+    """Return the result of a source on a subset of a measurement, without a speedup, which `with_speedups` adds.
+
+    Args:
+        source: the draft source.
+        measurement: the settings that the rows share.
+        subset: the requests that count.
+        requests: these requests.
+        whole: the sum of their counts, where that is known without those of each request, or better.
+    """
+    counts = _known(requests, "passes")
+    acceptance = metrics.pooled(counts, whole)
+    deepest = len(acceptance.accepted_by_depth)
+    seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
+    latencies = [wait for request in requests if (wait := request.waits.get("latency_s")) is not None]
+    return Row(
+        drafter=source.drafter,
+        rule=source.rule,
+        tree=source.tree,
+        workload=f"{measurement.workload}/{subset.category}" if subset.category else measurement.workload,
+        temperature=measurement.temperature,
+        batch_size=measurement.batch_size,
+        **vars(acceptance),
+        tau_ci=metrics.pooled_interval(counts, measurement.seed, subset.groups),
+        tokens_per_second=metrics.speed(_known(requests, "decoding")),
+        speedup=None,
+        speedup_ci=None,
+        speedup_hf=None,
+        overlap_headroom=metrics.overlap_headroom(seconds) if seconds["verify"] else None,
+        seconds=seconds,
+        latency_s=statistics.median(latencies) if latencies else None,
+        memory_bytes=measurement.memory_bytes,
+        lossless=UNCHECKED.counts(),
+        category=subset.category,
+        prompts=len(requests),
+        state=source.state,
+        tau_within_depth=[metrics.tau_within(acceptance, depth) for depth in range(1, deepest + 1)],
+        by_request=_by_request(requests, None),
+        prefill_s=sum(_known(requests, "prefill_s"), 0.0),
+        whole_tokens_per_second=metrics.speed(_known(requests, "end_to_end")),
+        agreement={} if subset.category else measurement.agreement.get(source.drafter, {}),
+        tier=measurement.tier,
+        request_rate=measurement.request_rate,
+    )
+
+
+def with_speedups(
+    row: Row,
+    requests: Sequence[Request],
+    base: Sequence[Request],
+    subset: Subset,
+    seed: int,
+    hf: Sequence[Request] | None = None,
+) -> Row:
+    """Return a result with the columns that only a lossless drafter has.
+
+    Args:
+        row: the result.
+        requests: the requests that it was built from.
+        base: the same requests by the baseline, autoregressive decoding.
+        subset: their indices and groups.
+        seed: of the intervals.
+        hf: the same requests by HF generate.
+    """
+    ours, theirs = _known(requests, "end_to_end"), _known(base, "end_to_end")
+    fast, slow = _known(requests, "decoding"), _known(base, "decoding")
+    streamed = bool(fast and slow)  # else the prefill cannot be separated
+    return replace(
+        row,
+        by_request=_by_request(requests, base),
+        whole_speedup=metrics.over(ours, theirs),
+        whole_speedup_ci=metrics.paired_interval(ours, theirs, seed, subset.groups),
+        speedup=metrics.over(fast, slow) if streamed else None,
+        speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if streamed else None,
+        speedup_hf=None if hf is None else metrics.over(fast, _known(hf, "decoding")),
+    )
+
+
+def text_results(source: Source, measurement: Measurement, texts: Sequence[Request]) -> list[Row]:
+    """Return the results of a source along given texts, where no clock ran: all texts together, then each category."""
+    subsets = measurement.parts(len(texts))
+    return [result(source, measurement, subset, [texts[index] for index in subset.indices]) for subset in subsets]
+
+
+def _known(requests: Sequence[Request], key: str) -> list[Any]:
+    """Return a field of each request; none where not all are known."""
+    values = [getattr(request, key) for request in requests]
+    return [] if None in values else values
+
+
+def _by_request(requests: Sequence[Request], base: Sequence[Request] | None) -> dict[str, dict[str, float]]:
+    """Return the quantiles over the requests of τ, tokens per second, waits and, over `base`, the speedup."""
+    values: dict[str, list[float | None]] = {
+        "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _known(requests, "passes")],
+        "tokens_per_second": [metrics.speed(_known([request], "decoding")) for request in requests],
+    }
+    for name in dict.fromkeys(name for request in requests for name in request.waits):
+        values[name] = [request.waits.get(name) for request in requests]
+    if base is not None:
+        pairs = [
+            (_known([request], "decoding"), _known([plain], "decoding"))
+            for request, plain in zip(requests, base, strict=True)
+        ]
+        values["speedup"] = [metrics.over(fast, slow) if fast and slow else None for fast, slow in pairs]
+    return {name: cut for name, numbers in values.items() if (cut := metrics.quantiles(numbers))}

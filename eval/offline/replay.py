@@ -9,8 +9,8 @@ import time
 import torch
 
 from eval.inputs.texts import Text
-from eval.measures.builder import UNTIMED, Request
 from eval.measures.metrics import counted
+from eval.measures.results import UNTIMED, Request
 from inference.protocol import Context, Drafter
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY

@@ -1,6 +1,6 @@
 """The report: JSON, Markdown, terminal, page; reading and combining.
 
-page/            the report as one page of HTML
+page.py          the report as one page of HTML, from the template, styles and script beside it
 write.py         the report and its files
 view.py          the view that all renderers share: results with their names, tables of cells
 columns.py       every table, column by column

@@ -5,12 +5,12 @@ be τ. The time of a step beyond the baseline's is attributed to verification, t
 the last the measured speedup is left. All from the row's own seconds and from the baseline's in the same session.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
-Record = Mapping[str, Any]  # a row as report.json has it
+from eval.report.view import Record
 
 COSTS = ("verification", "draft", "overhead")
 STAGES = ("ideal", *COSTS)
@@ -28,13 +28,12 @@ PLAIN = "plain"
 
 def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
     """Return the rows, each with its breakdown under `ladder`; None where it has no speedup or no baseline."""
+
+    def session(row: Record) -> tuple[Any, ...]:
+        return tuple(row.get(key) for key in SESSION)
+
     plain = {session(row): row for row in rows if row["drafter"] == PLAIN}
     return [{**row, "ladder": speedup_breakdown(row, plain.get(session(row)))} for row in rows]
-
-
-def session(row: Record) -> tuple[Any, ...]:
-    """Return the values that a row shares with the baseline of its session."""
-    return tuple(row.get(key) for key in SESSION)
 
 
 def speedup_breakdown(row: Record, plain: Record | None) -> dict[str, Any] | None:

@@ -1,45 +1,170 @@
 """The tables of a report: the columns of each, and the results in it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from eval.measures.losslessness import in_words, labelled
-from eval.measures.metrics import DEFINITIONS, QUANTILES
+from eval.measures.losslessness import WITHHELD, in_words, labelled
+from eval.measures.metrics import DEFINITIONS, LEVEL, PARTS, QUANTILES
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
-from eval.report.breakdown import COSTS, PLAIN, REMEDIES, STAGES, advice
-from eval.report.view import (
-    INTERVAL,
-    PAGE,
-    TEXT,
-    Cell,
-    Column,
-    Head,
-    Record,
-    Result,
-    Table,
-    column,
-    computed,
-    plain_table,
-    shown,
-    shown_interval,
-    speedup,
-    table,
-    with_interval,
-    withheld,
-)  # fmt: skip
+from eval.report.breakdown import COSTS, PLAIN, REMEDIES, advice
+from eval.report.view import PAGE, TEXT, Record, Result, shown, shown_interval
 
 CARD, SWEEP = "card", "sweep"  # renderers of the results alone
+INTERVAL = f"[{LEVEL:.0%}]"
 DEPTHS = 8  # of P(a >= d), where there is little room
 PERCENTILES = ("p50", "p95")
 WAITS = {"queue s": "queue_s", "TTFT s": "ttft_s", "latency s": "latency_s"}  # from the arrival on
-PARTS = ("draft", "verify", "other")  # of a step's time
 MOST = 8  # trees of each head, where there is little room
+
+
+class Cell(NamedTuple):
+    """A cell: its text, and the values behind it."""
+
+    text: str
+    values: tuple[Any, ...]
+
+
+class Head(NamedTuple):
+    """A column's title, and the names of its values in CSV."""
+
+    title: str
+    names: tuple[str, ...]
+
+
+class Column(NamedTuple):
+    """A column of a table of results."""
+
+    head: Head
+    cell: Callable[[Result], Cell]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; `failed` says of each line whether its drafter failed a losslessness check."""
+
+    id: str
+    heads: list[Head]
+    lines: list[list[Cell]]
+    failed: list[bool]
+
+    def titles(self) -> list[str]:
+        """Return the titles of the columns."""
+        return [head.title for head in self.heads]
+
+    def texts(self) -> list[list[str]]:
+        """Return the texts of the cells."""
+        return [[cell.text for cell in line] for line in self.lines]
+
+
+def table(id_: str, columns: Sequence[Column], results: Iterable[Result]) -> Table:
+    """Return a table with a line for each result."""
+    listed = list(results)
+    lines = [[column.cell(result) for column in columns] for result in listed]
+    return Table(id_, [column.head for column in columns], lines, [result.failed for result in listed])
+
+
+def plain_table(
+    id_: str, heads: Sequence[str | Head], body: Sequence[Sequence[Any]], digits: int | None = 2,
+    failed: Sequence[bool] = (),
+) -> Table:  # fmt: skip
+    """Return a table of values that belong to no single result; none of its lines failed unless `failed` says so."""
+    lines = [[Cell(shown(value, digits), (value,)) for value in line] for line in body]
+    full = [head if isinstance(head, Head) else Head(head, (head,)) for head in heads]
+    return Table(id_, full, lines, list(failed) or [False] * len(lines))
+
+
+def computed(title: str, name: str, value: Callable[[Result], Any], digits: int | None = 2) -> Column:
+    """Return a column of a function of each result, `name` in CSV; digits None: as many as the number has."""
+
+    def cell(result: Result) -> Cell:
+        content = value(result)
+        return Cell(shown(content, digits), (content,))
+
+    return Column(Head(title, (name,)), cell)
+
+
+def column(title: str, key: str, digits: int | None = 2) -> Column:
+    """Return a column of a number or text of the row, a dot in its key leading inwards."""
+    return computed(title, key, lambda result: at(result.row, key), digits)
+
+
+def per_step(title: str, key: str, digits: int, scale: float = 1.0) -> Column:
+    """Return a column of a number of the row divided by its steps, times `scale`."""
+
+    def value(result: Result) -> float | None:
+        total, steps = at(result.row, key), result.row["steps"]
+        return total / steps * scale if steps and total is not None else None
+
+    return computed(title, f"{key} per steps", value, digits)
+
+
+def at(row: Record, key: str) -> Any:
+    """Return the value of a key, a dot leading inwards; None where it is missing or no finite number."""
+    value: Any = row
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def with_interval(title: str, key: str) -> Column:
+    """Return a column of a number with its interval, which stands in `key`_ci."""
+
+    def cell(result: Result) -> Cell:
+        interval = result.row.get(f"{key}_ci") or (None, None)
+        return Cell(shown_interval(result.row.get(key), interval), (result.row.get(key), *interval))
+
+    return Column(Head(title, (key, f"{key} low", f"{key} high")), cell)
+
+
+def speedup(title: str, key: str = "speedup") -> Column:
+    """Return a column of a speedup, which is withheld from a failed result; a slowdown is labelled."""
+    interval = with_interval(title, key)
+
+    def cell(result: Result) -> Cell:
+        text, values = interval.cell(result)
+        return Cell(f"{text} slower" if (values[0] or 1) < 1 else text, values)
+
+    return withheld(Column(interval.head, cell))
+
+
+def withheld(shown_column: Column) -> Column:
+    """Return a column that shows nothing of a failed result."""
+    nothing = Cell(WITHHELD, (None,) * len(shown_column.head.names))
+    return Column(shown_column.head, lambda result: nothing if result.failed else shown_column.cell(result))
 
 
 def drafter_of(result: Result) -> str:
     """Return a result's drafter, with its report where there are several."""
     return labelled(result.row["drafter"], 1, result.row.get("report", ""))
+
+
+def _first_depths(most: int | None) -> Column:
+    """Return the column of P(a >= d), of at most so many depths."""
+
+    def text(result: Result) -> str:
+        fractions = result.row.get("accepted_by_depth") or []
+        more = " …" if most is not None and len(fractions) > most else ""
+        return (" ".join(f"{fraction:.2f}" for fraction in fractions[:most]) or "-") + more
+
+    return computed("P(a≥1) P(a≥2) …", "accepted by depth", text)
+
+
+def _lossless(result: Result) -> Cell:
+    counts = result.row.get("lossless") or {}
+    return Cell(in_words(counts), tuple(counts.get(key) for key in ("identical", "near_tie", "failed", "checked")))
+
+
+def _batch(result: Result) -> str:
+    rate = result.row.get("request_rate")
+    return str(result.row["batch_size"]) + (f" at {rate:g} req/s" if rate is not None else "")
+
+
+def _would_help(result: Result) -> Cell:
+    breakdown = result.row["ladder"]
+    return Cell(advice(breakdown), (REMEDIES[breakdown["most"]],))
 
 
 NAME = computed("drafter", "name", lambda result: result.name)
@@ -49,30 +174,7 @@ WORKLOAD = column("workload", "workload")
 T = column("T", "temperature", None)
 TAU = with_interval(f"τ {INTERVAL}", "tau")
 SPEED = column("tok/s", "tokens_per_second", 1)
-PREDICTED = ("own", "best")  # trees, by who has them
-
-
-def _by_depth(most: int | None) -> Column:
-    def text(result: Result) -> str:
-        fractions = result.row.get("accepted_by_depth") or []
-        more = " …" if most is not None and len(fractions) > most else ""
-        return (" ".join(f"{fraction:.2f}" for fraction in fractions[:most]) or "-") + more
-
-    return computed("P(a≥1) P(a≥2) …", "accepted by depth", text)
-
-
-def _lossless() -> Column:
-    def cell(result: Result) -> Cell:
-        counts = result.row.get("lossless") or {}
-        return Cell(in_words(counts), tuple(counts.get(key) for key in ("identical", "near_tie", "failed", "checked")))
-
-    return Column(Head("lossless", ("identical", "near tie", "failed", "checked")), cell)
-
-
-def _batch(result: Result) -> str:
-    rate = result.row.get("request_rate")
-    return str(result.row["batch_size"]) + (f" at {rate:g} req/s" if rate is not None else "")
-
+SPEEDUP = speedup(f"speedup {INTERVAL}")
 
 RESULTS = {
     "name": NAME,
@@ -85,18 +187,73 @@ RESULTS = {
     "tree": column("tree", "tree"),
     "rule": column("rule", "rule"),
     "tau": TAU,
-    "first depths": _by_depth(DEPTHS),
-    "depths": _by_depth(None),
+    "first depths": _first_depths(DEPTHS),
+    "depths": _first_depths(None),
     "tok/s": SPEED,
-    "speedup": speedup(f"speedup {INTERVAL}"),
+    "speedup": SPEEDUP,
     "hf": withheld(column("vs HF", "speedup_hf")),
-    "lossless": _lossless(),
+    "lossless": Column(Head("lossless", ("identical", "near tie", "failed", "checked")), _lossless),
 }
 SHOWN = {  # of these, by renderer
     PAGE: ("name", "T", "batch", "tree", "rule", "tau", "tok/s", "speedup", "hf", "lossless"),
     TEXT: ("label", "T", "rule", "tau", "first depths", "tok/s", "speedup", "hf", "lossless"),
     CARD: ("drafter", "tree", "workload", "T", "batch and rate", "tau", "depths", "tok/s", "speedup", "lossless"),
     SWEEP: ("T", "tau", "depths", "speedup", "lossless"),
+}
+# Columns after the name, and which rows have numbers for them.
+TOPICS: dict[str, tuple[list[Column], Callable[[Record], Any]]] = {
+    "why": (  # the speedup breakdown, and the speedup with a tenth less of each cost
+        [
+            T,
+            column("τ (ideal)", "ladder.rungs.ideal"),
+            *(column(f"after {cost}", f"ladder.rungs.{cost}") for cost in COSTS[:-1]),
+            column("speedup", f"ladder.rungs.{COSTS[-1]}"),
+            column("oracle", "ladder.oracle"),
+            *(column(f"-10% {cost}", f"ladder.less.{cost}", 3) for cost in COSTS),
+            column("-10% rejections", "ladder.less.acceptance", 3),
+            Column(Head("would help most", ("most",)), _would_help),
+        ],
+        lambda row: row.get("ladder") is not None,
+    ),
+    "times": (  # of a step, in milliseconds
+        [
+            *(T, column("tree", "tree"), column("steps", "steps")),
+            *(per_step(f"{key} ms", f"seconds.{key}", 2, 1000.0) for key in PARTS),
+            per_step("drafted", "draft_tokens", 1),
+            column("accepted / drafted", "accepted_per_draft_token"),
+            column("overlap headroom", "overlap_headroom"),
+            column("latency s", "latency_s", 3),
+        ],
+        lambda row: row["tier"] == LIVE,
+    ),
+    "load": (  # the waiting times of requests that came at a rate
+        [
+            *(WORKLOAD, T, column("req/s", "request_rate", None), column("capacity", "batch_size")),
+            *(
+                column(f"{title} {percentile}", f"by_request.{key}.{percentile}", 3)
+                for title, key in WAITS.items()
+                for percentile in PERCENTILES
+            ),
+            *(SPEED, speedup(f"latency ratio {INTERVAL}")),
+        ],
+        lambda row: row.get("request_rate") is not None,
+    ),
+    "categories": (
+        [column("workload/category", "workload"), T, column("prompts", "prompts"), TAU, SPEEDUP],
+        lambda row: row["category"],
+    ),
+    "definitions": (  # the published definitions of acceptance side by side
+        [WORKLOAD, T, *(column(name, f"definitions.{name}", 3) for name in DEFINITIONS)],
+        lambda row: row["definitions"],
+    ),
+    "end_to_end": (  # speeds with the prefill
+        [
+            *(WORKLOAD, T, column("memory", "state"), column("prefill s", "prefill_s")),
+            column("tok/s, end to end", "whole_tokens_per_second", 1),
+            speedup(f"speedup, end to end {INTERVAL}", "whole_speedup"),
+        ],
+        lambda row: row["whole_tokens_per_second"] is not None,
+    ),
 }
 
 
@@ -114,105 +271,32 @@ def results(measured: Sequence[Result], medium: str) -> Table:
     return table("results", [columns[key] for key in SHOWN[medium]], measured)
 
 
-def why(measured: Sequence[Result], name: Column) -> Table:
-    """Return the speedup breakdown, and the speedup with a tenth less of each cost."""
-    titles = {"ideal": "τ (ideal)", "overhead": "speedup"}
-    columns = [name, T, *(column(titles.get(stage, f"after {stage}"), f"ladder.rungs.{stage}") for stage in STAGES)]
-    columns.append(column("oracle", "ladder.oracle"))
-    columns += [column(f"-10% {key}", f"ladder.less.{key}", 3) for key in COSTS]
-    columns.append(column("-10% rejections", "ladder.less.acceptance", 3))
-
-    def most(result: Result) -> Cell:
-        breakdown = result.row["ladder"]
-        return Cell(advice(breakdown), (REMEDIES[breakdown["most"]],))
-
-    columns.append(Column(Head("would help most", ("most",)), most))
-    return table("why", columns, (result for result in measured if result.row.get("ladder") is not None))
+def topic(id_: str, measured: Iterable[Result], name: Column = LABEL) -> Table:
+    """Return the table of one of the TOPICS: the results that have numbers for it."""
+    columns, has_numbers = TOPICS[id_]
+    return table(id_, [name, *columns], (result for result in measured if has_numbers(result.row)))
 
 
-def times(measured: Sequence[Result], name: Column) -> Table:
-    """Return where a step's time goes, in milliseconds."""
-    columns = [
-        *(name, T, column("tree", "tree"), column("steps", "steps")),
-        *(column(f"{key} ms", f"seconds.{key}", 2, 1000.0, "steps") for key in PARTS),
-        column("drafted", "draft_tokens", 1, per="steps"),
-        column("accepted / drafted", "accepted_per_draft_token"),
-        column("overlap headroom", "overlap_headroom"),
-        column("latency s", "latency_s", 3),
-    ]
-    return table("times", columns, (result for result in measured if result.row["tier"] == LIVE))
+def by_depth(id_: str, measured: Sequence[Result], columns: Sequence[Column], title: str, key: str) -> Table:
+    """Return a table with a column for each depth of a list in the rows, `title` with the depth in its braces."""
 
+    def at_depth(d: int) -> Column:
+        return computed(title.format(d), f"{key} {d}", lambda result: dict(enumerate(result.row[key], 1)).get(d))
 
-def depths(measured: Sequence[Result]) -> Table:
-    """Return the share of passes that accepted each depth."""
-    deepest = max((len(result.row["accepted_by_depth"]) for result in measured), default=0)
-    columns = [NAME, *(_nth(f"P(a≥{d + 1})", "accepted_by_depth", d) for d in range(deepest))]
-    return table(
-        "depths", columns, (result for result in measured if result.row["accepted_by_depth"] and result.clocked)
-    )
-
-
-def within(measured: Sequence[Result]) -> Table:
-    """Return τ with drafts cut off at each depth."""
-    deepest = max((len(result.row["tau_within_depth"]) for result in measured), default=0)
-    columns = [LABEL, WORKLOAD, T, *(_nth(f"depth {d + 1}", "tau_within_depth", d) for d in range(deepest))]
-    return table("within", columns, (result for result in measured if result.row["tau_within_depth"]))
-
-
-def _nth(title: str, key: str, index: int) -> Column:
-    return computed(title, f"{key} {index + 1}", lambda result: dict(enumerate(result.row[key])).get(index))
-
-
-def load(measured: Sequence[Result], name: Column) -> Table:
-    """Return the waiting times of requests that came at a rate."""
-    columns = [name, WORKLOAD, T, column("req/s", "request_rate", None), column("capacity", "batch_size")]
-    columns += [
-        column(f"{title} {percentile}", f"by_request.{key}.{percentile}", 3)
-        for title, key in WAITS.items()
-        for percentile in PERCENTILES
-    ]
-    columns += [SPEED, speedup(f"latency ratio {INTERVAL}")]
-    return table("load", columns, (result for result in measured if result.row.get("request_rate") is not None))
-
-
-def categories(measured: Sequence[Result]) -> Table:
-    """Return the results of single categories."""
-    columns = [LABEL, column("workload/category", "workload"), T, column("prompts", "prompts"), TAU]
-    columns.append(speedup(f"speedup {INTERVAL}"))
-    return table("categories", columns, (result for result in measured if result.clocked and result.row["category"]))
-
-
-def definitions(measured: Sequence[Result]) -> Table:
-    """Return the published definitions of acceptance side by side."""
-    columns = [LABEL, WORKLOAD, T, *(column(name, f"definitions.{name}", 3) for name in DEFINITIONS)]
-    return table("definitions", columns, (result for result in measured if result.row["definitions"]))
-
-
-def end_to_end(measured: Sequence[Result]) -> Table:
-    """Return the speeds with the prefill."""
-    columns = [LABEL, WORKLOAD, T, column("memory", "state"), column("prefill s", "prefill_s")]
-    columns.append(column("tok/s, end to end", "whole_tokens_per_second", 1))
-    columns.append(speedup(f"speedup, end to end {INTERVAL}", "whole_speedup"))
-    return table(
-        "end_to_end", columns, (result for result in measured if result.row["whole_tokens_per_second"] is not None)
-    )
+    deepest = max((len(result.row[key]) for result in measured), default=0)
+    depths = [at_depth(d) for d in range(1, deepest + 1)]
+    return table(id_, [*columns, *depths], (result for result in measured if result.row[key] and result.clocked))
 
 
 def requests(measured: Sequence[Result]) -> Table:
     """Return the quantiles over the requests; report.json has more of them."""
     percentiles = [f"p{quantile * 100:g}" for quantile in QUANTILES]
-    body = [
-        [
-            result.label,
-            result.row["workload"],
-            shown(result.row["temperature"], None),
-            what,
-            *(of[percentile] for percentile in percentiles),
-        ]
-        for result in measured
-        for what, of in result.row["by_request"].items()
-        if what in ("tau", "speedup")
-    ]
+    body = []
+    for result in measured:
+        settings = (result.label, result.row["workload"], shown(result.row["temperature"], None))
+        for what, cuts in result.row["by_request"].items():
+            if what in ("tau", "speedup"):
+                body.append([*settings, what, *(cuts[percentile] for percentile in percentiles)])
     return plain_table("requests", ("drafter", "workload", "T", "of each request", *percentiles), body)
 
 
@@ -231,10 +315,10 @@ def tiers(measured: Sequence[Result]) -> list[Table]:
         for (name, workload, temperature), rows in grouped.items()
     ]
     titles = ("drafter", "workload", "T", *(f"τ, {tier}" for tier in TIERS), "intervals meet")
-    ms = column("ms to draft", "seconds.draft", 3, 1000.0, "steps")
+    ms = per_step("ms to draft", "seconds.draft", 3, 1000.0)
     none = Cell("-", (None,))
     columns = [NAME, column("tier", "tier"), WORKLOAD, T, column("passes", "steps"), TAU]
-    columns.append(column("drafted a pass", "draft_tokens", 1, per="steps"))
+    columns.append(per_step("drafted a pass", "draft_tokens", 1))
     columns.append(Column(ms.head, lambda result: none if result.row["tier"] == TEACHER_FORCED else ms.cell(result)))
     return [plain_table("tiers_beside", titles, body), table("tiers", columns, alone)]
 
@@ -250,8 +334,12 @@ def _meet(rows: Sequence[Record]) -> str:
         return "-"
     if max(low for low, _ in intervals) <= min(high for _, high in intervals):
         return "yes"
-    other = any(row["agreement"].get("identical", row["prompts"]) < row["prompts"] for row in rows)
-    return "NO, but the texts differ" if other else "NO"
+    return "NO, but the texts differ" if any(map(texts_differ, rows)) else "NO"
+
+
+def texts_differ(row: Record) -> bool:
+    """Whether timed tokens differ from the baseline's."""
+    return bool(row["agreement"].get("identical", row["prompts"]) < row["prompts"])
 
 
 def nodes(report: Record, measured: Sequence[Result]) -> Table:
@@ -264,34 +352,6 @@ def nodes(report: Record, measured: Sequence[Result]) -> Table:
     failed = {drafter_of(result) for result in measured if result.failed}
     titles = ("drafter", "ranks from the root", "depth", "accepted", "passes")
     return plain_table("nodes", titles, body, 3, [line[0] in failed for line in body])
-
-
-def checks(report: Record) -> Table:
-    """Return the greedy losslessness checks, with every number that the report has of them."""
-    records = {name: dict(flattened(gate)) for name, gate in report["settings"].get("gate", {}).items()}
-    keys = list(dict.fromkeys(key for gate in records.values() for key in gate))
-    body = [[name, *(gate.get(key) for key in keys)] for name, gate in records.items()]
-    return plain_table(
-        "gates", ("drafter", *keys), body, 4, [not gate.get("passed", True) for gate in records.values()]
-    )
-
-
-def reports(report: Record) -> Table:
-    """Return the target, device, settings and workloads of reports side by side."""
-    records = {record["name"]: brief(record) | {"file": record["file"]} for record in report.get("reports", [])}
-    keys = list(dict.fromkeys(key for record in records.values() for key in record))
-    body = [[name, *(str(record[key]) for key in keys)] for name, record in records.items()]
-    return plain_table("reports", ("name", *keys), body)
-
-
-def brief(report: Record) -> dict[str, Any]:
-    """Return the summary of a report beside others: its target, device, settings and code."""
-    target, device, settings, work = (report[name] for name in ("target", "device", "settings", "work"))
-    code = settings.get("provenance", {})
-    facts = {"target": target.get("name"), "device": device.get("name"), "dtype": device.get("dtype")}
-    facts |= {key: settings.get(key) for key in ("max_new_tokens", "prompts", "engine")} | dict(work)
-    facts |= {"revision": (code.get("revision") or "-")[:12], "date": code.get("date")}
-    return {key: "-" if value is None else value for key, value in facts.items()}
 
 
 def other_trees(report: Record, most: int | None) -> Table:
@@ -307,7 +367,7 @@ def other_trees(report: Record, most: int | None) -> Table:
 def other_loads(report: Record) -> Table:
     """Return the predicted speedups by batch size."""
     body = [
-        [name, prediction["batch_size"], prediction["own"], prediction["best"], prediction["tree"]]
+        [name, *(prediction[key] for key in ("batch_size", "own", "best", "tree"))]
         for name, record in report.get("other_trees", {}).items()
         for prediction in record.get("loads", [])
     ]
@@ -328,20 +388,43 @@ def ranks(report: Record) -> Table:
     return plain_table("ranks", ("drafter", "depth", "n-alpha", "P(a≥k)", *ranked), body, 3)
 
 
+def checks(report: Record) -> Table:
+    """Return the greedy losslessness checks, with every number that the report has of them."""
+    gates = report["settings"].get("gate", {})
+    failed = [not gate.get("passed", True) for gate in gates.values()]
+    return of_records("gates", "drafter", list(gates.items()), 4, failed)
+
+
+def reports(report: Record) -> Table:
+    """Return the target, device, settings and workloads of reports side by side."""
+    records = [(record["name"], brief(record) | {"file": record["file"]}) for record in report.get("reports", [])]
+    return of_records("reports", "name", records)
+
+
+def brief(report: Record) -> dict[str, str]:
+    """Return the summary of a report beside others: its target, device, settings and code."""
+    target, device, settings, work = (report[name] for name in ("target", "device", "settings", "work"))
+    code = settings.get("provenance", {})
+    facts = {"target": target.get("name"), "device": device.get("name"), "dtype": device.get("dtype")}
+    facts |= {key: settings.get(key) for key in ("max_new_tokens", "prompts", "engine")} | dict(work)
+    facts |= {"revision": (code.get("revision") or "-")[:12], "date": code.get("date")}
+    return {key: "-" if value is None else str(value) for key, value in facts.items()}
+
+
 def everything(measured: Sequence[Result]) -> Table:
     """Return every number of every row under its key, including those in no other table."""
-    flat = [dict(flattened(result.row)) for result in measured]
-    keys = list(dict.fromkeys(key for row in flat for key in row))
-    lines = [
-        [Cell(result.name, (result.name,)), *(_full(row.get(key)) for key in keys)]
-        for result, row in zip(measured, flat, strict=True)
-    ]
-    heads = [NAME.head, *(Head(key, (key,)) for key in keys)]
-    return Table("everything", heads, lines, [result.failed for result in measured])
+    rows = [(result.name, result.row) for result in measured]
+    return of_records("everything", NAME.head, rows, failed=[result.failed for result in measured])
 
 
-def _full(value: Any) -> Cell:
-    return Cell(f"{value:.6g}" if isinstance(value, float) else shown(value), (value,))
+def of_records(
+    id_: str, head: str | Head, records: Sequence[tuple[str, Record]], digits: int | None = None,
+    failed: Sequence[bool] = (),
+) -> Table:  # fmt: skip
+    """Return a table of named records, with a column for every key of any of them, nested ones included."""
+    flat = [(name, dict(flattened(record))) for name, record in records]
+    keys = list(dict.fromkeys(key for _, record in flat for key in record))
+    return plain_table(id_, [head, *keys], [[name, *map(record.get, keys)] for name, record in flat], digits, failed)
 
 
 def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,19 +4,16 @@ Each function returns the plots that a report has numbers for.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.measures.results import LIVE
-from eval.report.breakdown import COSTS, PLAIN, STAGES
+from eval.report.breakdown import COSTS, PLAIN, SESSION, STAGES
 from eval.report.columns import PERCENTILES
 from eval.report.view import Record, results_of
 
 Spec = dict[str, Any]
 Records = list[dict[str, Any]]
 
-# Values that distinguish sessions.
-VARYING = ("report", "workload", "category", "temperature", "batch_size", "request_rate")
 BAR = 26  # pixels of a horizontal bar, with its gap
 TALL = 260
 KINDS = {"N": "nominal", "O": "ordinal", "Q": "quantitative"}
@@ -25,8 +22,7 @@ UNIT = {"domain": [0, 1]}
 LINE = {"type": "line", "point": {"size": 60}}
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A plot under its caption, which also says to who cannot see it what it shows."""
 
     caption: str
@@ -55,10 +51,14 @@ def reference(axis_name: str) -> Spec:
     return layer({"type": "rule", "strokeDash": [4, 4], "opacity": 0.6}, **{axis_name: {"datum": 1}})
 
 
-def axis(field: str, title: str | None, kind: str = "quantitative", **more: Any) -> Spec:
-    """Return an axis of numbers, or of names in the rows' order."""
-    encoding = {"field": field, "type": kind, "title": title}
-    return {**encoding, **({"sort": None} if kind == "nominal" else {}), **more}
+def axis(field: str, title: str | None, **more: Any) -> Spec:
+    """Return an axis of numbers."""
+    return {"field": field, "type": "quantitative", "title": title, **more}
+
+
+def by_name(field: str = "name", **more: Any) -> Spec:
+    """Return an axis or colours of names, in the rows' order."""
+    return {"field": field, "type": "nominal", "title": None, "sort": None, **more}
 
 
 def ticks(values: Sequence[int | float], form: str = "d") -> Spec:
@@ -66,9 +66,9 @@ def ticks(values: Sequence[int | float], form: str = "d") -> Spec:
     return {"values": list(values), "format": form}
 
 
-def colour(field: str = "name", **more: Any) -> Spec:
-    """Return the colour of a name."""
-    return {"field": field, "type": "nominal", "title": None, "sort": None, **more}
+def ticked(field: str, title: str, data: Records, form: str = "d", **more: Any) -> Spec:
+    """Return an axis of numbers with a tick at every one in the data."""
+    return axis(field, title, axis=ticks(sorted({record[field] for record in data}), form), **more)
 
 
 def tooltip(*fields: str) -> list[Spec]:
@@ -84,13 +84,25 @@ def tooltip(*fields: str) -> list[Spec]:
 
 def curve(x: Spec, y: Spec, *fields: str, mark: str | Spec = LINE, **more: Any) -> Spec:
     """Return a layer with a line for each name, with the fields of its tooltip."""
-    return layer(mark, x=x, y=y, color=colour(), tooltip=tooltip("name:N", *fields), **more)
+    return layer(mark, x=x, y=y, color=by_name(), tooltip=tooltip("name:N", *fields), **more)
 
 
-def bar(along: str, axes: Spec, **more: Any) -> Spec:
-    """Return a layer of intervals from the field `low` to `high`, along one of the axes."""
+def spans(along: str, axes: Spec, mark: Spec, *fields: str, **more: Any) -> list[Spec]:
+    """Return a layer of intervals from the field `low` to `high` along one of the axes, and one of marks over them."""
     encoding = {along: {**axes[along], "field": "low"}, f"{along}2": {"field": "high"}}
-    return layer({"type": "rule", "strokeWidth": 3, **more}, **{**axes, **encoding})
+    intervals = layer({"type": "rule", "strokeWidth": 3, **more}, **{**axes, **encoding})
+    return [intervals, layer(mark, **axes, tooltip=tooltip("name:N", *fields))]
+
+
+def stacked(caption: str, data: Records, x: Spec, field: str, *layers: Spec, **more: Any) -> list[Plot]:
+    """Return a plot with a bar for each name, made of parts, with a field of its tooltip."""
+    bars = layer("bar", y=by_name(), x=x, tooltip=tooltip("name:N", "part:N", field), **more)
+    return plot(caption, data, [bars, *layers], height_of(data))
+
+
+def height_of(data: Records) -> int:
+    """Return the height of a plot with a bar for each name."""
+    return BAR * len({record["name"] for record in data})
 
 
 def interval(row: Record, key: str) -> dict[str, float]:
@@ -106,16 +118,12 @@ def with_intervals(report: Record, key: str, title: str) -> list[Plot]:
         for name, row in named(report)
         if row[key] is not None
     ]
-    axes = {
-        "y": axis("name", None, "nominal"),
-        "x": axis("value", title, scale={"zero": True}),
-        "color": colour("drafter", legend=None),
-    }
-    tip = tooltip("name:N", "value:Q .3f", "low:Q .3f", "high:Q .3f")
+    x = axis("value", title, scale={"zero": True})
+    axes = {"y": by_name(), "x": x, "color": by_name("drafter", legend=None)}
     point = {"type": "point", "filled": True, "size": 90, "opacity": 1}
-    layers = [reference("x"), bar("x", axes), layer(point, **axes, tooltip=tip)]
+    layers = [reference("x"), *spans("x", axes, point, "value:Q .3f", "low:Q .3f", "high:Q .3f")]
     caption = f"Each row's {title} with its 95% interval; the dashed line is the baseline"
-    return plot(caption, data, layers, bars(data)) if len(data) > 1 else []
+    return plot(caption, data, layers, height_of(data)) if len(data) > 1 else []
 
 
 def named(report: Record) -> Iterator[tuple[str, Record]]:
@@ -128,11 +136,6 @@ def clocked(report: Record) -> Record:
     return {**report, "rows": [result.row for result in results_of(report) if result.clocked]}
 
 
-def bars(data: Records) -> int:
-    """Return the height of a plot with a bar a name."""
-    return BAR * len({record["name"] for record in data})
-
-
 def acceptance(report: Record) -> list[Plot]:
     """Return P(a >= d) by depth."""
     data: Records = [
@@ -140,14 +143,9 @@ def acceptance(report: Record) -> list[Plot]:
         for record in results_of(clocked(report))
         for depth, fraction in enumerate(record.row["accepted_by_depth"], 1)
     ]
-    y = axis("share", "P(a ≥ d)", scale=UNIT)
-    line = curve(depths(data, "depth d"), y, "depth:Q", "share:Q .3f P(a ≥ d)", "after:Q .3f P(a ≥ d | a ≥ d - 1)")
+    x, y = ticked("depth", "depth d", data), axis("share", "P(a ≥ d)", scale=UNIT)
+    line = curve(x, y, "depth:Q", "share:Q .3f P(a ≥ d)", "after:Q .3f P(a ≥ d | a ≥ d - 1)")
     return plot("The share of target passes that accepted d drafted tokens or more", data, [line])
-
-
-def depths(data: Records, title: str = "depth") -> Spec:
-    """Return the axis of the field `depth`."""
-    return axis("depth", title, axis=ticks(range(1, max((record["depth"] for record in data), default=0) + 1)))
 
 
 def against(report: Record, key: str, title: str) -> list[Plot]:
@@ -161,13 +159,9 @@ def against(report: Record, key: str, title: str) -> list[Plot]:
         if row["speedup"] is not None and row["drafter"] != PLAIN
     ]
     scale = {"nice": False, "padding": 12, **(LOG if key != "temperature" else {})}
-    axes = {
-        "x": axis("x", title, axis=ticks(sorted({record["x"] for record in data}), "~g"), scale=scale),
-        "y": axis("speedup", "speedup", scale={"zero": True}),
-        "color": colour(),
-    }
-    tip = tooltip("name:N", f"x:Q  {title}", "speedup:Q .3f", "low:Q .3f", "high:Q .3f")
-    layers = [reference("y"), bar("y", axes, opacity=0.5), layer(LINE, **axes, tooltip=tip)]
+    x, y = ticked("x", title, data, "~g", scale=scale), axis("speedup", "speedup", scale={"zero": True})
+    fields = (f"x:Q  {title}", "speedup:Q .3f", "low:Q .3f", "high:Q .3f")
+    layers = [reference("y"), *spans("y", {"x": x, "y": y, "color": by_name()}, LINE, *fields, opacity=0.5)]
     what = "Speedup, one of mean latencies," if key == "request_rate" else "Speedup"
     return plot(f"{what} against the {title}, with 95% intervals; the dashed line is the baseline", data, layers)
 
@@ -177,7 +171,7 @@ def lines(report: Record, key: str) -> Iterator[tuple[str, Record]]:
 
     Those that failed a check are left out.
     """
-    others = [other for other in VARYING if other != key and len({str(row.get(other)) for row in report["rows"]}) > 1]
+    others = [other for other in SESSION if other != key and len({str(row.get(other)) for row in report["rows"]}) > 1]
     for _, row in named(report):
         if row.get(key) is not None:
             parts = [(other.replace("_", " "), row[other]) for other in others if row.get(other) not in (None, "")]
@@ -188,49 +182,31 @@ def lines(report: Record, key: str) -> Iterator[tuple[str, Record]]:
 def latencies(report: Record) -> list[Plot]:
     """Return the median and the 95th percentile of the latency against the rate, where there are several."""
     data: Records = [
-        {
-            "name": name,
-            "rate": row["request_rate"],
-            "mark": percentile,
-            "latency": row["by_request"]["latency_s"][percentile],
-        }
+        {"name": name, "rate": row["request_rate"], "mark": mark, "latency": row["by_request"]["latency_s"][mark]}
         for name, row in lines(report, "request_rate")
-        for percentile in PERCENTILES
+        for mark in PERCENTILES
     ]
-    rates = sorted({record["rate"] for record in data})
     line = curve(
-        axis("rate", "requests a second", axis=ticks(rates, "~g"), scale=LOG),
+        ticked("rate", "requests a second", data, "~g", scale=LOG),
         axis("latency", "latency, s", scale={"type": "log"}),
         *("mark:N", "rate:Q  requests a second", "latency:Q .3f latency, s"),
         strokeDash={"field": "mark", "type": "nominal", "title": None, "legend": {"symbolType": "stroke"}},
     )
     caption = "Latency from the arrival to the last token against the rate of requests, median and 95th percentile"
-    return plot(caption, data, [line]) if len(rates) > 1 else []
+    return plot(caption, data, [line]) if len({record["rate"] for record in data}) > 1 else []
 
 
 def time_split(report: Record) -> list[Plot]:
     """Return the milliseconds of a step by part."""
     data: Records = [
-        {
-            "name": result.name,
-            "part": name,
-            "order": order,
-            "ms": 1000 * result.row["seconds"][name] / result.row["steps"],
-        }
-        for result in results_of(report)
-        for order, name in enumerate(("verify", "draft", "other"))
-        if result.row["steps"] and result.row["tier"] == LIVE
+        {"name": name, "part": key, "order": order, "ms": 1000 * row["seconds"][key] / row["steps"]}
+        for name, row in ((result.name, result.row) for result in results_of(report))
+        for order, key in enumerate(("verify", "draft", "other"))
+        if row["steps"] and row["tier"] == LIVE
     ]
-    stacked = layer(
-        "bar",
-        y=axis("name", None, "nominal"),
-        x=axis("ms", "ms a step"),
-        order={"field": "order", "type": "quantitative"},
-        color=colour("part"),
-        tooltip=tooltip("name:N", "part:N", "ms:Q .2f"),
-    )
+    x, order = axis("ms", "ms a step"), tooltip("order:Q")[0]
     caption = "Where the time of a step goes, a step being a target pass with its draft"
-    return plot(caption, data, [stacked], bars(data))
+    return stacked(caption, data, x, "ms:Q .2f", order=order, color=by_name("part"))
 
 
 def breakdown(report: Record) -> list[Plot]:
@@ -243,15 +219,9 @@ def breakdown(report: Record) -> list[Plot]:
             for cost, high, low in reversed(list(zip(COSTS, left, left[1:], strict=False))):
                 data.append({"name": name, "part": f"lost to {cost}", "low": low, "high": high, "size": high - low})
     order = ["speedup", *(f"lost to {cost}" for cost in reversed(COSTS))]
-    stacked = layer(
-        "bar",
-        y=axis("name", None, "nominal"),
-        x=axis("low", "times the baseline; the whole bar is τ"),
-        x2={"field": "high"},
-        color=colour("part", scale={"domain": order}),
-        tooltip=tooltip("name:N", "part:N", "size:Q .3f"),
-    )
-    return plot("What became of τ on the way to the speedup", data, [stacked, reference("x")], bars(data))
+    x, caption = axis("low", "times the baseline; the whole bar is τ"), "What became of τ on the way to the speedup"
+    color = by_name("part", scale={"domain": order})
+    return stacked(caption, data, x, "size:Q .3f", reference("x"), x2={"field": "high"}, color=color)
 
 
 def training(report: Record) -> list[Plot]:
@@ -266,7 +236,7 @@ def training(report: Record) -> list[Plot]:
     ]
     taus: Records = [{"name": name, **record} for name, curve in curves.items() for record in curve["tau"]]
     x, y = axis("step", "step"), axis("tau", "τ", scale={"zero": False})
-    spans = bar("y", {"x": x, "y": y, "color": colour()}, strokeWidth=2, opacity=0.5)
+    axes = {"x": x, "y": y, "color": by_name()}
     losses = curve(x, axis("loss", "loss"), "step:Q", "loss:Q .3f", mark="line")
     accuracies = curve(x, axis("share", "accuracy", scale=UNIT), "step:Q", "share:Q .3f", mark="line")
     return [
@@ -275,7 +245,7 @@ def training(report: Record) -> list[Plot]:
         *plot(
             "τ by the verifier while the head was trained, with its 95% interval",
             taus,
-            [spans, curve(x, y, "step:Q", "tau:Q .3f")],
+            spans("y", axes, LINE, "step:Q", "tau:Q .3f", strokeWidth=2, opacity=0.5),
         ),
     ]
 
@@ -290,8 +260,8 @@ def trees(report: Record) -> list[Plot]:
                 {"type": "point", "size": 45},
                 x=axis("nodes", "drafted nodes a step"),
                 y=axis(key, title, scale={"zero": False}),
-                color=colour("family"),
-                shape=colour("family"),
+                color=by_name("family"),
+                shape=by_name("family"),
                 tooltip=tooltip("family:N", "tree:N", "nodes:Q .2f", "tau:Q .2f", "speedup:Q .2f"),
             )
             plots += plot(f"{name}: {title} of every tree by the nodes it drafts", data, [dots])
@@ -301,23 +271,17 @@ def trees(report: Record) -> list[Plot]:
 def loads(report: Record) -> list[Plot]:
     """Return the predicted speedups by batch size of each head's own tree, and of the best for each size."""
     data: Records = [
-        {
-            "name": f"{name}, {called}",
-            "batch": prediction["batch_size"],
-            "tree": "" if who == "own" else prediction["tree"],
-            "speedup": prediction[who],
-        }
+        {"name": f"{name}, {whose}", "batch": load["batch_size"], "tree": tree, "speedup": load[key]}
         for name, record in report.get("other_trees", {}).items()
-        for prediction in record.get("loads", [])
-        for who, called in (("own", "its own tree"), ("best", "best tree"))
-        if prediction[who] is not None
+        for load in record.get("loads", [])
+        for key, whose, tree in (("own", "its own tree", ""), ("best", "best tree", load["tree"]))
+        if load[key] is not None
     ]
-    sizes = sorted({prediction["batch"] for prediction in data})
-    x = axis("batch", "batch size", axis=ticks(sizes), scale=LOG)
+    x = ticked("batch", "batch size", data, scale=LOG)
     y = axis("speedup", "predicted speedup", scale={"zero": True})
     line = curve(x, y, "tree:N", "batch:Q", "speedup:Q .2f")
     caption = "Predicted speedup by batch size; where a line falls below the dashed one, speculation no longer pays"
-    return plot(caption, data, [reference("y"), line]) if len(sizes) > 1 else []
+    return plot(caption, data, [reference("y"), line]) if len({record["batch"] for record in data}) > 1 else []
 
 
 def along(report: Record) -> list[Plot]:
@@ -329,7 +293,7 @@ def along(report: Record) -> list[Plot]:
         for called, key in (("n-alpha", "n_alpha"), ("P(a≥k)", "at_every_token"))
         for depth, fraction in enumerate(record[key], 1)
     ]
-    line = curve(depths(curves), axis("share", "share", scale=UNIT), "depth:Q", "share:Q .3f")
+    line = curve(ticked("depth", "depth", curves), axis("share", "share", scale=UNIT), "depth:Q", "share:Q .3f")
     plots = [plot for name, record in records.items() for plot in _heat(name, record)]
     return plots + plot("n-alpha by depth n + 1, and P(a≥k) of a chain after every token", curves, [line])
 

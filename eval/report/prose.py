@@ -1,9 +1,5 @@
 """The texts of a report: on its sections, and notes on how to read the numbers."""
 
-SAMPLED_CHAINS = (
-    "teacher_forced counts a chain that is sampled token by token: block verification, the rule of decoding unless "
-    "asked otherwise, accepts as much or more."
-)
 NODES = (
     "Each node with the share of the target passes that accepted it: the fuller the node and the thicker its line, "
     "the greater the share. Siblings stand in the order in which they were drafted."
@@ -11,7 +7,8 @@ NODES = (
 TIERS = (
     "One τ, measured up to three times: live by decoding; teacher_forced by one pass of target and head over the text; "
     "replay by drafting along the text, without the target. What they count differs only where the text does, or the "
-    "rule. The intervals resample the prompts. " + SAMPLED_CHAINS
+    "rule. The intervals resample the prompts. teacher_forced counts a chain that is sampled token by token: block "
+    "verification, the rule of decoding unless asked otherwise, accepts as much or more."
 )
 CHECKED = "Greedy output against the baseline's, token for token, in the gate's dtype."
 SAMPLED = (

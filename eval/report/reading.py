@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from eval.measures import metrics
-from eval.measures.losslessness import Gate, SampledGate
+from eval.measures.losslessness import FailedChecks, Gate, SampledGate
+from eval.measures.metrics import PARTS
 from eval.measures.results import Row
 from eval.report.breakdown import with_breakdowns
 from eval.report.write import SCHEMA, Report
@@ -19,18 +19,20 @@ EXTRAS = {  # by eval/live/extras.py, the tiers and side_by_side.py
     "training": dict, "trees": dict, "teacher_forced": dict, "other_trees": dict, "answers": list, "reports": list,
     "warnings": list,
 }  # fmt: skip
-GATES = ("gate", "sampled_gate")  # keys of its settings
 TEXTS = [column.name for column in fields(Row) if column.type is str]  # `typed` would accept numbers in them
 # A report beyond these limits was not written by this project, and its page would take gigabytes.
 MOST_BYTES, MOST_ROWS = 32 << 20, 2_000
 LONGEST = 4_000  # length of a text, list or mapping in a row
 GREATEST = 1e20  # magnitude of a number; seeds have 64 bits
-SPEEDUPS = ("speedup", "speedup_ci", "speedup_hf", "whole_speedup", "whole_speedup_ci")
 
 NUMBER = float | None  # null: not finite, or not measured
 TREE = {"family": str, "tree": str, "tau": float, "nodes": float, "speedup": NUMBER}
 PRICED = TREE | {"speedup": float}
-SAMPLED = {"drafter": str, "temperature": float, "passed": bool}
+SETTINGS: dict[str, tuple[str, Any]] = {  # that reading depends on, by what they are called
+    "gate": ("gates", dict[str, dict[str, Any]]),
+    "sampled_gate": ("gates of sampling", [{"drafter": str, "temperature": float, "passed": bool}]),
+    "provenance": ("provenance", dict),
+}
 PIECE = {"text": str, "source": str, "step": int}
 # A record's form by key; an earlier version may lack some. Deeper mappings need every key, lists have one form.
 RECORDS: dict[str, dict[str, Any]] = {
@@ -110,14 +112,13 @@ def report_of(content: Mapping[str, Any], file: str) -> Report:
         sampled = [SampledGate.read(check) for check in content["settings"].get("sampled_gate", [])]
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"report {file} has damaged gates ({error}): evaluate again to write it anew") from None
-    settings = {key: value for key, value in content["settings"].items() if key not in GATES}
-    extras = {key: value for key, value in content.items() if key not in REPORT_KEYS}
-    report = Report(content["target"], content["device"], settings, gates, [], sampled, extras)
-    rows = [row_of(row) for row in content["rows"]]
+    rows, failed = [row_of(row) for row in content["rows"]], FailedChecks.of(gates, sampled)
     for row in rows:
-        if report.failed(row) and any(getattr(row, key) is not None for key in SPEEDUPS):
+        if failed.result(vars(row)) and row.has_speedup:
             raise ValueError(f"report {file}: {row.drafter} has a speedup and failed its check: evaluate again")
-    return replace(report, rows=rows)
+    settings = {key: value for key, value in content["settings"].items() if key not in ("gate", "sampled_gate")}
+    extras = {key: value for key, value in content.items() if key not in REPORT_KEYS}
+    return Report(content["target"], content["device"], settings, gates, rows, sampled, extras)
 
 
 def _nested(value: Any, key: str = "it") -> Iterator[tuple[str, Any]]:
@@ -162,19 +163,18 @@ def _check_extras(content: dict[str, Any], file: Path) -> None:
         if key not in EXTRAS or not isinstance(content[key], EXTRAS[key]):
             valid = ", ".join((*REPORT_KEYS, *EXTRAS))
             raise ValueError(f"report {file}: {shown(key)} is not a known key, or not of its kind; valid keys: {valid}")
-    for key in ("answers", "reports"):
-        name = "drafter" if key == "answers" else "name"
-        if not all(isinstance(record, dict) and isinstance(record.get(name), str) for record in content.get(key, [])):
-            raise ValueError(f"report {file} has damaged {key}: evaluate again to write it anew")
-    if what := damage_of_settings(content["settings"]):
-        raise ValueError(f"report {file} has damaged {what}: evaluate again to write it anew")
+    names = {key: [{name: str}] for key, name in (("answers", "drafter"), ("reports", "name"))}
+    wrong = [key for key, form in names.items() if not _like(form, content.get(key, []))]
+    settings = content["settings"]
+    wrong += [what for key, (what, form) in SETTINGS.items() if key in settings and not _like(form, settings[key])]
+    if wrong:
+        raise ValueError(f"report {file} has damaged {wrong[0]}: evaluate again to write it anew")
     for name in RECORDS.keys() & content.keys():
         records = content[name].items() if isinstance(content[name], dict) else enumerate(content[name])
         for label, record in records:
-            if wrong := damage(name, record):
+            if why := damage(name, record):
                 raise ValueError(
-                    f"report {file} has damaged {name}, that of {shown(label)}: {wrong}; evaluate again to "
-                    "write it anew"
+                    f"report {file} has damaged {name}, that of {shown(label)}: {why}; evaluate again to write it anew"
                 )
 
 
@@ -195,7 +195,7 @@ def row_of(record: Any) -> Row:
         raise ValueError(f"{odd[0]} is {shown(record[odd[0]])}, expected a text")
     if len(row.accepted_by_depth) != len(row.conditional_by_depth):
         raise ValueError("accepted_by_depth and conditional_by_depth differ in length")
-    if missing := [name for name in metrics.seconds([]) if name not in row.seconds]:
+    if missing := [name for name in PARTS if name not in row.seconds]:
         raise ValueError(f"seconds.{missing[0]} is missing")
     gaps = row.agreement.get("gaps", [])  # null stands for a gap that is not finite
     if not isinstance(gaps, list) or not all(gap is None or isinstance(gap, int | float) for gap in gaps):
@@ -212,16 +212,6 @@ def damage(name: str, record: Any) -> str | None:
         if key in record and not (key == "own" and record[key] is None) and not _like(form, record[key]):
             return f"{key} is {shown(record[key])}"
     return WHOLE[name](record) if name in WHOLE else None
-
-
-def damage_of_settings(settings: dict[str, Any]) -> str | None:
-    """Return the name of a damaged setting that reading depends on, None where all are sound."""
-    gates = settings.get("gate", {})
-    if not isinstance(gates, dict) or not all(isinstance(check, dict) for check in gates.values()):
-        return "gates"
-    if not _like([SAMPLED], settings.get("sampled_gate", [])):
-        return "gates of sampling"
-    return None if isinstance(settings.get("provenance", {}), dict) else "provenance"
 
 
 def _like(form: Any, value: Any) -> bool:

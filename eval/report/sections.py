@@ -1,24 +1,23 @@
 """The sections of a report in their order, each with its text, tables and plots; renderers only format them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.metrics import DEFINITIONS
 from eval.report import breakdown, columns, plots, prose
 from eval.report.breakdown import PLAIN
+from eval.report.columns import Table, topic
 from eval.report.plots import Plot
 from eval.report.tree_plot import tree
-from eval.report.view import PAGE, TEXT, Record, Result, Table, results_of
+from eval.report.view import PAGE, TEXT, Record, Result, results_of
 
 LITTLE = 0.02  # of the speedup: costs are not known closer
 MOST = 5  # near ties shown of each drafter
 AGAINST = {"batch_size": "batch size", "temperature": "temperature", "request_rate": "requests a second"}
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A part of a report; `folded` is shown on demand, where that can be."""
 
     id: str
@@ -32,34 +31,31 @@ class Section:
 
 def sections(report: Record, medium: str) -> list[Section]:
     """Return the sections that have a table, a plot or a list, for one of the renderers."""
-    measured = results_of(report)
-    overall = [result for result in measured if result.overall]
-    candidates = on_page(report, measured) if medium == PAGE else in_text(report, overall)
-    return [
-        section
-        for section in candidates
-        if section.plots or section.bullets or any(table.lines for table in section.tables)
-    ]
+    candidates = (on_page if medium == PAGE else in_text)(report, results_of(report))
+    return [one for one in candidates if one.plots or one.bullets or any(table.lines for table in one.tables)]
 
 
-def in_text(report: Record, overall: Sequence[Result]) -> Iterator[Section]:
+def in_text(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     """Yield the sections of Markdown: those of whole workloads, with tables in place of plots."""
-    measured, name = results_of(report), columns.on_workload(overall)
+    overall = [result for result in measured if result.overall]
+    clocked = [result for result in measured if result.clocked]
+    settings, name = [columns.LABEL, columns.WORKLOAD, columns.T], columns.on_workload(overall)
     yield Section("reports", "The reports", tables=[columns.reports(report)])
     yield Section("results", "Results", tables=[columns.results(overall, TEXT)])
-    yield Section("times", "Where the time goes", tables=[columns.times(overall, name)])
-    yield why(report, columns.why(overall, columns.LABEL))
+    yield Section("times", "Where the time goes", tables=[topic("times", overall, name)])
+    yield why(report, topic("why", overall))
     yield other(report, columns.MOST)
     yield along(report)
     yield Section("tiers", "With and without a clock", [prose.TIERS], columns.tiers(measured)[:1])
-    yield Section("categories", "By category", tables=[columns.categories(measured)])
-    meanings = [f"`{name}`: {meaning}" for name, meaning in DEFINITIONS.items()]
-    listed = columns.definitions(overall)
-    yield Section("definitions", "What others call acceptance", [], [listed], bullets=meanings if listed.lines else [])
-    yield Section("end_to_end", "End to end", [prose.END_TO_END], [columns.end_to_end(overall)])
-    yield Section("load", "Under load", [prose.LOAD], [columns.load(overall, columns.DRAFTER)])
+    yield Section("categories", "By category", tables=[topic("categories", clocked)])
+    listed = topic("definitions", overall)
+    meanings = [f"`{name}`: {meaning}" for name, meaning in DEFINITIONS.items()] if listed.lines else []
+    yield Section("definitions", "What others call acceptance", tables=[listed], bullets=meanings)
+    yield Section("end_to_end", "End to end", [prose.END_TO_END], [topic("end_to_end", overall)])
+    yield Section("load", "Under load", [prose.LOAD], [topic("load", overall, columns.DRAFTER)])
     yield Section("requests", "Over the requests", tables=[columns.requests(overall)])
-    yield Section("within", "At an equal depth of draft", [prose.WITHIN], [columns.within(overall)])
+    within = columns.by_depth("within", overall, settings, "depth {}", "tau_within_depth")
+    yield Section("within", "At an equal depth of draft", [prose.WITHIN], [within])
     yield checks(report, overall, [])
 
 
@@ -68,23 +64,21 @@ def on_page(report: Record, measured: Sequence[Result]) -> Iterator[Section]:
     trees = [plot for name, record in report.get("trees", {}).items() if record["paths"] for plot in tree(name, record)]
     both = plots.with_intervals(report, "speedup", "speedup") + plots.with_intervals(report, "tau", "τ")
     loads = [plot for key, name in AGAINST.items() for plot in plots.against(report, key, name)]
+    why_not, timed, times = (topic(id_, measured, columns.NAME) for id_ in ("why", "load", "times"))
+    depths = columns.by_depth("depths", measured, [columns.NAME], "P(a≥{})", "accepted_by_depth")
+    nodes, everything = columns.nodes(report, measured), columns.everything(measured)
     yield Section("reports", "The reports", tables=[columns.reports(report)])
     yield Section("results", "Results", [], [columns.results(measured, PAGE)], both)
-    yield why(report, columns.why(measured, columns.NAME), plots.breakdown(report))
+    yield why(report, why_not, plots.breakdown(report))
     yield checks(report, measured, [columns.checks(report)])
-    yield Section("depths", "Acceptance by depth", [], [columns.depths(measured)], plots.acceptance(report))
-    timed = [columns.load(measured, columns.NAME)]
-    yield Section("load", "Under load and temperature", [], timed, loads + plots.latencies(report))
+    yield Section("depths", "Acceptance by depth", [], [depths], plots.acceptance(report))
+    yield Section("load", "Under load and temperature", [], [timed], loads + plots.latencies(report))
     yield other(report, None, plots.loads(report) + plots.trees(report))
-    times = columns.times(measured, columns.NAME)
     yield Section("times", "Where the time goes", [], [times], plots.time_split(report))
-    yield Section(
-        "tree", "The tree", [prose.NODES] * bool(trees), [columns.nodes(report, measured)], trees, folded=True
-    )
+    yield Section("tree", "The tree", [prose.NODES] * bool(trees), [nodes], trees, folded=True)
     yield along(report, plots.along(report))
     yield Section("tiers", "With and without a clock", [prose.TIERS], columns.tiers(measured))
     yield Section("training", "Training of the head", plots=plots.training(report))
-    everything = columns.everything(measured)
     yield Section("everything", "Every number", ["As report.json has them."], [everything], folded=True)
 
 
@@ -104,28 +98,22 @@ def firsts(report: Record) -> list[Result]:
 
 
 def recommended(report: Record) -> list[str]:
-    """Return which tree to take and at which load to stop, in words."""
-    return [line for name, record in report.get("other_trees", {}).items() for line in tree_advice(name, record)]
-
-
-def tree_advice(name: str, record: Record) -> list[str]:
-    """Return which tree to take and at which load to stop, for a head, a sentence each; nothing without prices."""
-    if "loads" not in record:
-        return []
-    current, best, loads = record["own"], record["best"], record["loads"]
+    """Return which tree to take and at which load to stop, in words, for each head with priced trees."""
     sentences = []
-    if current is None or best["tree"] == current["tree"]:
-        sentences.append(f"{name}: no tree tried promises more than its own, {_tree(best)}.")
-    elif best["speedup"] <= current["speedup"] * (1 + LITTLE):
-        sentences.append(
-            f"{name}: its own tree, {_tree(current)}, is as good as any that was tried; next is {_tree(best)}."
-        )
-    else:
-        sentences.append(f"{name}: of the trees tried, {_tree(best)} promises most; its own is {_tree(current)}.")
-    if len(loads) > 1:
-        sentences.append(
-            f"{name}: {_stops(record, 'own', 'its own tree')}; {_stops(record, 'best', 'the best for each size')}."
-        )
+    for name, record in report.get("other_trees", {}).items():
+        if "loads" not in record:
+            continue
+        current, best = record["own"], record["best"]
+        if current is None or best["tree"] == current["tree"]:
+            advice = f"no tree tried promises more than its own, {_tree(best)}."
+        elif best["speedup"] <= current["speedup"] * (1 + LITTLE):
+            advice = f"its own tree, {_tree(current)}, is as good as any that was tried; next is {_tree(best)}."
+        else:
+            advice = f"of the trees tried, {_tree(best)} promises most; its own is {_tree(current)}."
+        sentences.append(f"{name}: {advice}")
+        if len(record["loads"]) > 1:
+            stops = _stops(record, "own", "its own tree"), _stops(record, "best", "the best for each size")
+            sentences.append(f"{name}: {'; '.join(stops)}.")
     return sentences
 
 
@@ -135,16 +123,12 @@ def _tree(tree: Record) -> str:
 
 def _stops(record: Record, who: str, name: str) -> str:
     """Return at which batch size a tree stops paying, in words."""
-    largest = record["loads"][-1]["batch_size"]
     if who not in record["stops_paying"]:
         return f"{name} has no prediction"
-    size = record["stops_paying"][who]
-    gain = record["loads"][-1][who]
-    return (
-        f"{name} still pays at batch size {largest} ({gain:.2f})"
-        if size is None
-        else f"{name} no longer pays from batch size {size} on"
-    )
+    size, largest = record["stops_paying"][who], record["loads"][-1]
+    if size is None:
+        return f"{name} still pays at batch size {largest['batch_size']} ({largest[who]:.2f})"
+    return f"{name} no longer pays from batch size {size} on"
 
 
 def other(report: Record, most: int | None, plots_shown: Sequence[Plot] = ()) -> Section:
@@ -169,14 +153,9 @@ def checks(report: Record, measured: Sequence[Result], tables: Sequence[Table]) 
         for name, gate in settings.get("gate", {}).items()
         for tie in Gate.read(gate).ties[:MOST]
     ]
-    near += [_timed(result) for result in measured if _parted(result.row)]
+    near += [_timed(result) for result in measured if columns.texts_differ(result.row)]
     text = [prose.CHECKED, *[prose.SAMPLED] * bool(sampled), *[prose.TIES] * bool(near)]
     return Section("gate", "Is it lossless?", text, tables, bullets=[*lines, *near])
-
-
-def _parted(row: Mapping[str, Any]) -> bool:
-    """Whether timed tokens differ from the baseline's."""
-    return bool(row["agreement"].get("identical", row["prompts"]) < row["prompts"])
 
 
 def _timed(result: Result) -> str:

@@ -7,13 +7,15 @@ report's target, device and settings, and with the differences that forbid a com
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from eval.measures.losslessness import Gate, labelled
+from eval.measures.losslessness import labelled
 from eval.report.columns import flattened
 from eval.report.reading import RECORDS, read_report, report_of
 from eval.report.view import results_of, shown
 from eval.report.write import Report
+
+T = TypeVar("T")
 
 # Settings that do not decide whether numbers compare.
 HARMLESS = ("path", "load", "clock_mhz", "python", "gate_dtype", "gate_tv", "repeats", "warmup", "warmup_prompts")
@@ -22,6 +24,7 @@ NEVER_BESIDE = (
 )
 # The keys that a record of each extra needs to be shown.
 NEEDED: dict[str, set[str]] = {name: {*form} for name, form in RECORDS.items()} | {"other_trees": {"trees"}}
+WORK = ("workload", "temperature", "batch_size", "tier", "request_rate")
 HASH_CHARS = 12  # characters of a hash that tell it from others
 HASHES = ("revision", "fingerprint")
 
@@ -43,7 +46,7 @@ def side_by_side(files: Sequence[str]) -> Report:
         target=shared([report.target for report in reports.values()]),
         device=shared([report.device for report in reports.values()]),
         settings=shared([report.settings for report in reports.values()]),
-        gates=dict(_gates(reports)),
+        gates=dict(pair for name, report in reports.items() for pair in _labelled(report.gates, name).items()),
         rows=[replace(row, report=name) for name, report in reports.items() for row in report.rows],
         sampled=[
             replace(check, drafter=labelled(check.drafter, 1, name))
@@ -51,7 +54,11 @@ def side_by_side(files: Sequence[str]) -> Report:
             for check in report.sampled
         ],
         extras={
-            "reports": [_metadata(name, file, reports[name]) for name, file in zip(reports, files, strict=True)],
+            "reports": [
+                {"name": name, "file": file, "work": conditions(report)["work"]}
+                | {key: getattr(report, key) for key in ("target", "device", "settings")}
+                for file, (name, report) in zip(files, reports.items(), strict=True)
+            ],
             "warnings": [NEVER_BESIDE, *differences(reports), *left_out(reports)],
             **_extras(reports),
         },
@@ -60,17 +67,14 @@ def side_by_side(files: Sequence[str]) -> Report:
 
 def names(files: Sequence[str]) -> list[str]:
     """Return a name for each report: the folder of a run's report.json, another file's name, else the path."""
-    short = [path.parent.name if path.name == "report.json" else path.stem for path in map(_whole, files)]
+    paths = [Path(file).expanduser().resolve() for file in files]
+    short = [path.parent.name if path.name == "report.json" else path.stem for path in paths]
     return [name if short.count(name) == 1 else file for name, file in zip(short, files, strict=True)]
 
 
 def folder_of(files: Sequence[str]) -> Path:
     """Return the default output folder of a combined report."""
     return Path("outputs") / "-".join(["compare", *(name.replace("/", "-") for name in names(files))])
-
-
-def _whole(file: str) -> Path:
-    return Path(file).expanduser().resolve()
 
 
 def shared(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -115,13 +119,7 @@ def conditions(report: Report) -> dict[str, dict[str, Any]]:
         "device": report.device,
         "settings": {key: value for key, value in report.settings.items() if key != "provenance"},
         "code": {key: provenance.get(key) for key in ("revision", "dirty")},
-        "work": {
-            "workload": _listed(row["workload"] for row in rows),
-            "temperature": _listed(f"{row['temperature']:g}" for row in rows),
-            "batch_size": _listed(row["batch_size"] for row in rows),
-            "tier": _listed(row["tier"] for row in rows),
-            "request_rate": _listed(shown(row["request_rate"], None) for row in rows),
-        },
+        "work": {key: _listed(shown(row[key], None) for row in rows) for key in WORK},
     }
 
 
@@ -134,18 +132,9 @@ def _brief(key: str, value: Any) -> str:
     return "unknown" if value is None else str(value)[:HASH_CHARS] if key in HASHES else str(value)
 
 
-def _gates(reports: Mapping[str, Report]) -> Iterator[tuple[str, Gate]]:
-    """Yield the losslessness checks under the names by which rows with a report look for them."""
-    for name, report in reports.items():
-        for drafter, gate in report.gates.items():
-            yield labelled(drafter, 1, name), gate
-
-
-def _metadata(name: str, file: str, report: Report) -> dict[str, Any]:
-    """Return a report's metadata: its name, file, workloads, target, device and settings."""
-    work = conditions(report)["work"]
-    measured_on = {"target": report.target, "device": report.device, "settings": report.settings}
-    return {"name": name, "file": file, "work": work, **measured_on}
+def _labelled(by_drafter: Mapping[str, T], report: str) -> dict[str, T]:
+    """Return values by the names by which rows with a report look for them."""
+    return {labelled(drafter, 1, report): value for drafter, value in by_drafter.items()}
 
 
 def left_out(reports: Mapping[str, Report]) -> Iterator[str]:
@@ -173,9 +162,7 @@ def _extras(reports: Mapping[str, Report]) -> dict[str, Any]:
             if not _readable(key, extra):
                 continue
             if isinstance(extra, Mapping):
-                extras.setdefault(key, {}).update(
-                    {labelled(drafter, 1, name): value for drafter, value in extra.items()}
-                )
+                extras.setdefault(key, {}).update(_labelled(extra, name))
             else:
                 records = ({**record, "drafter": labelled(record["drafter"], 1, name)} for record in extra)
                 extras.setdefault(key, []).extend(records)

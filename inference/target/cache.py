@@ -259,10 +259,9 @@ class BatchCache:
         return self.active[slot]
 
     def move(self, source: int, slot: int) -> None:
-        """Move the last sequence, in slot `source`, to one whose sequence has left."""
+        """Move a sequence to a slot whose own has left."""
         self.active[source].move(slot)
         self.active[slot] = self.active[source]
-        del self.active[source:]
 
     def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
         """Return a pass over the first sequences; entries behind the others count after `TargetCache.set_length`."""

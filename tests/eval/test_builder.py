@@ -7,9 +7,8 @@ import torch
 
 from eval.inputs.texts import Text
 from eval.measures import metrics
-from eval.measures.builder import Request, Source, text_results
 from eval.measures.metrics import Passes
-from eval.measures.results import TEACHER_FORCED, Measurement, Row
+from eval.measures.results import TEACHER_FORCED, Measurement, Request, Row, Source, text_results
 from eval.offline.teacher_forced import Overlap, expected
 
 SESSION = Measurement("tiny", 1.0, 1, 0, 0, conversations=[0, 1], tier=TEACHER_FORCED)

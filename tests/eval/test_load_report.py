@@ -6,7 +6,7 @@ from typing import Any
 
 from eval.report import columns, plots
 from eval.report.breakdown import speedup_breakdown
-from eval.report.page.build import headlines
+from eval.report.page import headlines
 from eval.report.view import results_of
 from eval.report.write import Report
 from tests.eval.stubs import markdown
@@ -16,11 +16,11 @@ from tests.eval.test_load import GREEN, RED, loaded
 def test_a_tile_says_that_its_ratio_is_one_of_latencies() -> None:
     gates = {"plain": GREEN, "eagle": GREEN}
     (slow,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict())
-    assert slow.unit == "the baseline's mean latency over its own"
+    assert slow["unit"] == "the baseline's mean latency over its own"
     (closed,) = headlines(Report({}, {}, {}, gates, loaded(GREEN)).as_dict() | {"rows": rated(None)})
-    assert closed.unit == "times the baseline"
+    assert closed["unit"] == "times the baseline"
     (red,) = headlines(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, loaded(RED)).as_dict())
-    assert (red.speedup, red.unit) == ("withheld", "")
+    assert (red["speedup"], red["unit"]) == ("withheld", "")
 
 
 def rated(rate: float | None) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def test_a_red_gate_withholds_the_ratio_in_tables_and_plots(tmp_path: Path) -> N
     assert line.endswith("| withheld |")
     (shown,) = plots.latencies(made.as_dict() | {"settings": {"gate": {"eagle": {"passed": False}}}})
     assert {each["name"] for each in shown.spec["data"]["values"]} == {"plain"}
-    assert columns.load(results_of(made.as_dict()), columns.NAME).failed == [False, True, False, True]
+    assert columns.topic("load", results_of(made.as_dict())).failed == [False, True, False, True]
 
 
 def test_the_plot_has_both_quantiles_at_every_rate() -> None:

@@ -15,8 +15,8 @@ from rich.console import Console
 from data.features.store_files import write_whole
 from eval.measures.losslessness import UNCHECKED, Divergence, Gate
 from eval.measures.results import TEACHER_FORCED, Row
-from eval.report.page import build
-from eval.report.page.build import library
+from eval.report import page
+from eval.report.page import library
 from eval.report.text import terminal
 from eval.report.write import Report
 from tests.eval.stubs import ROW, markdown
@@ -188,8 +188,8 @@ def test_where_the_page_cannot_be_made_the_rest_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     report(replace(ROW, tau=9.0)).write(tmp_path)
-    monkeypatch.setattr(build, "library", library.__wrapped__)
-    monkeypatch.setattr(build, "BUNDLE", "import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")  # as V8 ends
+    monkeypatch.setattr(page, "library", library.__wrapped__)
+    monkeypatch.setattr(page, "BUNDLE", "import os, signal; os.kill(os.getpid(), signal.SIGTRAP)")  # as V8 ends
     report().write(tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["report.json", "report.md"]
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["rows"][0]["tau"] == ROW.tau

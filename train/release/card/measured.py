@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from eval.live import extras
 from eval.report import plots
-from eval.report.columns import CARD, results
+from eval.report.columns import CARD, Cell, results
 from eval.report.plots import Plot, Spec
 from eval.report.text import grid
-from eval.report.view import Cell
 from train.release.card.facts import Facts
 from train.release.card.text import escaped
 
