@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from heads.common.typed import build
 from heads.formats.store import read_tensors
 from inference.decode import Settings, speculate
 from inference.drafters.contrib.stream_layers import LookAheadRows, Streams, frozen, load_streams, save_streams
@@ -88,7 +89,7 @@ def test_another_targets_streams_and_damaged_ones_are_refused(tmp_path: Path) ->
 )
 def test_a_bad_configuration_is_one_line(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        Streams(Streams.Config(**asdict(CONFIG) | change), toys.target())
+        Streams(build(Streams.Config, asdict(CONFIG) | change, "streams"), toys.target())
     assert "\n" not in str(caught.value)
 
 

@@ -227,12 +227,12 @@ def test_acceptance_predicted_from_text_is_observed() -> None:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ({"mode": "graph"}, "drafter.suffix.mode is 'graph': choose one of path, tree"),
-        ({"depth": 1}, "drafter.suffix.depth is 1: give at least 2"),
-        ({"tokens": 0}, "drafter.suffix.tokens is 0: give at least 1"),
-        ({"factor": -1.0}, "drafter.suffix.factor is -1.0: give at least 0"),
-        ({"memory_nodes": 0}, "drafter.suffix.memory_nodes is 0: give at least 1"),
-        ({"min_probability": 1.5}, "drafter.suffix.min_probability is 1.5: give a number from 0 to 1"),
+        ({"mode": "graph"}, "drafter.suffix.mode is 'graph': choose path, tree"),
+        ({"depth": 1}, "drafter.suffix.depth is 1: give 2 or more"),
+        ({"tokens": 0}, "drafter.suffix.tokens is 0: give 1 or more"),
+        ({"factor": -1.0}, "drafter.suffix.factor is -1.0: give 0 or more"),
+        ({"memory_nodes": 0}, "drafter.suffix.memory_nodes is 0: give 1 or more"),
+        ({"min_probability": 1.5}, "drafter.suffix.min_probability is 1.5: give 1 or less"),
     ],
 )
 def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:

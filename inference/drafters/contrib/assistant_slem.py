@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heads.common.ranges import Count, Fraction
 from inference.drafters import runner
-from inference.drafters.assistant import Length, check_chain, doubts
+from inference.drafters.assistant import Length, Schedule, doubts
 from inference.drafters.runner import DraftModelRunner
 from inference.drafters.text import GrowingText, continuation, decode
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
@@ -31,17 +32,10 @@ class AssistantSlem(Drafter):
         dtype: str | None
         device: str | None
         trust_remote_code: bool
-        depth: int
-        schedule: str
-        confidence: float
-        lookbehind: int
-
-        def __post_init__(self) -> None:
-            """Check the ranges."""
-            for key in ("depth", "lookbehind"):
-                if getattr(self, key) < 1:
-                    raise ValueError(f"drafter.assistant_slem.{key} is {getattr(self, key)}: give 1 or more")
-            check_chain("drafter.assistant_slem", self.schedule, self.confidence)
+        depth: Count
+        schedule: Schedule
+        confidence: Fraction
+        lookbehind: Count
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name, self.tree = config, name, f"chain-{config.depth}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from heads.common.ranges import Count, Decay
 from inference.drafters.contrib.skip_search import load_skips
 from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
@@ -25,19 +26,12 @@ class LayerSkip(Drafter, DrafterState):
         """The file that the search wrote, and what differs from its depth and stop; None differs in nothing."""
 
         skips: str | None
-        depth: int | None
-        stop: float | None
+        depth: Count | None
+        stop: Decay | None
 
         def __post_init__(self) -> None:
-            """Check the ranges."""
             if not self.skips:
                 raise ValueError("drafter.layer_skip.skips is missing: give the file that eval/search_skips.py writes")
-            if self.depth is not None and self.depth < 1:
-                raise ValueError(f"drafter.layer_skip.depth is {self.depth}: give at least 1")
-            if self.stop is not None and not 0 <= self.stop < 1:
-                raise ValueError(
-                    f"drafter.layer_skip.stop is {self.stop}: give 0 for no stop, or a probability below 1"
-                )
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         file = load_skips(Path(config.skips or "").expanduser(), target)

@@ -10,10 +10,11 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
+from heads.common.ranges import LARGEST, Count, Decay, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, regular
 from heads.formats.store import TargetSpec
@@ -48,19 +49,10 @@ class Rating(NamedTuple):
 class SearchSettings:
     """The greatest depth and the confidence to draft on with, how many candidates to rate, and the order's seed."""
 
-    depth: int
-    stop: float
-    evaluations: int
+    depth: Count
+    stop: Decay  # 0: draft on whatever the confidence
+    evaluations: Annotated[int, Within(2, LARGEST)]
     seed: int
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.depth < 1:
-            raise ValueError(f"search.depth is {self.depth}: give at least 1")
-        if not 0 <= self.stop < 1:
-            raise ValueError(f"search.stop is {self.stop}: give 0 for no stop, or a probability below 1")
-        if self.evaluations < 2:
-            raise ValueError(f"search.evaluations is {self.evaluations}: give at least 2")
 
 
 @dataclass(frozen=True)
@@ -71,8 +63,8 @@ class SkipFile:
     target: TargetSpec
     attention: list[int]
     mlp: list[int]
-    depth: int
-    stop: float
+    depth: Count
+    stop: Decay
     found: dict[str, float]
 
     @property

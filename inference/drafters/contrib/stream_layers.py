@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from heads import rows
+from heads.common.ranges import Count
 from heads.common.typed import typed
 from heads.formats import store
 from heads.formats.store import TargetSpec
@@ -43,18 +44,11 @@ class Streams(nn.Module):
     class Config:
         """How many streams, through how many of the top layers, and their adapters' rank, scale and linear layers."""
 
-        streams: int
-        layers: int | None  # None: all
-        rank: int
-        alpha: int  # the adapters' output is scaled by alpha / rank
+        streams: Count
+        layers: Count | None  # None: all
+        rank: Count
+        alpha: Count  # the adapters' output is scaled by alpha / rank
         modules: list[str] | None  # names of linear layers inside a decoder layer, as q_proj; None: all
-
-        def __post_init__(self) -> None:
-            """Check the ranges."""
-            for key in ("streams", "layers", "rank", "alpha"):
-                value = getattr(self, key)
-                if value is not None and value < 1:
-                    raise ValueError(f"streams.{key} is {value}: give 1 or more")
 
     def __init__(self, config: Config, target: Target) -> None:
         super().__init__()
@@ -204,9 +198,9 @@ def load_streams(run: Path, target: Target) -> Streams:
     content = store.read_folder(folder, KIND, (KIND, "target"))
     store.assert_same_target(folder, typed(TargetSpec, content["target"]), target.spec)
     try:
-        config = typed(Streams.Config, content[KIND])
+        config = typed(Streams.Config, content[KIND], KIND)
     except ValueError as error:
-        raise ValueError(f"{folder}/{store.CONFIG}: streams.{error}") from None
+        raise ValueError(f"{folder}/{store.CONFIG}: {error}") from None
     streams = Streams(config, target)
     store.fill(streams, folder)
     return frozen(streams, target)
