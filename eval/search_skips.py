@@ -19,8 +19,16 @@ from heads.common.errors import user_errors
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.contrib.skip_search import FORMAT, Rating, SearchSettings, SkipFile, record, save_skips, search
+from inference.drafters.contrib.layer_skip import (
+    FORMAT,
+    LayerSkip,
+    Rating,
+    SearchSettings,
+    SkipFile,
+    record,
+    save_skips,
+    search,
+)  # fmt: skip
 from inference.target.config import ModelConfig
 from inference.target.placement import check_alone
 from inference.target.target import Target

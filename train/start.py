@@ -16,7 +16,7 @@ from heads.formats.published import is_published
 from heads.formats.store import TargetSpec, read_config
 from heads.modules.rope import scaling_of
 from heads.mtp import Mtp
-from inference.drafters.mtp_module import load_mtp
+from inference.drafters.mtp import load_mtp
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.placed import whole
 from inference.target.placement import REPLICATE

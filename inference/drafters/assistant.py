@@ -17,7 +17,7 @@ from heads.common.ranges import Fraction, OneOf
 from inference.drafters import runner
 from inference.drafters.policy import Growth, TreeConfig, grow
 from inference.drafters.runner import DraftModelRunner
-from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary, Vocabulary
+from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.target import Target
 from inference.verification.sample import distribution
@@ -90,7 +90,7 @@ class Assistant(Drafter):
                 f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
                 "honour a tree mask: set tree.kind=chain"
             )
-        self.vocabulary: Vocabulary = MATCHES[config.match](target, self.model)
+        self.vocabulary = MATCHES[config.match](target, self.model)
         self.device, self.eos = target.device, target.eos
 
     def start(self, prompt: list[int]) -> "AssistantState":

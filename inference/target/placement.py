@@ -50,19 +50,6 @@ class Placement:
     offload: str
     memory_gb: float | None
 
-    def __post_init__(self) -> None:
-        """Refuse what nothing is known of."""
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"model.placement is {self.placement!r}: choose {', '.join(PLACEMENTS)}")
-        if self.offload not in OFFLOADS:
-            raise ValueError(f"model.offload is {self.offload!r}: choose {', '.join(OFFLOADS)}")
-        if self.tensor_parallel is not None and self.tensor_parallel < 1:
-            raise ValueError(f"model.tensor_parallel is {self.tensor_parallel}: give 1 or more, or null for a node's")
-        if self.memory_gb is not None and self.memory_gb <= 0:
-            raise ValueError(f"model.memory_gb is {self.memory_gb}: give more than 0, or null")
-        if self.devices is not None and (not self.devices or len({*self.devices}) < len(self.devices)):
-            raise ValueError(f"model.devices is {self.devices}: give different numbers of devices, or null for all")
-
     @property
     def together(self) -> bool:
         """Whether no process makes a pass of the target alone."""

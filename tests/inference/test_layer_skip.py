@@ -13,8 +13,7 @@ from transformers.cache_utils import DynamicCache
 from heads.common.resolvers import ROOT
 from heads.common.typed import build, typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.contrib.skip_search import FORMAT, SkipFile, save_skips
+from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
 from inference.protocol import Context, Proposal
 from inference.target.stack import Skips
 from inference.target.target import Target

@@ -9,9 +9,9 @@ import torch
 
 from heads.common.typed import build
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.contrib.skip_search import (
+from inference.drafters.contrib.layer_skip import (
     FORMAT,
+    LayerSkip,
     Rating,
     SearchSettings,
     SkipFile,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from inference.decode import Generation, Settings, speculate
-from inference.drafters.contrib.stream_layers import Streams
-from inference.drafters.contrib.streams import Drafted, StreamsDrafter, StreamsState
+from inference.drafters.contrib.streams import Drafted, Streams, StreamsDrafter, StreamsState
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target

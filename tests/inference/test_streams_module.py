@@ -10,8 +10,7 @@ import torch
 from heads.common.typed import build
 from heads.formats.store import read_tensors
 from inference.decode import Settings, speculate
-from inference.drafters.contrib.stream_layers import LookAheadRows, Streams, frozen, load_streams, save_streams
-from inference.drafters.contrib.streams import StreamsDrafter
+from inference.drafters.contrib.streams import Streams, StreamsDrafter, frozen, load_streams, save_streams
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference.streaming import CONFIG, DOUBLE, TOKENS, accepted, made, source, toy
@@ -102,4 +101,4 @@ def test_a_target_that_takes_no_mask_and_layers_of_experts_are_refused() -> None
     finally:
         target.takes_trees = True
     with pytest.raises(ValueError, match=r"streams.modules.*attention"):
-        LookAheadRows().forward(None, torch.zeros(3, 4))
+        toy()[1]._adapted(None, torch.zeros(3, 4))

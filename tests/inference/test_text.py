@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 
-from inference.drafters.text import GrowingText, continuation, decode, encode, opening
+from inference.drafters.contrib.assistant_slem import GrowingText, continuation
+from inference.drafters.vocabulary import encode, opening
+from inference.text_stream import decode
 from tests.tokenizers import KINDS, TEXT, trained
 
 LONG = " ".join(TEXT)
@@ -40,7 +42,7 @@ def test_only_the_end_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     growing = GrowingText(trained("bytes"), trained("metaspace"), lookbehind=6)
     token = encode(trained("bytes"), PLAIN * 4)[0]
     growing.start(token[:100])
-    monkeypatch.setattr("inference.drafters.text.encode", watched)
+    monkeypatch.setattr("inference.drafters.contrib.assistant_slem.encode", watched)
     for t in token[100:]:
         growing.extend([t])
     assert growing.token == encode(trained("metaspace"), PLAIN * 4)[0]
