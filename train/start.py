@@ -148,9 +148,9 @@ def module_like(config: Mtp.Config, target: Target) -> Mtp:
 
 def last_layer(target: Target) -> dict[str, Tensor]:
     """Return the target's last layer and final norm under the module's names."""
-    start = {f"block.{name}": value for name, value in whole(target.decoder_layers[-1]).items()}
+    start = {f"block.{name}": value for name, value in whole(target.decoder_layers[-1])}
     norm = getattr(target.base, "norm", None)
-    return start | ({"norm.weight": whole(norm)["weight"]} if norm is not None else {})
+    return start | ({"norm.weight": dict(whole(norm))["weight"]} if norm is not None else {})
 
 
 def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:

@@ -22,8 +22,6 @@ import transformers
 from torch import distributed, nn
 from transformers import PreTrainedConfig
 
-from heads.common.target_config import read_target_config
-
 REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD = "replicate", "tensor_parallel", "fsdp", "device_map", "offload"
 PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)
 TOGETHER = (TENSOR_PARALLEL, FSDP)  # those under which no process makes a pass alone
@@ -84,7 +82,7 @@ def check(where: Placement, quantized: str | None, adapter: str | None, device: 
         where: the placement.
         quantized: how the weights are quantised, in the checkpoint or while loading; None if they are not.
         adapter: the adapter to be merged; None for none.
-        place: this process's device.
+        device: this process's.
 
     Raises:
         ValueError: processes, devices or weights do not allow it.
@@ -179,16 +177,17 @@ def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
             )
 
 
-def options(where: Placement, path: str, device: torch.device, dtype: torch.dtype, trust: bool) -> dict[str, Any]:
+def options(
+    where: Placement, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trust: bool
+) -> dict[str, Any]:
     """Return what transformers' from_pretrained takes for a placement; nothing for replicate.
 
     Raises:
-        ValueError: tensor parallelism cannot cut the target up, or the checkpoint has no configuration.
+        ValueError: tensor parallelism cannot cut the target up.
     """
     world = _world()
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
-        config = read_target_config(path, trust)
-        check_shape(config.get_text_config(), where.group_size, path)
+        check_shape(config.get_text_config(), where.group_size, config.name_or_path)
         return _tensor_parallel(where.group_size, world // where.group_size, device)
     if where.placement == FSDP:
         from transformers.distributed.configuration_utils import DistributedConfig
@@ -201,7 +200,6 @@ def options(where: Placement, path: str, device: torch.device, dtype: torch.dtyp
         cap = {n: int(free(n)[0] * 0.9) if where.memory_gb is None else int(where.memory_gb * GB) for n in numbers}
         return {"device_map": "auto", "max_memory": cap}
     if where.placement == OFFLOAD:
-        config = read_target_config(path, trust)
         with torch.device("meta"):
             skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
         return {"device_map": dict(_offloaded(skeleton, where, str(device), dtype))}
