@@ -160,11 +160,7 @@ def _build(target: Target) -> Mtp:
 
 
 def _try(head: Mtp, target: Target) -> None:
-    """Run the module once, on two rows.
-
-    Raises:
-        ValueError: the target's layer wants more than this module gives it.
-    """
+    """Run the module once, on two rows: the target's layer may want more than this module gives it."""
     token = torch.zeros(2, dtype=torch.long, device=target.device)
     last = target.embeddings.embed(token)[None].to(target.dtype)
     try:

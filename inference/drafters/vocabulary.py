@@ -31,8 +31,7 @@ class SameVocabulary:
     """
 
     def __init__(self, target: Target, assistant: Target) -> None:
-        difference = _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab())
-        if difference:
+        if difference := _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab()):
             raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: {difference}; {OTHER_WAYS}")
         self.ours, self.theirs = target.embeddings.vocab_size, assistant.embeddings.vocab_size
 
@@ -68,13 +67,11 @@ class SharedVocabulary:
         self.source, self.destination = target.tokenizer, assistant.tokenizer
         self.bytes = token_bytes(target)
         self.numbers = _numbers(token_bytes(assistant))
-        pairs = _shared(target, assistant, self.bytes, self.numbers)
-        if not pairs:
+        self.one = _shared(target, assistant, self.bytes, self.numbers)
+        if not self.one:
             raise ValueError(f"{assistant.name} shares no token with {target.name}: use drafter=assistant_slem")
-        self.one = pairs
         self.size = target.embeddings.vocab_size
-        self.ours = torch.tensor(list(pairs), device=assistant.device)
-        self.theirs = torch.tensor(list(pairs.values()), device=assistant.device)
+        self.ours, self.theirs = torch.tensor([*self.one.items()], device=assistant.device).T
         self.number = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
         self.number[self.ours] = self.theirs
 
@@ -144,7 +141,6 @@ def token_bytes(model: Target) -> dict[int, bytes]:
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the special tokens by name."""
     added = {str(t): number for number, t in tokenizer.added_tokens_decoder.items() if t.special}
     return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 

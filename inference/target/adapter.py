@@ -172,11 +172,7 @@ def _forms(key: str, value: Any) -> list[tuple[str, bool]]:
 
 
 def _check_patterns(forms: list[tuple[str, bool]], modules: list[str]) -> None:
-    """Check that an adapter's regular expressions are some, and come to an end on a model's modules.
-
-    Raises:
-        ValueError: they are none, or do not.
-    """
+    """Check that an adapter's regular expressions are some, and come to an end on a model's modules."""
     request = json.dumps([forms, modules])
     try:
         done = subprocess.run(

@@ -90,8 +90,8 @@ def _attend(
     layer: Any = module.layer_idx
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
     for row, begin, end in spans:
-        document = (tensor[row : row + 1, :, begin:end] for tensor in (query, key, value))
-        attended = within(*document, kwargs.get("scaling"), packing.windows[layer])
+        q, k, v = (tensor[row : row + 1, :, begin:end] for tensor in (query, key, value))
+        attended = within(q, k, v, kwargs.get("scaling"), packing.windows[layer])
         out[row, begin:end] = attended[0].transpose(0, 1)
     return out, None
 

@@ -187,7 +187,7 @@ def options(
     """
     world = _world()
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
-        check_shape(config.get_text_config(), where.group_size, config.name_or_path)
+        check_shape(config.get_text_config(), where.group_size, str(config.name_or_path))
         return _tensor_parallel(where.group_size, world // where.group_size, device)
     if where.placement == FSDP:
         from transformers.distributed.configuration_utils import DistributedConfig

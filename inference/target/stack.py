@@ -6,7 +6,7 @@ gets no rows in the cache, so the layers' lengths differ until the caller evens 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -151,12 +151,10 @@ class Parts:
         def note(module: nn.Module, _args: Any, output: Any) -> None:
             forms[module] = len(output) if isinstance(output, tuple) else None
 
-        handles = [module.register_forward_hook(note) for module in modules]
-        try:
+        with ExitStack() as hooks:
+            for module in modules:
+                hooks.enter_context(module.register_forward_hook(note))
             self.target.prefill(torch.zeros(1, dtype=torch.long, device=self.target.device), self.target.cache())
-        finally:
-            for handle in handles:
-                handle.remove()
         return forms
 
 

@@ -238,7 +238,6 @@ def _sharing(base: nn.Module) -> nn.Module:
 
 
 def _name_of(target: Target, layer: int) -> str:
-    """Return a decoder layer's name in the decoder stack."""
     return next(name for name, module in target.base.named_modules() if module is target.decoder_layers[layer])
 
 
