@@ -100,11 +100,9 @@ def _attend(
 
 
 def load_mtp(target: Target, checkpoint: str) -> Mtp:
-    """Return a checkpoint's module, on the target's device and in its dtype.
+    """Return the module in a target's checkpoint, a folder or Hub name, on the target's device and in its dtype.
 
-    Args:
-        target: whose layer, embedding and lm_head the module uses.
-        checkpoint: the folder or Hub name that the target was loaded from.
+    It uses the target's layer, embedding and lm_head.
 
     Raises:
         ValueError: it carries no such module, or one that does not fit the target's own layer.

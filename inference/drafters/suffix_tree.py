@@ -169,9 +169,7 @@ class SuffixTree:
     def advance(self, loci: list[Locus], token: int) -> list[Locus]:
         """Return where the suffixes of some other text end, shortest first, once `token` has followed it.
 
-        Args:
-            loci: the same before the token, [] for an empty text.
-            token: the text's next token.
+        `loci` are the same before the token, [] for an empty text.
         """
         followed = (locus.follow(token) for locus in [Locus(self.root, 0), *loci])
         return [locus for locus in followed if locus is not None][: self.depth - 1]

@@ -30,10 +30,7 @@ FEW = 16  # values of each parameter that the fingerprint reads
 
 
 def tensor_files(checkpoint: str) -> dict[str, Path]:
-    """Return the file of each of a checkpoint's tensors.
-
-    Args:
-        checkpoint: its folder or Hub name.
+    """Return the file of each tensor of a checkpoint, a folder or Hub name.
 
     Raises:
         OSError, ValueError, KeyError, SafetensorError: it holds no readable model.safetensors, or its index leads out

@@ -130,13 +130,7 @@ def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document
 
     The group's processes have rows of their own, since each trains the head on its own: every process takes a turn in
     which all of them run its rows, and keeps what came of its own. So no work is done twice, and no process holds more
-    than one turn's features beside its own.
-
-    Args:
-        group: the processes.
-        run: takes tokens and documents "B T".
-        token: this process's rows; other processes may have fewer or more.
-        document: their documents.
+    than one turn's features beside its own. `run` takes tokens and documents "B T"; B and T may differ by process.
     """
     mine, size = distributed.get_rank(group), distributed.get_world_size(group)
     shapes = [torch.zeros(2, dtype=torch.long, device=token.device) for _ in range(size)]

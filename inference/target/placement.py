@@ -76,20 +76,21 @@ def check_alone(where: Placement, who: str) -> None:
 
 
 def check(where: Placement, quantized: str | None, adapter: str | None, device: torch.device) -> None:
-    """Check what can be checked before anything is loaded.
+    """Check what can be checked before anything is loaded on this process's device.
 
-    Args:
-        where: the placement.
-        quantized: how the weights are quantised, in the checkpoint or while loading; None if they are not.
-        adapter: the adapter to be merged; None for none.
-        device: this process's.
+    `quantized` says how the weights are quantised, in the checkpoint or while loading; None if they are not.
 
     Raises:
         ValueError: processes, devices or weights do not allow it.
     """
     check_weights(where, quantized, adapter)
     if where.together:
-        _check_here(where, device)
+        accelerator = torch._C._get_accelerator().type
+        if device.type != accelerator:
+            raise ValueError(
+                f"model.placement={where.placement} uses this machine's {accelerator} devices, but model.device is "
+                f"{device.type}: leave model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
+            )
         check_processes(where, _world(), where.group_size)
     elif where.placement == DEVICE_MAP and device.type != "cpu":
         devices_of(where, device)
@@ -126,15 +127,6 @@ def check_offload(where: Placement, device: str) -> None:
     if where.placement == OFFLOAD and device == "cpu" and where.offload == "cpu":
         raise ValueError(
             "model.placement=offload: on a CPU the weights are in its memory anyway: give model.offload=disk"
-        )
-
-
-def _check_here(where: Placement, device: torch.device) -> None:
-    accelerator = torch._C._get_accelerator().type
-    if device.type != accelerator:
-        raise ValueError(
-            f"model.placement={where.placement} uses this machine's {accelerator} devices, but model.device is "
-            f"{device.type}: leave model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
         )
 
 

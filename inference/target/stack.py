@@ -62,15 +62,10 @@ class Parts:
         cache: TargetCache,
         earlier: Int[Tensor, "P"] | None = None,
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
-        """Run rows through the first `layers` layers, whose cache they are appended to.
+        """Run rows through the first `layers` layers, fewer than all, whose cache they are appended to.
 
-        Args:
-            layers: how many, less than all.
-            token: the rows' tokens.
-            position: their positions.
-            seen: which of those layers' cached rows, and of these, each row attends to.
-            cache: the sequence's cache.
-            earlier: the cached rows' positions; None for 0, 1, 2, …
+        `seen` says which of those layers' cached rows, and of these, each row attends to. `earlier` are the positions
+        of the cached rows; None for 0, 1, 2, …
 
         Returns:
             The states after these layers, and their logits through the final norm and the lm_head.

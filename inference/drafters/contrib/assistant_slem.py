@@ -60,15 +60,14 @@ class SlemState(DrafterState):
         self.config, self.device, self.tokenizer = drafter.config, drafter.device, drafter.tokenizer
         self.runner = DraftModelRunner(drafter.model)
         self.length = Length(self.config.schedule, self.config.depth)
-        self.text = GrowingText(self.tokenizer, drafter.model.tokenizer, self.config.lookbehind)
-        self.text.start(prompt)
+        self.text = GrowingText(self.tokenizer, drafter.model.tokenizer, self.config.lookbehind, prompt)
         self.logits: Float[Tensor, "1 A"] | None = None
 
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
         """Read on: what of the drafted text stands is in the cache already."""
         following = commit.token.tolist()
-        # A prefill's rows are the prompt's, which start() took; only the last token is new.
+        # A prefill's rows are the prompt's, which the text began with; only the last token is new.
         self.text.extend(following[-1:] if commit.verified is None else following)
         self.length.learn(commit.verified)
         fits = 0 < len(self.text.token) <= self.runner.model.context
@@ -107,17 +106,14 @@ class GrowingText:
         token: the other tokenizer's tokens, its opening included.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, lookbehind: int) -> None:
-        self.tokenizer, self.other, self.lookbehind = tokenizer, other, lookbehind
-        self.opening = opening(other)
-        self.start([])
-
-    def start(self, token: list[int]) -> None:
-        """Take the tokens of a prompt."""
-        self.stream = TextStream(self.tokenizer)
-        self.stream.tokens, self.stream.shown = list(token), len(token)
-        self.stream.begin = max(0, len(token) - self.lookbehind)
-        self.text = decode(self.tokenizer, token)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, lookbehind: int, prompt: list[int]
+    ) -> None:
+        self.other, self.lookbehind, self.opening = other, lookbehind, opening(other)
+        self.stream = TextStream(tokenizer)
+        self.stream.tokens, self.stream.shown = list(prompt), len(prompt)
+        self.stream.begin = max(0, len(prompt) - lookbehind)
+        self.text = decode(tokenizer, prompt)
         self._encode_all()
 
     def extend(self, token: list[int]) -> None:

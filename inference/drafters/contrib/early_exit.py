@@ -89,9 +89,8 @@ class Drafting:
     def begin(self, root: int) -> Level:
         """Run the root."""
         token = torch.tensor([root], device=self.device)
-        return self.run(
-            token, [-1], token.new_tensor([self.prefix]), torch.ones(1, 1, dtype=torch.bool).to(token.device)
-        )
+        seen = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        return self.run(token, [-1], token.new_tensor([self.prefix]), seen)
 
     def expand(
         self,

@@ -182,13 +182,7 @@ def earlier_streams(count: int, streams: int, device: torch.device) -> Bool[Tens
 
 
 def save_streams(folder: Path, config: Streams.Config, weights: dict[str, Tensor], spec: TargetSpec) -> None:
-    """Write the streams' folder whole, or leave the last one as it was.
-
-    Args:
-        folder: where; its parents are made.
-        config: of the streams.
-        weights: their `state_dict`.
-        spec: the target that they were trained for.
+    """Write the folder of streams with their `state_dict` whole, or leave the last one as it was; make its parents.
 
     Raises:
         ValueError: a weight is not finite.
