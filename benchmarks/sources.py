@@ -21,7 +21,7 @@ sys.path[0] = str(ROOT)
 from safetensors.torch import load_file, save_file
 
 from benchmarks.assisted import truncated
-from inference.drafters.mtp_module import APART
+from inference.drafters.mtp import APART
 from inference.target.target import Target
 
 MODEL_FREE = (

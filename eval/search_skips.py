@@ -19,8 +19,15 @@ from heads.common.errors import user_errors
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.contrib.skip_search import FORMAT, SearchSettings, SkipFile, record, save_skips, search
+from inference.drafters.contrib.layer_skip import (
+    FORMAT,
+    LayerSkip,
+    SearchSettings,
+    SkipFile,
+    record,
+    save_skips,
+    search,
+)
 from inference.target.config import ModelConfig
 from inference.target.placement import check_alone
 from inference.target.target import Target

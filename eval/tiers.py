@@ -26,7 +26,7 @@ from eval.tuning.static_tree import acceptance
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import CONFIDENT, TreeConfig
-from inference.drafters.registry import make_reading, reads_text_alone
+from inference.drafters.registry import make, reads_text_alone
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.target.tokenizer import Reads
@@ -109,7 +109,7 @@ def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence
     One that remembers meets the texts of a workload in their order, beginning with nothing.
     """
     given = {name: options for name, options in config.drafter.items() if reads_text_alone(name, options)}
-    drafters = {name: make_reading(name, options, reads) for name, options in given.items()}
+    drafters = {name: make(name, options, reads) for name, options in given.items()}
     sources = in_states(drafters, config.cold, config.budget)
     rows: list[Row] = []
     for material in materials:

@@ -10,8 +10,7 @@ session.py        one sequence: draft, verify, commit
 batch.py          sequences that enter and leave, one target pass over all
 decode.py         speculate() and autoregress(), one engine
 text_stream.py    tokens to text as they come
-run.py            the command: generate or chat
-painter.py        a generation printed while it is made, in the colour of who wrote each token
+run.py            the command: generate or chat, printed while it is made in the colour of who wrote each token
 protocol.py       what a draft source is: the protocol and its records
 tree_config.py    the configuration of a tree policy
 """

@@ -178,11 +178,7 @@ class Timed(ImmutableSandboxedEnvironment):
 
 
 def _check_width(name: str, text: Any = None, *given: Any) -> None:
-    """Check that what makes a text of a text makes none that is too large.
-
-    Raises:
-        SecurityError: it does.
-    """
+    """Check that what makes a text of a text makes none that is too large."""
     size, numbers = 0, [value for value in given if isinstance(value, int)]
     if name in WIDENING:
         lines = str(text).count("\n") + str(text).count("\t") if isinstance(text, str) else 0

@@ -25,15 +25,10 @@ def check_prompt(target: Target, prompt: list[int]) -> None:
 
 
 def check_size(target: Target, nodes: int, name: str) -> None:
-    """Check that a tree fits into the target's context, which is what its cache must be able to hold.
-
-    Args:
-        target: the target.
-        nodes: of the tree, the root included.
-        name: of what drafts it.
+    """Check that a tree of so many nodes, the root included, fits into the context, which a cache must be able to hold.
 
     Raises:
-        ValueError: it does not.
+        ValueError: naming what drafts it.
     """
     if nodes > target.context:
         raise ValueError(

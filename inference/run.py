@@ -16,25 +16,29 @@ from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from heads.common.command import command
 from heads.common.errors import user_errors
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
+from heads.common.untrusted import visible
 from heads.formats.hub import resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
 from inference.chat_template import rendering
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.head import load_drafter, saved_tree
-from inference.painter import Painter
 from inference.protocol import Drafter
 from inference.target.config import model_config
 from inference.target.placement import check_alone
 from inference.target.target import Target
 from inference.target.tokenizer import tokenize
+from inference.text_stream import TextStream
 from inference.verification.sample import Sampling
+
+STYLES = {"draft": "green", "bonus": "magenta", "prefill": "magenta"}
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,41 @@ def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
     with rendering(tokenizer):
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return list(tokenize(tokenizer, text, add_special_tokens=False)["input_ids"])
+
+
+class Painter:
+    """Prints a generation while it is made: the callback of `speculate`."""
+
+    def __init__(self, console: Console, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.console, self.stream = console, TextStream(tokenizer)
+
+    def __call__(self, tokens: list[int], sources: list[str]) -> None:
+        """Print new tokens; a character that several tokens make has the colour of its last one."""
+        for token, source in zip(tokens, sources, strict=True):
+            self.show(self.stream.push(token), STYLES[source])
+
+    def close(self, generation: Generation) -> None:
+        """Print what was held back, and the summary."""
+        self.show(self.stream.rest(), STYLES["bonus"])
+        self.console.print()
+        self.console.print(Text(summary(generation), style="dim"), soft_wrap=True)
+
+    def show(self, text: str, style: str) -> None:
+        """Print a piece as it is: no wrapping, no markup, no control characters."""
+        if text:
+            self.console.out(visible(text), style=style, highlight=False, end="")
+
+
+def summary(generation: Generation) -> str:
+    """Return one line of numbers: τ and the speed of decoding, without the prefill and its token."""
+    if not generation.steps:
+        return f"{len(generation.tokens)} token from the prefill alone ({generation.finish})"
+    rate = (len(generation.tokens) - 1) / generation.decode_s if generation.decode_s else 0.0
+    return (
+        f"τ {generation.tau:.2f}, {rate:.1f} tokens/s, {len(generation.tokens)} tokens in {len(generation.steps)} "
+        f"target passes after the prefill ({generation.finish}); {STYLES['draft']}: drafted, {STYLES['bonus']}: the "
+        "target's own"
+    )
 
 
 def answer(target: Target, drafter: Drafter | None, ids: list[int], settings: Settings, console: Console) -> Generation:

@@ -5,6 +5,11 @@ from transformers import PreTrainedTokenizerBase
 UNFINISHED = "\ufffd"
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, token: list[int]) -> str:
+    """Return the text of tokens as it is, without special tokens."""
+    return str(tokenizer.decode(token, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
 class TextStream:
     """Decodes one token at a time and never shows part of a character.
 
@@ -28,11 +33,5 @@ class TextStream:
 
     def rest(self) -> str:
         """Return the text that is held back."""
-        return self.decode(self.begin, len(self.tokens))[len(self.decode(self.begin, self.shown)) :]
-
-    def decode(self, begin: int, end: int) -> str:
-        """Return the text of a range of tokens, without special tokens."""
-        text = self.tokenizer.decode(
-            self.tokens[begin:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        shown, tokens = self.tokens[self.begin : self.shown], self.tokens[self.begin :]
+        return decode(self.tokenizer, tokens)[len(decode(self.tokenizer, shown)) :]

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from heads.common.untrusted import shown
 from inference.verification import tree as trees
 
-KINDS = ("chain", "static", "dynamic", "best_first", "sampled", "independent")
+# The kinds, and what each reads.
+KINDS = {
+    "chain": ("depth",),
+    "static": ("paths",),
+    "dynamic": ("depth", "top_k", "nodes"),
+    "best_first": ("depth", "nodes"),
+    "sampled": ("widths",),
+    "independent": ("widths",),
+}
 CONFIDENT = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
 
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """A tree policy.
-
-    It reads: chain `depth`, static `paths`, dynamic `depth, top_k, nodes`, best_first `depth, nodes`, sampled and
-    independent `widths`.
-    """
+    """A tree policy; of the other fields it reads those that `KINDS` names."""
 
     kind: str
     depth: int
@@ -26,18 +30,9 @@ class TreeConfig:
     widths: list[int]
 
     def __post_init__(self) -> None:
-        """Check that the numbers the kind reads are there."""
         if self.kind not in KINDS:
             raise ValueError(f"tree.kind is {self.kind!r}: choose one of {', '.join(KINDS)}")
-        needed = {
-            "chain": ("depth",),
-            "static": ("paths",),
-            "dynamic": ("depth", "top_k", "nodes"),
-            "best_first": ("depth", "nodes"),
-            "sampled": ("widths",),
-            "independent": ("widths",),
-        }
-        for name in needed[self.kind]:
+        for name in KINDS[self.kind]:
             value = getattr(self, name)
             if not value or (isinstance(value, int) and value < 1):
                 raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
@@ -70,11 +65,14 @@ class TreeConfig:
         """Return the rank paths of a fixed shape, by depth and then in order."""
         if self.kind == "static":
             return sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
-        widths = [1] * self.depth if self.kind == "chain" else self.widths
         layers: list[list[tuple[int, ...]]] = [[()]]
-        for width in widths:
+        for width in _widths(self):
             layers.append([(*path, rank) for path in layers[-1] for rank in range(width)])
         return [path for layer in layers[1:] for path in layer]
+
+
+def _widths(tree: TreeConfig) -> list[int]:
+    return [1] * tree.depth if tree.kind == "chain" else tree.widths
 
 
 def most_nodes(tree: TreeConfig) -> int:
@@ -83,7 +81,7 @@ def most_nodes(tree: TreeConfig) -> int:
         return 1 + tree.nodes
     if tree.kind == "static":
         return 1 + len(tree.paths)
-    widths = [1] * tree.depth if tree.kind == "chain" else tree.widths
+    widths = _widths(tree)
     return sum(math.prod(widths[:depth]) for depth in range(len(widths) + 1))
 
 

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from heads.common.typed import build
 from inference.drafters.assistant import Assistant
 from inference.drafters.contrib.assistant_slem import AssistantSlem
 from inference.drafters.policy import TreeConfig
@@ -64,18 +65,19 @@ def assistant(path: str, of: Target, **changes: Any) -> Assistant:
     """Return the draft source; `changes` are configuration values."""
     values: dict[str, Any] = {
         "model": path, "match": "same", "dtype": None, "device": None, "trust_remote_code": False, "tree": CHAIN,
-        "schedule": "constant", "confidence": 0.0,
+        "schedule": "constant", "confidence": 0.0, **changes,
     }  # fmt: skip
-    return Assistant(Assistant.Config(**{**values, **changes}), of, "assistant")
+    config = build(Assistant.Config, values, "drafter.assistant", {"tree": values["tree"]})
+    return Assistant(config, of, "assistant")
 
 
 def slem(path: str, of: Target, **changes: Any) -> AssistantSlem:
     """Return the draft source that goes through text."""
     values: dict[str, Any] = {
         "model": path, "dtype": None, "device": None, "trust_remote_code": False, "depth": 4, "schedule": "constant",
-        "confidence": 0.0, "lookbehind": 10,
+        "confidence": 0.0, "lookbehind": 10, **changes,
     }  # fmt: skip
-    return AssistantSlem(AssistantSlem.Config(**{**values, **changes}), of, "assistant_slem")
+    return AssistantSlem(build(AssistantSlem.Config, values, "drafter.assistant_slem"), of, "assistant_slem")
 
 
 def chain(depth: int) -> TreeConfig:

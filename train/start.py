@@ -16,7 +16,7 @@ from heads.formats.published import is_published
 from heads.formats.store import TargetSpec, read_config
 from heads.modules.rope import scaling_of
 from heads.mtp import Mtp
-from inference.drafters.mtp_module import load_mtp
+from inference.drafters.mtp import load_mtp
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.placed import whole
 from inference.target.placement import REPLICATE
@@ -148,9 +148,9 @@ def module_like(config: Mtp.Config, target: Target) -> Mtp:
 
 def last_layer(target: Target) -> dict[str, Tensor]:
     """Return the target's last layer and final norm under the module's names."""
-    start = {f"block.{name}": value for name, value in whole(target.decoder_layers[-1]).items()}
+    start = {f"block.{name}": value for name, value in whole(target.decoder_layers[-1])}
     norm = getattr(target.base, "norm", None)
-    return start | ({"norm.weight": whole(norm)["weight"]} if norm is not None else {})
+    return start | ({"norm.weight": dict(whole(norm))["weight"]} if norm is not None else {})
 
 
 def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:

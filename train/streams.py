@@ -44,8 +44,7 @@ from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
 from heads.formats.store import read_tensors
 from heads.modules.top_k import TopLogProbs, argmax
-from inference.drafters.contrib.stream_layers import KIND, Streams, frozen, save_streams
-from inference.drafters.contrib.streams import StreamsDrafter
+from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter, frozen, save_streams
 from inference.drafters.policy import TreeConfig
 from inference.target.config import ModelConfig
 from inference.target.loading import configuration

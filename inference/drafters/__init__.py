@@ -3,10 +3,8 @@
 contrib/          rarer draft sources, each with the modules that it alone needs
 policy.py         how a tree grows: chain, static, dynamic, best-first, sampled
 runner.py         another model that reads along and drafts
-vocabulary.py     between two tokenizers: tokens to tokens
-text.py           between two tokenizers: drafts as text
+vocabulary.py     between two tokenizers
 suffix_tree.py    counted suffixes of all that was written
-mtp_module.py     the MTP module that a checkpoint carries
 registry.py       all of them by name
 head.py           a trained head
 assistant.py      a smaller model, with the same tokenizer or by the tokens both know

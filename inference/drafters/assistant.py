@@ -6,24 +6,25 @@ adapt its length and stop early.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import Level
+from heads.common.ranges import Fraction, OneOf
 from inference.drafters import runner
 from inference.drafters.policy import ContextRoots, Growth, TreeConfig, grow
 from inference.drafters.runner import DraftModelRunner
-from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary, Vocabulary
+from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.target import Target
 from inference.verification.sample import distribution
 from inference.verification.tree import root
 
 MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}
-SCHEDULES = ("constant", "heuristic")
+Schedule = Annotated[str, OneOf(("constant", "heuristic"))]
 
 
 class Length:
@@ -40,18 +41,6 @@ class Length:
         drafted = 0 if verified is None else len(verified.tree.token) - 1
         if self.adapts and verified is not None and drafted:
             self.now = self.now + 2 if len(verified.path) - 1 == drafted else max(1, self.now - 1)
-
-
-def check_chain(key: str, schedule: str, confidence: float) -> None:
-    """Check the values that every chain of an assistant has.
-
-    Raises:
-        ValueError: naming the one that is wrong.
-    """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"{key}.schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}")
-    if not 0 <= confidence <= 1:
-        raise ValueError(f"{key}.confidence is {confidence}: give a probability, 0 to never stop early")
 
 
 def doubts(logits: Float[Tensor, "1 V"], token: Int[Tensor, "1"], confidence: float) -> bool:
@@ -75,17 +64,15 @@ class Assistant(Drafter):
         device: str | None
         trust_remote_code: bool
         tree: TreeConfig
-        schedule: str
-        confidence: float
+        schedule: Schedule
+        confidence: Fraction
 
         def __post_init__(self) -> None:
-            """Check the ranges."""
             if self.match not in MATCHES:
                 raise ValueError(
                     f"drafter.assistant.match is {self.match!r}: choose one of {', '.join(MATCHES)}, or "
                     "drafter=assistant_slem to exchange text"
                 )
-            check_chain("drafter.assistant", self.schedule, self.confidence)
             if self.tree.kind != "chain" and (self.schedule != "constant" or self.confidence > 0):
                 raise ValueError(
                     f"drafter.assistant.tree.kind is {self.tree.kind!r}: only a chain has a schedule or stops by "
@@ -103,7 +90,7 @@ class Assistant(Drafter):
                 f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
                 "honour a tree mask: set tree.kind=chain"
             )
-        self.vocabulary: Vocabulary = MATCHES[config.match](target, self.model)
+        self.vocabulary = MATCHES[config.match](target, self.model)
         self.device, self.eos = target.device, target.eos
 
     def start(self, prompt: list[int]) -> "AssistantState":

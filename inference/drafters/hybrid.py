@@ -7,10 +7,11 @@ drafts lately, so that where the text decides, the head need not draft at all.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from heads.common.ranges import Amount, Within
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.verification.tree import agreed, root
 
@@ -37,16 +38,9 @@ class Hybrid(Drafter):
     class Config:
         """How both records are kept: the head's first value, and the weight of the newest draft; the lookup."""
 
-        expected: float
-        weight: float
+        expected: Amount
+        weight: Annotated[float, Within(0, 1, above=True)]
         lookup: dict[str, Any]
-
-        def __post_init__(self) -> None:
-            """Check the ranges."""
-            if not 0 < self.weight <= 1:
-                raise ValueError(f"drafter.hybrid.weight is {self.weight}: give a number above 0, up to 1")
-            if self.expected < 0:
-                raise ValueError(f"drafter.hybrid.expected is {self.expected}: give 0 or more tokens")
 
     def __init__(self, config: Config, main: Drafter, lookup: Drafter, name: str) -> None:
         self.config, self.main, self.lookup, self.name = config, main, lookup, name

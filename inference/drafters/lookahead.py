@@ -2,11 +2,13 @@
 
 import random
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from heads.common.ranges import LARGEST, Count, Within
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree, LookAhead
@@ -17,22 +19,12 @@ class Lookahead(Drafter):
 
     @dataclass(frozen=True)
     class Config:
-        """The paper's W (window), N (ngram) and G (guesses), and whether the prompt's n-grams are drafted too.
+        """The paper's W (window), N (ngram) and G (guesses), and whether the prompt's n-grams are drafted too."""
 
-        Raises:
-            ValueError: naming the value that is out of range.
-        """
-
-        window: int
-        ngram: int
-        guesses: int
+        window: Count
+        ngram: Annotated[int, Within(3, LARGEST)]
+        guesses: Count
         from_prompt: bool
-
-        def __post_init__(self) -> None:
-            """Check the ranges."""
-            for name, least in {"window": 1, "ngram": 3, "guesses": 1}.items():
-                if getattr(self, name) < least:
-                    raise ValueError(f"drafter.lookahead.{name} is {getattr(self, name)}: give at least {least}")
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         if not target.takes_trees:

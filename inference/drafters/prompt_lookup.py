@@ -1,14 +1,14 @@
 """Prompt lookup: what followed the last tokens earlier in the prompt or the output (Saxena, 2023; HF; vLLM `ngram`)."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
+from heads.common.ranges import Count, OneOf
 from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.tokenizer import Reads
 from inference.verification.tree import DraftTree
-
-MATCHES = ("first", "last")
 
 
 class PromptLookup(Drafter):
@@ -21,26 +21,19 @@ class PromptLookup(Drafter):
         """The lengths of n-grams that are tried, how many tokens are drafted, and which occurrence they follow.
 
         Raises:
-            ValueError: naming the value that is out of range.
+            ValueError: the longest n-gram is shorter than the shortest.
         """
 
-        ngram_min: int
-        ngram_max: int
-        tokens: int
-        match: str
+        ngram_min: Count
+        ngram_max: Count
+        tokens: Count
+        match: Annotated[str, OneOf(("first", "last"))]
 
         def __post_init__(self) -> None:
-            """Check the ranges."""
-            if self.ngram_min < 1:
-                raise ValueError(f"drafter.prompt_lookup.ngram_min is {self.ngram_min}: give at least 1")
             if self.ngram_max < self.ngram_min:
                 raise ValueError(
                     f"drafter.prompt_lookup.ngram_max is {self.ngram_max}: give at least ngram_min, {self.ngram_min}"
                 )
-            if self.tokens < 1:
-                raise ValueError(f"drafter.prompt_lookup.tokens is {self.tokens}: give at least 1")
-            if self.match not in MATCHES:
-                raise ValueError(f"drafter.prompt_lookup.match is {self.match!r}: choose one of {', '.join(MATCHES)}")
 
     def __init__(self, config: Config, target: Reads, name: str) -> None:
         self.config, self.name = config, name

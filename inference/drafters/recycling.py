@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heads.common.ranges import Count
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
@@ -30,12 +31,11 @@ class Recycling(Drafter):
             ValueError: naming the value that is out of range.
         """
 
-        candidates: int
+        candidates: Count
         memory: bool
         paths: list[list[int]]
 
         def __post_init__(self) -> None:
-            """Check the tree and that the candidates can fill it."""
             if not self.paths:
                 raise ValueError("drafter.recycling.paths is empty: give at least one path")
             paths = {tuple(path) for path in self.paths}

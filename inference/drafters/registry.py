@@ -36,19 +36,20 @@ SOURCES: dict[str, Any] = {
 }
 
 
-def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
+def make(name: str, options: Mapping[str, Any], target: Target | Reads) -> Drafter:
     """Return a draft source with its options.
 
     Args:
         name: what reports call it.
         options: its configuration; `source`, where it differs from the name, is a key of SOURCES.
-        target: the target that it drafts for.
+        target: the target that it drafts for; a `Reads` will do for one that drafts from the text alone.
 
     Raises:
         ValueError: an unknown source, or an option that it does not have or cannot take.
     """
     source, config = configured(name, options)
     if hasattr(config, "tree"):
+        assert isinstance(target, Target)
         check_tree(target, config.tree, f"drafter.{name}")
     drafter: Drafter = source(config, target, name)
     return drafter
@@ -58,17 +59,6 @@ def reads_text_alone(name: str, options: Mapping[str, Any]) -> bool:
     """Whether a source of a configuration needs no target; false for `head` and others that are none of SOURCES."""
     source = SOURCES.get(options.get("source", name))
     return source is not None and source.text_alone
-
-
-def make_reading(name: str, options: Mapping[str, Any], reads: Reads) -> Drafter:
-    """Return a source that drafts from the text alone.
-
-    Raises:
-        ValueError: an option that it does not have or cannot take.
-    """
-    source, config = configured(name, options)
-    drafter: Drafter = source(config, reads, name)
-    return drafter
 
 
 def configured(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:

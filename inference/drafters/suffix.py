@@ -4,16 +4,15 @@ import copy
 import heapq
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
+from heads.common.ranges import LARGEST, Amount, Count, Fraction, OneOf, Within
 from inference.drafters.suffix_tree import Locus, SuffixTree
 from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target.tokenizer import Reads
 from inference.verification.tree import DraftTree
-
-MODES = ("path", "tree")
 
 
 class Draft(NamedTuple):
@@ -39,31 +38,16 @@ class Suffix(Drafter):
 
     @dataclass(frozen=True)
     class Config:
-        """Depth of the trees, budget of a draft, the past's use, and the shape of a draft.
+        """Depth of the trees, budget of a draft, the past's use, and the shape of a draft."""
 
-        Raises:
-            ValueError: naming the value that is out of range.
-        """
-
-        mode: str
-        depth: int
-        tokens: int
-        factor: float
+        mode: Annotated[str, OneOf(("path", "tree"))]
+        depth: Annotated[int, Within(2, LARGEST)]
+        tokens: Count
+        factor: Amount
         offset: float
-        min_probability: float
+        min_probability: Fraction
         memory: bool
-        memory_nodes: int
-
-        def __post_init__(self) -> None:
-            """Check the ranges."""
-            if self.mode not in MODES:
-                raise ValueError(f"drafter.suffix.mode is {self.mode!r}: choose one of {', '.join(MODES)}")
-            for name, least in {"depth": 2, "tokens": 1, "factor": 0, "memory_nodes": 1}.items():
-                value = getattr(self, name)
-                if value < least:
-                    raise ValueError(f"drafter.suffix.{name} is {value}: give at least {least}")
-            if not 0 <= self.min_probability <= 1:
-                raise ValueError(f"drafter.suffix.min_probability is {self.min_probability}: give a number from 0 to 1")
+        memory_nodes: Count
 
     def __init__(self, config: Config, target: Reads, name: str) -> None:
         if config.mode == "tree" and not target.takes_trees:

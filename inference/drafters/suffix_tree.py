@@ -169,19 +169,10 @@ class SuffixTree:
     def advance(self, loci: list[Locus], token: int) -> list[Locus]:
         """Return where the suffixes of some other text end, shortest first, once `token` has followed it.
 
-        Args:
-            places: the same before the token, [] for an empty text.
-            token: the text's next token.
+        `loci` are the same before the token, [] for an empty text.
         """
         followed = (locus.follow(token) for locus in [Locus(self.root, 0), *loci])
         return [locus for locus in followed if locus is not None][: self.depth - 1]
-
-    def count(self, tokens: list[int]) -> int:
-        """Return how often a substring occurs, for one of at most `depth` tokens."""
-        locus: Locus | None = Locus(self.root, 0)
-        for token in tokens:
-            locus = None if locus is None else locus.follow(token)
-        return 0 if locus is None else locus.node.count
 
 
 def _size(node: Node) -> int:

@@ -7,62 +7,44 @@ is a newline. Special tokens add no bytes; they are compared by name.
 
 import json
 import re
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from inference.drafters.text import decode, encode, opening
 from inference.target.target import Target
+from inference.text_stream import decode
 
+Span = tuple[int, int]  # first character of a token, and the one after its last
 OTHER_WAYS = "use drafter.assistant.match=tli (shared tokens) or drafter=assistant_slem (text)"
 
 
-class Vocabulary(Protocol):
-    """How an assistant reads and writes the target's tokens. A counts the assistant's vocabulary, V the target's."""
-
-    def prompt(self, token: list[int]) -> list[int]:
-        """Return a prompt in the assistant's tokens."""
-        ...
-
-    def follow(self, token: list[int]) -> list[int]:
-        """Return tokens that come after the prompt in the assistant's tokens, each by itself."""
-        ...
-
-    def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-        """Return drafted tokens in the assistant's numbers."""
-        ...
-
-    def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
-        """Return the assistant's logits for the target's tokens, -inf for those it cannot draft."""
-        ...
-
-
 class SameVocabulary:
-    """One tokenizer for both; the models' lm_heads may be padded to different sizes.
+    """How an assistant with the target's tokenizer reads and writes; `SharedVocabulary` is for one with another.
+
+    The models' lm_heads may be padded to different sizes, A of the assistant's and V of the target's.
 
     Raises:
         ValueError: the tokenizers differ, and where.
     """
 
     def __init__(self, target: Target, assistant: Target) -> None:
-        difference = _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab())
-        if difference:
+        if difference := _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab()):
             raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: {difference}; {OTHER_WAYS}")
         self.ours, self.theirs = target.embeddings.vocab_size, assistant.embeddings.vocab_size
 
     def prompt(self, token: list[int]) -> list[int]:
-        """Return the prompt without tokens that only the target's padding numbers."""
+        """Return a prompt in the assistant's tokens: without those that only the target's padding numbers."""
         return self.follow(token)
 
     def follow(self, token: list[int]) -> list[int]:
-        """Return the tokens without those that only the target's padding numbers."""
+        """Return the same of tokens that come after the prompt, each by itself."""
         return [t for t in token if t < self.theirs]
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-        """Return the tokens; -inf keeps those that only the padding numbers out of every q, rank does not."""
+        """Return drafted tokens; -inf keeps those that only the padding numbers out of every q, rank does not."""
         return token.clamp_max(self.theirs - 1)
 
     def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
@@ -85,13 +67,11 @@ class SharedVocabulary:
         self.source, self.destination = target.tokenizer, assistant.tokenizer
         self.bytes = token_bytes(target)
         self.numbers = _numbers(token_bytes(assistant))
-        pairs = _shared(target, assistant, self.bytes, self.numbers)
-        if not pairs:
+        self.one = _shared(target, assistant, self.bytes, self.numbers)
+        if not self.one:
             raise ValueError(f"{assistant.name} shares no token with {target.name}: use drafter=assistant_slem")
-        self.one = pairs
         self.size = target.embeddings.vocab_size
-        self.ours = torch.tensor(list(pairs), device=assistant.device)
-        self.theirs = torch.tensor(list(pairs.values()), device=assistant.device)
+        self.ours, self.theirs = torch.tensor([*self.one.items()], device=assistant.device).T
         self.number = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
         self.number[self.ours] = self.theirs
 
@@ -124,6 +104,18 @@ class SharedVocabulary:
         return spelled
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[Span]]:
+    """Return the tokens of a text, without special tokens, and which characters each covers."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+
+
+def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special token that the tokenizer begins a text with, if it does."""
+    first = tokenizer("a")["input_ids"][:1]
+    return list(first) if first == [tokenizer.bos_token_id] else []
+
+
 def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
     """Return the first difference of two vocabularies in words, empty if there is none."""
     if ours == theirs:
@@ -149,7 +141,6 @@ def token_bytes(model: Target) -> dict[int, bytes]:
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the special tokens by name."""
     added = {str(t): number for number, t in tokenizer.added_tokens_decoder.items() if t.special}
     return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 

@@ -68,12 +68,7 @@ def check(adapter: str, quantize: str | None) -> None:
 def merge(
     model: "transformers.PreTrainedModel", path: str, adapter: str
 ) -> tuple["transformers.PreTrainedModel", Adapter]:
-    """Merge an adapter into a loaded model.
-
-    Args:
-        model: what it was trained for; it is changed.
-        path: the checkpoint that the model comes from.
-        adapter: a folder that peft saved, or OWNER/NAME on the Hub.
+    """Merge an adapter, a folder that peft saved or OWNER/NAME on the Hub, into the model that is loaded from `path`.
 
     Raises:
         ValueError: there is no such adapter, it is of another model or of a kind that cannot be merged, or the
@@ -138,12 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], weights: Path, modules: list[str]) -> None:
-    """Check that what peft makes of an adapter's configuration has a size and an end.
-
-    Args:
-        config: the configuration.
-        weights: the adapter's file.
-        modules: the names of the model's modules.
+    """Check that what peft makes of an adapter's configuration, with its weights' file, has a size and an end.
 
     Raises:
         ValueError: naming the key.
@@ -172,11 +162,7 @@ def _forms(key: str, value: Any) -> list[tuple[str, bool]]:
 
 
 def _check_patterns(forms: list[tuple[str, bool]], modules: list[str]) -> None:
-    """Check that an adapter's regular expressions are some, and come to an end on a model's modules.
-
-    Raises:
-        ValueError: they are none, or do not.
-    """
+    """Check that an adapter's regular expressions are some, and come to an end on a model's modules."""
     request = json.dumps([forms, modules])
     try:
         done = subprocess.run(

@@ -30,10 +30,7 @@ FEW = 16  # values of each parameter that the fingerprint reads
 
 
 def tensor_files(checkpoint: str) -> dict[str, Path]:
-    """Return the file of each of a checkpoint's tensors.
-
-    Args:
-        checkpoint: its folder or Hub name.
+    """Return the file of each tensor of a checkpoint, a folder or Hub name.
 
     Raises:
         OSError, ValueError, KeyError, SafetensorError: it holds no readable model.safetensors, or its index leads out
@@ -107,7 +104,6 @@ def check_tokenizer(checkpoint: str) -> None:
 
 
 def _mappings(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield every mapping in a value."""
     if isinstance(value, dict):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else []:
@@ -168,12 +164,7 @@ def _plain(parameter: Tensor) -> bool:
 
 
 def _originals(checkpoint: str, names: set[str]) -> dict[str, Shaped[Tensor, "N"]]:
-    """Return the first values of these parameters as the checkpoint holds them.
-
-    Raises:
-        ValueError: it holds none of them, or quantised ones.
-        OSError, KeyError, SafetensorError: it cannot be read, or lacks one.
-    """
+    """Return the first values of these parameters as the checkpoint holds them; quantised ones it must not hold."""
     if not names:
         raise ValueError(f"{checkpoint}: no parameter is quantised, so the weights that are must be buffers")
     files, few = tensor_files(checkpoint), {}

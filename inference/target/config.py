@@ -1,13 +1,14 @@
 """The target's configuration, as conf/model has it; what its dtype and device mean on this machine."""
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from heads.common.ranges import Count, OneOf, Positive
 from heads.common.typed import typed
 from inference.target.loading import AS_IT_IS, METHODS
-from inference.target.placement import Placement
+from inference.target.placement import OFFLOADS, PLACEMENTS, Placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Of a target that no file of conf/model describes: one that a published head or a caller names.
@@ -38,15 +39,15 @@ class ModelConfig:
 
     name: str
     path: str
-    dtype: str
-    quantize: str | None
+    dtype: Annotated[str, OneOf(("auto", *DTYPES))]
+    quantize: Annotated[str, OneOf((AS_IT_IS, *METHODS))] | None
     adapter: str | None
     device: str | None
-    placement: str
-    tensor_parallel: int | None
+    placement: Annotated[str, OneOf(PLACEMENTS)]
+    tensor_parallel: Count | None
     devices: list[int] | None
-    offload: str
-    memory_gb: float | None
+    offload: Annotated[str, OneOf(OFFLOADS)]
+    memory_gb: Positive | None
     trust_remote_code: bool
     data: str
     split: str
@@ -54,12 +55,8 @@ class ModelConfig:
     shape: dict[str, Any] | None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without the target."""
-        choices = {"dtype": ("auto", *DTYPES), "quantize": (None, AS_IT_IS, *METHODS)}
-        for key, allowed in choices.items():
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"model.{key} is {getattr(self, key)!r}: choose {', '.join(map(str, allowed))}")
-        assert self.where  # which checks itself
+        if self.devices is not None and (not self.devices or len({*self.devices}) < len(self.devices)):
+            raise ValueError(f"model.devices is {self.devices}: give different numbers of devices, or null for all")
 
     @property
     def where(self) -> Placement:

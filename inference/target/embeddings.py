@@ -63,8 +63,7 @@ class TargetEmbeddings(nn.Module):
 
     def head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight."""
-        weight: Tensor = self.lm_head.weight
-        return weight
+        return self.lm_head.weight
 
 
 def layer_shape(config: PreTrainedConfig) -> LayerShape:

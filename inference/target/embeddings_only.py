@@ -51,13 +51,7 @@ class EmbeddingsOnly:
 
     @classmethod
     def load(cls, path: str, dtype: str, device: str | None, trust_remote_code: bool) -> "EmbeddingsOnly":
-        """Load embedding, final norm and lm_head of a checkpoint.
-
-        Args:
-            path: folder or Hub name.
-            dtype: a name in DTYPES, or "auto" for the one that is fast on the device.
-            device: torch device; None takes an accelerator if there is one.
-            trust_remote_code: passed to transformers.
+        """Load embedding, final norm and lm_head of a checkpoint; the arguments are those of `Target.load`.
 
         Raises:
             ValueError: they cannot be loaded without the layers, and why.

@@ -38,10 +38,6 @@ class Method(NamedTuple):
     config: Callable[[torch.dtype], Any]
 
 
-def _quanto(_dtype: torch.dtype) -> Any:
-    return transformers.QuantoConfig(weights="int8")
-
-
 def _torchao(_dtype: torch.dtype) -> Any:
     from torchao.quantization import Int8WeightOnlyConfig
 
@@ -61,35 +57,33 @@ def _nf4(dtype: torch.dtype) -> Any:
 
 
 METHODS = {
-    "int8": Method("optimum.quanto", "optimum-quanto", _quanto),
+    "int8": Method("optimum.quanto", "optimum-quanto", lambda _: transformers.QuantoConfig(weights="int8")),
     "torchao_int8": Method("torchao", "torchao", _torchao),
     "bnb_int8": Method("bitsandbytes", "bitsandbytes", _llm_int8),
     "bnb_nf4": Method("bitsandbytes", "bitsandbytes", _nf4),
 }
 
 
-def check_method(quantize: str | None) -> None:
-    """Check that a method is known and its library installed.
+def check_method(quantize: str | None) -> Method | None:
+    """Return the method of this name, None for none.
 
     Raises:
-        ValueError: it is not.
+        ValueError: there is none such, or its library is not installed.
     """
-    if quantize in (None, AS_IT_IS):
-        return
+    if quantize is None or quantize == AS_IT_IS:
+        return None
     if quantize not in METHODS:
         raise ValueError(f"model.quantize is {quantize!r}: choose one of {AS_IT_IS}, {', '.join(METHODS)}")
     method = METHODS[quantize]
-    if not _installed(method.module):
+    try:
+        installed = find_spec(method.module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        installed = False
+    if not installed:
         raise ValueError(
             f"model.quantize={quantize} needs {method.package}, which is not installed: pip install {method.package}"
         )
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False
+    return method
 
 
 def load(
@@ -113,41 +107,38 @@ def load(
     Raises:
         ValueError: it cannot be loaded, quantised or placed, and why.
     """
-    method = _method(quantize)
-    remote = {"trust_remote_code": trust_remote_code}
+    method = check_method(quantize)
     configured = configuration(path, trust_remote_code)
     saved_config: Any = getattr(configured, "quantization_config", None)
     with _errors(path):
         tokenizer = _tokenizer(path, trust_remote_code)
     if method is not None and saved_config is not None:
-        name = (
-            saved_config.get("quant_method")
-            if isinstance(saved_config, dict)
-            else getattr(saved_config, "quant_method", None)
-        )
+        name = (saved_config if isinstance(saved_config, dict) else vars(saved_config)).get("quant_method")
         raise ValueError(f"model.quantize={quantize}: {path} is quantised already ({name}); leave model.quantize out")
-    placement.check(where, quantize if method else None if saved_config is None else "by its checkpoint", None, device)
+    quantized = quantize if method else None if saved_config is None else "by its checkpoint"
+    placement.check(where, quantized, None, device)
     with _errors(path):
-        options = placement.options(where, path, device, dtype, trust_remote_code)
-        if (method is not None or saved_config is not None) and not options:
+        options = placement.options(where, configured, device, dtype, trust_remote_code)
+        if quantized and not options:
             options["device_map"] = {"": str(device)}
+        placed = bool(options)
         if method is not None:
             options["quantization_config"] = method.config(dtype)
         check_index(path)
         if not trust_remote_code:
             check_files(path, configured)
-        safe = {"use_safetensors": True}  # a pickle can hold code
+        options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # a pickle can hold code
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, **safe, **remote, **options
+            path, dtype=dtype, output_loading_info=True, **options
         )
         if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up at random
             raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
         model: transformers.PreTrainedModel = loaded[0]
-    if not options:
-        move: Any = model.to  # transformers wraps it in a way that hides its arguments
-        return move(device), tokenizer
-    if method is not None or saved_config is not None:
+    if quantized:
         _check(model, path, quantize if method else None)
+    if not placed:
+        move: Any = model.to  # transformers wraps it in a way that hides its arguments
+        move(device)
     return model, tokenizer
 
 
@@ -188,16 +179,6 @@ def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _method(quantize: str | None) -> Method | None:
-    """Return the method of this name.
-
-    Raises:
-        ValueError: there is none, or its library is not installed.
-    """
-    check_method(quantize)
-    return None if quantize is None else METHODS.get(quantize)
-
-
 @contextmanager
 def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]:
     """Say in one line why transformers cannot load from a path: no such model, or a library that it needs."""
@@ -213,11 +194,7 @@ def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]
 
 
 def _check(model: "transformers.PreTrainedModel", path: str, quantize: str | None) -> None:
-    """Check that what should be quantised is, and that what a head reads is not.
-
-    Raises:
-        ValueError: naming the checkpoint.
-    """
+    """Check that what should be quantised is, and that what a head reads is not."""
     weight: Any = getattr(model.get_output_embeddings(), "weight", None)
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() == 1:
         raise ValueError(

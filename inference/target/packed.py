@@ -8,6 +8,7 @@ document, and the time is that of the documents. A sliding window goes over a do
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -89,11 +90,10 @@ def _attend(
         raise ValueError(f"its attention has a {odd[0]}")
     packing, spans = _HERE.get()
     layer: Any = module.layer_idx
-    window, scale = packing.windows[layer], kwargs.get("scaling")
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
     for row, begin, end in spans:
-        here = (slice(row, row + 1), slice(None), slice(begin, end))
-        attended = within(query[here], key[here], value[here], scale, window)
+        q, k, v = (tensor[row : row + 1, :, begin:end] for tensor in (query, key, value))
+        attended = within(q, k, v, kwargs.get("scaling"), packing.windows[layer])
         out[row, begin:end] = attended[0].transpose(0, 1)
     return out, None
 
@@ -106,23 +106,14 @@ def within(
     window: int | None,
 ) -> Float[Tensor, "1 H N F"]:
     """Return one document's causal attention, over the last `window` tokens if that is given."""
-    grouped = query.shape[1] != key.shape[1]
+    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     length = query.shape[2]
     if window is None or length <= window:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return attend(query, key, value, is_causal=True)
     parts = []
     for begin in range(0, length, BLOCK):
         end, least = min(begin + BLOCK, length), max(0, begin - window + 1)
         back = torch.arange(begin, end, device=query.device)[:, None] - torch.arange(least, end, device=query.device)
-        there = (slice(None), slice(None), slice(least, end))
-        parts.append(
-            scaled_dot_product_attention(
-                query[:, :, begin:end],
-                key[there],
-                value[there],
-                attn_mask=(back >= 0) & (back < window),
-                scale=scale,
-                enable_gqa=grouped,
-            )
-        )
+        seen = (back >= 0) & (back < window)
+        parts.append(attend(query[:, :, begin:end], key[:, :, least:end], value[:, :, least:end], attn_mask=seen))
     return torch.cat(parts, 2)

@@ -64,15 +64,11 @@ def placed(
     return Placed(device, embeddings, digest_of_target, group, together=where.together)
 
 
-def whole(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters, whole: gathered from the processes, or fetched from where they are offloaded.
+def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's parameters, whole: gathered from the processes, or fetched from where they are offloaded.
 
     Every process calls it for the same modules in the same order.
     """
-    return dict(_whole(module))
-
-
-def _whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     from accelerate.utils import align_module_device
 
     # It warns that weights cut up twice, for copies and for a group, are gathered in two steps; that is no mistake.
@@ -92,7 +88,7 @@ def _fingerprint(model: "transformers.PreTrainedModel", path: str) -> str:
         return fingerprint_on_disk(model, path)
     except (OSError, ValueError, KeyError, SafetensorError):
         names = {name for name, _ in model.named_parameters()}
-        return digest({name: value.flatten()[:FEW].clone() for name, value in _whole(model) if name in names})
+        return digest({name: value.flatten()[:FEW].clone() for name, value in whole(model) if name in names})
 
 
 def _embeddings(
@@ -108,7 +104,7 @@ def _embeddings(
     copies = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
     tied = copies[0].weight is copies[1].weight
     for source, copy in zip(originals, copies, strict=True):
-        for name, value in whole(source).items():
+        for name, value in whole(source):
             copied = value if _is_here(source, device) else value.to(device, copy=True)
             setattr(copy, name, nn.Parameter(copied, requires_grad=False))
         for name, buffer in source.named_buffers():
@@ -134,13 +130,7 @@ def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document
 
     The group's processes have rows of their own, since each trains the head on its own: every process takes a turn in
     which all of them run its rows, and keeps what came of its own. So no work is done twice, and no process holds more
-    than one turn's features beside its own.
-
-    Args:
-        group: the processes.
-        run: takes tokens and documents "B T".
-        token: this process's rows; other processes may have fewer or more.
-        document: their documents.
+    than one turn's features beside its own. `run` takes tokens and documents "B T"; B and T may differ by process.
     """
     mine, size = distributed.get_rank(group), distributed.get_world_size(group)
     shapes = [torch.zeros(2, dtype=torch.long, device=token.device) for _ in range(size)]

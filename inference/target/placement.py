@@ -22,8 +22,6 @@ import transformers
 from torch import distributed, nn
 from transformers import PreTrainedConfig
 
-from heads.common.target_config import read_target_config
-
 REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD = "replicate", "tensor_parallel", "fsdp", "device_map", "offload"
 PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)
 TOGETHER = (TENSOR_PARALLEL, FSDP)  # those under which no process makes a pass alone
@@ -49,19 +47,6 @@ class Placement:
     devices: list[int] | None
     offload: str
     memory_gb: float | None
-
-    def __post_init__(self) -> None:
-        """Refuse what nothing is known of."""
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"model.placement is {self.placement!r}: choose {', '.join(PLACEMENTS)}")
-        if self.offload not in OFFLOADS:
-            raise ValueError(f"model.offload is {self.offload!r}: choose {', '.join(OFFLOADS)}")
-        if self.tensor_parallel is not None and self.tensor_parallel < 1:
-            raise ValueError(f"model.tensor_parallel is {self.tensor_parallel}: give 1 or more, or null for a node's")
-        if self.memory_gb is not None and self.memory_gb <= 0:
-            raise ValueError(f"model.memory_gb is {self.memory_gb}: give more than 0, or null")
-        if self.devices is not None and (not self.devices or len({*self.devices}) < len(self.devices)):
-            raise ValueError(f"model.devices is {self.devices}: give different numbers of devices, or null for all")
 
     @property
     def together(self) -> bool:
@@ -91,20 +76,21 @@ def check_alone(where: Placement, who: str) -> None:
 
 
 def check(where: Placement, quantized: str | None, adapter: str | None, device: torch.device) -> None:
-    """Check what can be checked before anything is loaded.
+    """Check what can be checked before anything is loaded on this process's device.
 
-    Args:
-        where: the placement.
-        quantized: how the weights are quantised, in the checkpoint or while loading; None if they are not.
-        adapter: the adapter to be merged; None for none.
-        place: this process's device.
+    `quantized` says how the weights are quantised, in the checkpoint or while loading; None if they are not.
 
     Raises:
         ValueError: processes, devices or weights do not allow it.
     """
     check_weights(where, quantized, adapter)
     if where.together:
-        _check_here(where, device)
+        accelerator = torch._C._get_accelerator().type
+        if device.type != accelerator:
+            raise ValueError(
+                f"model.placement={where.placement} uses this machine's {accelerator} devices, but model.device is "
+                f"{device.type}: leave model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
+            )
         check_processes(where, _world(), where.group_size)
     elif where.placement == DEVICE_MAP and device.type != "cpu":
         devices_of(where, device)
@@ -141,15 +127,6 @@ def check_offload(where: Placement, device: str) -> None:
     if where.placement == OFFLOAD and device == "cpu" and where.offload == "cpu":
         raise ValueError(
             "model.placement=offload: on a CPU the weights are in its memory anyway: give model.offload=disk"
-        )
-
-
-def _check_here(where: Placement, device: torch.device) -> None:
-    accelerator = torch._C._get_accelerator().type
-    if device.type != accelerator:
-        raise ValueError(
-            f"model.placement={where.placement} uses this machine's {accelerator} devices, but model.device is "
-            f"{device.type}: leave model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
         )
 
 
@@ -192,16 +169,17 @@ def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
             )
 
 
-def options(where: Placement, path: str, device: torch.device, dtype: torch.dtype, trust: bool) -> dict[str, Any]:
+def options(
+    where: Placement, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trust: bool
+) -> dict[str, Any]:
     """Return what transformers' from_pretrained takes for a placement; nothing for replicate.
 
     Raises:
-        ValueError: tensor parallelism cannot cut the target up, or the checkpoint has no configuration.
+        ValueError: tensor parallelism cannot cut the target up.
     """
     world = _world()
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
-        config = read_target_config(path, trust)
-        check_shape(config.get_text_config(), where.group_size, path)
+        check_shape(config.get_text_config(), where.group_size, str(config.name_or_path))
         return _tensor_parallel(where.group_size, world // where.group_size, device)
     if where.placement == FSDP:
         from transformers.distributed.configuration_utils import DistributedConfig
@@ -214,7 +192,6 @@ def options(where: Placement, path: str, device: torch.device, dtype: torch.dtyp
         cap = {n: int(free(n)[0] * 0.9) if where.memory_gb is None else int(where.memory_gb * GB) for n in numbers}
         return {"device_map": "auto", "max_memory": cap}
     if where.placement == OFFLOAD:
-        config = read_target_config(path, trust)
         with torch.device("meta"):
             skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
         return {"device_map": dict(_offloaded(skeleton, where, str(device), dtype))}

@@ -65,11 +65,7 @@ def check(target: TargetModel) -> bool:
 
 
 def _check_finite(target: TargetModel) -> None:
-    """Check that weights are numbers, where nothing is exact; some kernels take others for zeros, and some do not.
-
-    Raises:
-        ValueError: naming the first that are not.
-    """
+    """Check that weights are numbers, where nothing is exact; some kernels take others for zeros, and some do not."""
     for name, value in target.model.named_parameters():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             whose = target.name + (f" with model.adapter={target.spec.adapter}" if target.spec.adapter else "")
@@ -90,11 +86,7 @@ def _by_mask(target: TargetModel, key: str) -> bool:
 
 
 def _check_logits(target: TargetModel, prompt: Tensor) -> None:
-    """Check that the model runs on our cache, and that its logits are what the engine takes them for.
-
-    Raises:
-        ValueError: naming the architecture.
-    """
+    """Check that the model runs on our cache, and that its logits are what the engine takes them for."""
     who, some = f"{target.name} ({target.architecture})", prompt[:PROMPT]
     try:
         full = target.model(input_ids=prompt[None], use_cache=False).logits[0]

@@ -6,7 +6,7 @@ gets no rows in the cache, so the layers' lengths differ until the caller evens 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -62,15 +62,10 @@ class Parts:
         cache: TargetCache,
         earlier: Int[Tensor, "P"] | None = None,
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
-        """Run rows through the first `layers` layers, whose cache they are appended to.
+        """Run rows through the first `layers` layers, fewer than all, whose cache they are appended to.
 
-        Args:
-            layers: how many, less than all.
-            token: the rows' tokens.
-            position: their positions.
-            seen: which of those layers' cached rows, and of these, each row attends to.
-            cache: the sequence's cache.
-            earlier: the cached rows' positions; None for 0, 1, 2, …
+        `seen` says which of those layers' cached rows, and of these, each row attends to. `earlier` are the positions
+        of the cached rows; None for 0, 1, 2, …
 
         Returns:
             The states after these layers, and their logits through the final norm and the lm_head.
@@ -151,12 +146,10 @@ class Parts:
         def note(module: nn.Module, _args: Any, output: Any) -> None:
             forms[module] = len(output) if isinstance(output, tuple) else None
 
-        handles = [module.register_forward_hook(note) for module in modules]
-        try:
+        with ExitStack() as hooks:
+            for module in modules:
+                hooks.enter_context(module.register_forward_hook(note))
             self.target.prefill(torch.zeros(1, dtype=torch.long, device=self.target.device), self.target.cache())
-        finally:
-            for handle in handles:
-                handle.remove()
         return forms
 
 

@@ -45,11 +45,7 @@ class Reader:
 
 
 def _configured(path: str, trust_remote_code: bool) -> GenerationConfig | None:
-    """Return a model's generation config, as loading the model would make it; None where only a tokenizer is there.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return a model's generation config, as loading the model would make it; None where only a tokenizer is there."""
     try:
         return GenerationConfig.from_pretrained(path)
     except OSError:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval.search_skips import JobConfig, find
-from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.contrib.skip_search import SearchSettings
+from inference.drafters.contrib.layer_skip import LayerSkip, SearchSettings
 from inference.target.config import model_config
 from inference.target.target import Target
 from tests import toys

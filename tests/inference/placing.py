@@ -30,7 +30,7 @@ def compared(ours: Target, alone: Target) -> dict[str, float | bool]:
     document = (torch.arange(20) > 6).long().expand_as(token)
     found, expected = ours.features(token, document, (0, 2)), alone.features(token, document, (0, 2))
     assert isinstance(found, Features)
-    layer = whole(ours.decoder_layers[-1])
+    layer = dict(whole(ours.decoder_layers[-1]))
     answers = [autoregress(each, toys.prompt(0), Settings(12, GREEDY)).tokens for each in (ours, alone)]
     return {
         "hidden": error(found.hidden, expected.hidden),

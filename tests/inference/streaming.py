@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from inference.decode import Generation, Settings, autoregress
-from inference.drafters.contrib.stream_layers import Streams, frozen
-from inference.drafters.contrib.streams import StreamsDrafter
+from inference.drafters.contrib.streams import Streams, StreamsDrafter, frozen
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY

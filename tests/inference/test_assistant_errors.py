@@ -22,7 +22,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("changes", "named"),
     [
         ({"match": "slem"}, "drafter.assistant.match is 'slem'.*drafter=assistant_slem"),
-        ({"schedule": "linear"}, "drafter.assistant.schedule is 'linear': choose one of constant, heuristic"),
+        ({"schedule": "linear"}, "drafter.assistant.schedule is 'linear': choose constant, heuristic"),
         ({"confidence": 1.5}, "drafter.assistant.confidence is 1.5"),
         ({"tree": toys.TREES["dynamic"], "confidence": 0.3}, "drafter.assistant.tree.kind is 'dynamic'.*confidence=0"),
         ({"tree": toys.TREES["static"], "schedule": "heuristic"}, "schedule=constant"),

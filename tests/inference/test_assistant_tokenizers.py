@@ -11,9 +11,10 @@ from torch import Tensor
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.assistant import AssistantState
 from inference.drafters.contrib.assistant_slem import AssistantSlem, SlemState
-from inference.drafters.text import decode, encode
+from inference.drafters.vocabulary import encode
 from inference.protocol import Commit, Context, Drafter, Proposal, Verified
 from inference.target.model import TargetOutput
+from inference.text_stream import decode
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
 from inference.verification.verify import Generator

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from heads.common.resolvers import ROOT
-from heads.common.typed import typed
+from heads.common.typed import build, typed
 from inference.decode import Generation, Settings, autoregress, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.policy import TreeConfig
@@ -27,7 +27,9 @@ EXITS = (1, 2)
 
 
 def drafter(target: Target, exit_layer: int, tree: str) -> EarlyExit:
-    return EarlyExit(EarlyExit.Config(exit_layer, toys.TREES[tree]), target, "early exit")
+    values = {"exit_layer": exit_layer, "tree": toys.TREES[tree]}
+    config = build(EarlyExit.Config, values, "drafter.early_exit", {"tree": toys.TREES[tree]})
+    return EarlyExit(config, target, "early exit")
 
 
 def proposal(target: Target, exit_layer: int, tree: str, sampling: Sampling = GREEDY, room: int = 9) -> Proposal:
@@ -194,7 +196,7 @@ def test_a_layer_is_restored_when_a_pass_fails() -> None:
     assert all("forward" not in vars(layer) for layer in target.decoder_layers)
 
 
-@pytest.mark.parametrize(("exit_layer", "said"), [(0, "at least 1"), (3, "give 1 to 2")])
+@pytest.mark.parametrize(("exit_layer", "said"), [(0, "give 1 or more"), (3, "give 1 to 2")])
 def test_an_exit_out_of_range_is_named(exit_layer: int, said: str) -> None:
     with pytest.raises(ValueError, match=rf"drafter\.early_exit\.exit_layer is {exit_layer}.*{said}"):
         drafter(toys.target(), exit_layer, "chain")

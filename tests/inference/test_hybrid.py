@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from heads.common.typed import build
 from inference.decode import Settings, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid, HybridState
@@ -128,4 +129,4 @@ def test_the_output_is_the_targets_and_both_sources_draft(mode: str) -> None:
 )
 def test_bad_values(expected: float, weight: float, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Hybrid.Config(expected, weight, {})
+        build(Hybrid.Config, {"expected": expected, "weight": weight, "lookup": {}}, "drafter.hybrid")

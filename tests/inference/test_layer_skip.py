@@ -12,10 +12,9 @@ from transformers.cache_utils import DynamicCache
 
 from heads.common.resolvers import ROOT
 from heads.common.target_config import cache_argument
-from heads.common.typed import typed
+from heads.common.typed import build, typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.contrib.skip_search import FORMAT, SkipFile, save_skips
+from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
 from inference.protocol import Context, Proposal
 from inference.target.stack import Skips
 from inference.target.target import Target
@@ -212,7 +211,7 @@ def test_a_target_that_takes_no_mask_is_refused(tmp_path: Path) -> None:
 )
 def test_a_bad_value_is_named(values: tuple[str | None, int, float], said: str) -> None:
     with pytest.raises(ValueError, match=rf"drafter\.layer_skip\.{said}"):
-        LayerSkip.Config(*values)
+        build(LayerSkip.Config, dict(zip(("skips", "depth", "stop"), values, strict=True)), "drafter.layer_skip")
 
 
 def test_the_yaml_fits() -> None:

@@ -171,9 +171,9 @@ def test_the_pool_belongs_to_one_request() -> None:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ({"window": 0}, "drafter.lookahead.window is 0: give at least 1"),
-        ({"ngram": 2}, "drafter.lookahead.ngram is 2: give at least 3"),
-        ({"guesses": 0}, "drafter.lookahead.guesses is 0: give at least 1"),
+        ({"window": 0}, "drafter.lookahead.window is 0: give 1 or more"),
+        ({"ngram": 2}, "drafter.lookahead.ngram is 2: give 3 or more"),
+        ({"guesses": 0}, "drafter.lookahead.guesses is 0: give 1 or more"),
     ],
 )
 def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:

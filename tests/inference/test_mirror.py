@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from heads.base import Level
+from heads.common.typed import build
 from inference.decode import Generation, Settings, speculate
 from inference.drafters.assistant import Assistant
 from inference.drafters.contrib.mirror import Mirror, MirrorState
@@ -32,7 +33,9 @@ def mirror(path: str, of: Target, outcomes: int, **changes: Any) -> Mirror:
         "model": path, "match": "same", "dtype": "float64", "device": None, "trust_remote_code": False,
         "tree": assistants.CHAIN, "schedule": "constant", "confidence": 0.0,
     }  # fmt: skip
-    return Mirror(Mirror.Config(outcomes, Assistant.Config(**{**values, **changes})), of, "mirror")
+    assistant = Assistant.Config(**{**values, **changes})
+    config = build(Mirror.Config, {"outcomes": outcomes, "assistant": {}}, "drafter.mirror", {"assistant": assistant})
+    return Mirror(config, of, "mirror")
 
 
 def decode(source: Mirror, seed: int, sampling: Sampling, rule: str = "auto") -> Generation:

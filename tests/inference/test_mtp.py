@@ -14,8 +14,7 @@ from heads.base import Features
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.mtp import MtpDrafter
-from inference.drafters.mtp_module import load_mtp
+from inference.drafters.mtp import MtpDrafter, load_mtp
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import drafting, toys

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from inference.drafters.mtp_module import load_mtp
+from inference.drafters.mtp import load_mtp
 from inference.target.target import Target
 from tests import drafting, toys
 from tests.inference.test_mtp import WIDTH, features, rms

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from eval.inputs.runs import model_of
 from inference.decode import Settings, autoregress
@@ -82,7 +82,7 @@ def test_a_streamed_target_is_the_target(folder: str, where: Placement) -> None:
     assert ours.last.equal(theirs.last)
     assert placed.spec == plain.spec
     assert placed.embeddings.head_weight().equal(plain.embeddings.head_weight())
-    assert whole(placed.decoder_layers[0])["mlp.up_proj.weight"].equal(plain.decoder_layers[0].mlp.up_proj.weight)
+    assert dict(whole(placed.decoder_layers[0]))["mlp.up_proj.weight"].equal(plain.decoder_layers[0].mlp.up_proj.weight)
     written = [autoregress(each, toys.prompt(1), Settings(12, GREEDY)).tokens for each in (placed, plain)]
     assert written[0] == written[1]
     assert toys.lively(written[0])
@@ -158,9 +158,11 @@ def test_devices_are_shared_out_among_a_nodes_processes(monkeypatch: pytest.Monk
     where, place = replace(HERE, placement="device_map"), torch.device("cuda", 1)
     assert placement.devices_of(where, place) == [1, 3, 5, 7]
     assert placement.devices_of(replace(where, devices=[4, 5, 6, 7]), place) == [5, 7]
-    found = options(replace(where, devices=[4, 5, 6, 7]), "", place, torch.bfloat16, False)
+    found = options(replace(where, devices=[4, 5, 6, 7]), PreTrainedConfig(), place, torch.bfloat16, False)
     assert found == {"device_map": "auto", "max_memory": {5: 54, 7: 72}}
-    capped = options(replace(where, devices=[4, 5, 6, 7], memory_gb=2.0), "", place, torch.bfloat16, False)
+    capped = options(
+        replace(where, devices=[4, 5, 6, 7], memory_gb=2.0), PreTrainedConfig(), place, torch.bfloat16, False
+    )
     assert capped["max_memory"] == {5: 2 * 10**9, 7: 2 * 10**9}
     with pytest.raises(ValueError, match="names 9, and there are 8 devices"):
         placement.devices_of(replace(where, devices=[1, 9]), place)

@@ -160,10 +160,10 @@ def test_the_index_grows_linearly() -> None:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ({"ngram_min": 0}, "drafter.prompt_lookup.ngram_min is 0: give at least 1"),
+        ({"ngram_min": 0}, "drafter.prompt_lookup.ngram_min is 0: give 1 or more"),
         ({"ngram_min": 4}, "drafter.prompt_lookup.ngram_max is 3: give at least ngram_min, 4"),
-        ({"tokens": 0}, "drafter.prompt_lookup.tokens is 0: give at least 1"),
-        ({"match": "best"}, "drafter.prompt_lookup.match is 'best': choose one of first, last"),
+        ({"tokens": 0}, "drafter.prompt_lookup.tokens is 0: give 1 or more"),
+        ({"match": "best"}, "drafter.prompt_lookup.match is 'best': choose first, last"),
     ],
 )
 def test_a_bad_value_is_named(value: dict[str, Any], named: str) -> None:

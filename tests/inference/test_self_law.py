@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from inference.drafters.contrib.early_exit import EarlyExit
-from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.contrib.skip_search import FORMAT, SkipFile, save_skips
+from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Context, Drafter
 from inference.target.target import Target

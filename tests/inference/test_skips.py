@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from heads.common.typed import build
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.contrib.skip_search import (
+from inference.drafters.contrib.layer_skip import (
     FORMAT,
+    LayerSkip,
     Rating,
     SearchSettings,
     SkipFile,
@@ -164,4 +165,4 @@ def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
 )
 def test_a_bad_setting_is_named(values: tuple[int, float, int, int], said: str) -> None:
     with pytest.raises(ValueError, match=rf"search\.{said} is"):
-        SearchSettings(*values)
+        build(SearchSettings, dict(zip(("depth", "stop", "evaluations", "seed"), values, strict=True)), "search")

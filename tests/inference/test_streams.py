@@ -10,8 +10,7 @@ from torch import Tensor
 
 from heads.common.target_config import cache_argument
 from inference.decode import Generation, Settings, speculate
-from inference.drafters.contrib.stream_layers import Streams
-from inference.drafters.contrib.streams import Drafted, StreamsDrafter, StreamsState
+from inference.drafters.contrib.streams import Drafted, Streams, StreamsDrafter, StreamsState
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from heads.common.typed import build
 from heads.formats.store import read_tensors
 from inference.decode import Settings, speculate
-from inference.drafters.contrib.stream_layers import LookAheadRows, Streams, frozen, load_streams, save_streams
-from inference.drafters.contrib.streams import StreamsDrafter
+from inference.drafters.contrib.streams import Streams, StreamsDrafter, frozen, load_streams, save_streams
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference.streaming import CONFIG, DOUBLE, TOKENS, accepted, made, source, toy
@@ -88,7 +88,7 @@ def test_another_targets_streams_and_damaged_ones_are_refused(tmp_path: Path) ->
 )
 def test_a_bad_configuration_is_one_line(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        Streams(Streams.Config(**asdict(CONFIG) | change), toys.target())
+        Streams(build(Streams.Config, asdict(CONFIG) | change, "streams"), toys.target())
     assert "\n" not in str(caught.value)
 
 
@@ -101,4 +101,4 @@ def test_a_target_that_takes_no_mask_and_layers_of_experts_are_refused() -> None
     finally:
         target.takes_trees = True
     with pytest.raises(ValueError, match=r"streams.modules.*attention"):
-        LookAheadRows().forward(None, torch.zeros(3, 4))
+        toy()[1]._adapted(None, torch.zeros(3, 4))

@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 
-from inference.drafters.text import GrowingText, continuation, decode, encode, opening
+from inference.drafters.contrib.assistant_slem import GrowingText, continuation
+from inference.drafters.vocabulary import encode, opening
+from inference.text_stream import decode
 from tests.tokenizers import KINDS, TEXT, trained
 
 LONG = " ".join(TEXT)
@@ -15,8 +17,7 @@ PLAIN = " ".join(TEXT[:2])
 def test_a_growing_text_is_what_encoding_all_of_it_gives(ours: str, theirs: str) -> None:
     source, other = trained(ours), trained(theirs)
     token = encode(source, PLAIN if "words" in (ours, theirs) else LONG)[0]
-    growing = GrowingText(source, other, lookbehind=10)
-    growing.start(token[:9])
+    growing = GrowingText(source, other, 10, token[:9])
     split = 0
     for end in range(10, len(token) + 1):
         growing.extend(token[end - 1 : end])
@@ -37,10 +38,9 @@ def test_only_the_end_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths.append(len(text))
         return encode(trained("metaspace"), text)
 
-    growing = GrowingText(trained("bytes"), trained("metaspace"), lookbehind=6)
     token = encode(trained("bytes"), PLAIN * 4)[0]
-    growing.start(token[:100])
-    monkeypatch.setattr("inference.drafters.text.encode", watched)
+    growing = GrowingText(trained("bytes"), trained("metaspace"), 6, token[:100])
+    monkeypatch.setattr("inference.drafters.contrib.assistant_slem.encode", watched)
     for t in token[100:]:
         growing.extend([t])
     assert growing.token == encode(trained("metaspace"), PLAIN * 4)[0]
@@ -51,14 +51,13 @@ def test_only_the_end_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_that_ends_inside_a_character_waits() -> None:
     source = trained("sentencepiece")
     token = encode(source, "日本")[0]
-    growing = GrowingText(source, trained("bytes"), lookbehind=10)
-    growing.start(token[:2])
+    growing = GrowingText(source, trained("bytes"), 10, token[:2])
     assert not growing.complete
 
 
 def test_special_tokens_are_no_text() -> None:
-    growing = GrowingText(trained("bytes"), trained("sentencepiece"), lookbehind=10)
-    growing.start([0, *encode(trained("bytes"), "the cat")[0]])
+    prompt = [0, *encode(trained("bytes"), "the cat")[0]]
+    growing = GrowingText(trained("bytes"), trained("sentencepiece"), 10, prompt)
     growing.extend([1])
     assert growing.text == "the cat"
     assert growing.complete

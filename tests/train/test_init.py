@@ -15,7 +15,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.store import save_head
-from inference.drafters.mtp_module import load_mtp
+from inference.drafters.mtp import load_mtp
 from inference.target.target import Target
 from tests import toys
 from tests.heads.published import eagle3_authors, eagle_authors, medusa_first, publish

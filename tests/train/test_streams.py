@@ -17,8 +17,7 @@ from data.batches import Batch, Batches, pack
 from data.text.masks import Sample
 from heads.common.resolvers import ROOT, register_resolvers
 from inference.decode import Settings, autoregress, speculate
-from inference.drafters.contrib.stream_layers import Streams
-from inference.drafters.contrib.streams import StreamsDrafter
+from inference.drafters.contrib.streams import Streams, StreamsDrafter
 from inference.verification.sample import GREEDY
 from tests import toys
 from train.streams import StreamsRunConfig, anchors, loop_of, stream_sums, streams_config, train

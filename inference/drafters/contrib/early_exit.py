@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from heads.base import Level
+from heads.common.ranges import Count
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target import probe
@@ -29,13 +30,8 @@ class EarlyExit(Drafter, DrafterState):
     class Config:
         """How many layers draft, and the tree they grow."""
 
-        exit_layer: int
+        exit_layer: Count
         tree: TreeConfig
-
-        def __post_init__(self) -> None:
-            """Check the range."""
-            if self.exit_layer < 1:
-                raise ValueError(f"drafter.early_exit.exit_layer is {self.exit_layer}: give at least 1")
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         depth = len(target.decoder_layers)
@@ -93,9 +89,8 @@ class Drafting:
     def begin(self, root: int) -> Level:
         """Run the root."""
         token = torch.tensor([root], device=self.device)
-        return self.run(
-            token, [-1], token.new_tensor([self.prefix]), torch.ones(1, 1, dtype=torch.bool).to(token.device)
-        )
+        seen = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        return self.run(token, [-1], token.new_tensor([self.prefix]), seen)
 
     def expand(
         self,

@@ -1,20 +1,217 @@
 """Draft & Verify (Zhang et al., arXiv 2309.08168) and SWIFT (arXiv 2410.06916): the target drafts without some layers.
 
-The skipped attention and MLP sub-layers come from a search on the user's prompts (skip_search.py). The
-drafted rows see the committed ones in the target's own cache; their keys and values are dropped before verification
-writes its own.
+The drafted rows see the committed ones in the target's own cache; their keys and values are dropped before verification
+writes its own. Which attention and MLP sub-layers are skipped, a search on the user's prompts finds. It rates a
+candidate without decoding: the drafts that it would make are read off recorded greedy answers in one pass, all
+positions at once, and a drafted token costs what is left of the weights that decoding reads.
 """
 
-from dataclasses import dataclass
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from inference.drafters.contrib.skip_search import load_skips
+from heads.common.ranges import LARGEST, Count, Decay, Within
+from heads.common.typed import typed
+from heads.common.untrusted import parse_json, regular
+from heads.formats.store import TargetSpec
 from inference.protocol import Context, Drafter, DrafterState, Proposal
+from inference.target.cache import TargetCache
+from inference.target.stack import Parts, Skips
 from inference.target.target import Target
 from inference.verification.sample import distribution
 from inference.verification.tree import DraftTree, root
+
+FORMAT = 1
+
+
+class Text(NamedTuple):
+    """A prompt with the target's greedy answer: all tokens, how many are the prompt's, and the target's cached rows."""
+
+    token: list[int]
+    prompt: int
+    cache: TargetCache
+
+
+class Rating(NamedTuple):
+    """What a set of skips promises at its best depth: tokens a pass, the draft's cost, speed against the baseline.
+
+    `cost` is that of a drafted token in target passes. `speed` takes a verification pass to cost what a plain one does.
+    """
+
+    speed: float
+    depth: int
+    tau: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """The greatest depth and the confidence to draft on with, how many candidates to rate, and the order's seed."""
+
+    depth: Count
+    stop: Decay  # 0: draft on whatever the confidence
+    evaluations: Annotated[int, Within(2, LARGEST)]
+    seed: int
+
+
+@dataclass(frozen=True)
+class SkipFile:
+    """What is kept of a search: the target, the skipped sub-layers, how to draft with them, and what was measured."""
+
+    format: int
+    target: TargetSpec
+    attention: list[int]
+    mlp: list[int]
+    depth: Count
+    stop: Decay
+    found: dict[str, float]
+
+    @property
+    def skips(self) -> Skips:
+        """The sub-layers to leave out."""
+        return Skips(tuple(self.attention), tuple(self.mlp))
+
+
+def record(target: Target, prompt: list[int], answer: list[int]) -> Text:
+    """Return a text with its rows in a cache, which `rate` reads again and again."""
+    cache = target.cache()
+    token = prompt + answer
+    target.prefill(torch.tensor(token, device=target.device), cache)
+    return Text(token, len(prompt), cache)
+
+
+def foresee(parts: Parts, skips: Skips, text: Text) -> tuple[list[bool], list[float]]:
+    """Return for each token of an answer whether it is what the draft makes of the text before, and how sure it is.
+
+    One pass: a copy of each row runs through the thinned layers and sees the full rows before it and itself, as the
+    first row of a draft does. Deeper drafts also see drafted rows; that they do no worse is what `rate` assumes.
+    """
+    size = len(text.token)
+    device = parts.target.device
+    position = torch.arange(text.prompt - 1, size - 1, device=device)
+    before = torch.arange(size, device=device) < position[:, None]
+    seen = torch.cat([before, torch.eye(len(position), dtype=torch.bool, device=device)], 1)
+    token = torch.tensor(text.token, device=device)
+    probs = parts.skim(skips, token[position], position, seen, text.cache).float().softmax(-1)
+    text.cache.keep(size, [])
+    sure, drafted = probs.max(-1)
+    return (drafted == token[position + 1]).tolist(), sure.tolist()
+
+
+def rate(parts: Parts, skips: Skips, texts: list[Text], settings: SearchSettings) -> Rating:
+    """Rate a set of skips at the best depth, by playing the recorded answers through."""
+    cost = drafting_cost(parts, skips)
+    seen = [foresee(parts, skips, text) for text in texts]
+    ratings = []
+    for depth in range(1, settings.depth + 1):
+        played = [play(right, sure, depth, settings.stop) for right, sure in seen]
+        tokens, passes, drafted = (sum(column) for column in zip(*played, strict=True))
+        ratings.append(Rating(tokens / (passes + drafted * cost), depth, tokens / passes, cost))
+    return max(ratings)
+
+
+def play(right: list[bool], sure: list[float], depth: int, stop: float) -> tuple[int, int, int]:
+    """Return the tokens, the target passes and the drafted tokens of an answer; a draft ends after an unsure token."""
+    row = passes = drafted = 0
+    while row < len(right):
+        ahead = range(row, min(row + depth, len(right)))
+        length = next((i + 1 - row for i in ahead if sure[i] < stop), len(ahead))
+        accepted = next((i - row for i in ahead[:length] if not right[i]), length)
+        passes, drafted, row = passes + 1, drafted + length, row + accepted + 1
+    return min(row, len(right)), passes, drafted
+
+
+def drafting_cost(parts: Parts, skips: Skips) -> float:
+    """Return a drafted token's cost in target passes: the share of the weights, lm_head included, that it reads."""
+    sizes = parts.sizes()
+    lm_head = parts.target.embeddings.head_weight().numel()
+    total = lm_head + sum(attention + mlp for attention, mlp in sizes)
+    saved = sum(sizes[i][0] for i in skips.attention) + sum(sizes[i][1] for i in skips.mlp)
+    return (total - saved) / total
+
+
+def search(parts: Parts, texts: list[Text], settings: SearchSettings) -> tuple[Skips, Rating]:
+    """Return the best set of skips found, and its rating.
+
+    A local search over one bit a sub-layer: from a start, flip bits in random order, keep what rates better, until a
+    whole round changes nothing; then start again at random. The first start skips nothing.
+    """
+    layers = len(parts.layers)
+
+    def skips(bits: frozenset[int]) -> Skips:
+        return Skips(
+            tuple(i for i in range(layers) if i in bits), tuple(i for i in range(layers) if i + layers in bits)
+        )
+
+    best = climb(lambda bits: rate(parts, skips(bits), texts, settings), 2 * layers, settings)
+    return skips(best[0]), best[1]
+
+
+def climb(
+    score: Callable[[frozenset[int]], Rating], size: int, settings: SearchSettings
+) -> tuple[frozenset[int], Rating]:
+    """Search sets of numbers below `size` for the best score; every set is scored once, `evaluations` sets at most."""
+    order = random.Random(settings.seed)
+    ratings: dict[frozenset[int], Rating] = {}
+
+    def better(bits: frozenset[int], than: frozenset[int]) -> bool:
+        if bits not in ratings and len(ratings) < settings.evaluations:
+            ratings[bits] = score(bits)
+        return bits in ratings and ratings[bits] > ratings[than]
+
+    start: frozenset[int] = frozenset()
+    ratings[start] = score(start)
+    while len(ratings) < min(settings.evaluations, 2**size):
+        improved = True
+        while improved:
+            improved = False
+            for bit in order.sample(range(size), size):
+                if better(start ^ {bit}, start):
+                    start, improved = start ^ {bit}, True
+        rate = order.random()
+        start = frozenset(bit for bit in range(size) if order.random() < rate)
+        if start not in ratings and len(ratings) < settings.evaluations:
+            ratings[start] = score(start)
+        elif start not in ratings:
+            break
+    return max(ratings.items(), key=lambda item: item[1])
+
+
+def save_skips(path: Path, content: SkipFile) -> None:
+    """Write the file of a search."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(content), indent=2) + "\n", encoding="utf-8")
+
+
+def load_skips(path: Path, target: Target) -> SkipFile:
+    """Read the file of a search.
+
+    Raises:
+        ValueError: there is none, it is damaged, or it is of another target.
+    """
+    remedy = "search again with eval/search_skips.py"
+    try:
+        content: Any = parse_json(regular(path).read_bytes())
+        skip_file = typed(SkipFile, content) if isinstance(content, dict) else None
+    except OSError:
+        raise ValueError(f"{path}: no such file; {remedy}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); {remedy}") from None
+    if skip_file is None or skip_file.format != FORMAT:
+        raise ValueError(f"{path}: not a file of skipped sub-layers that this version reads; {remedy}")
+    if skip_file.target.fingerprint != target.spec.fingerprint:
+        raise ValueError(
+            f"{path}: its sub-layers are those of another target, {skip_file.target.name}, not of {target.name}; "
+            f"{remedy}"
+        )
+    if beyond := [i for i in (*skip_file.attention, *skip_file.mlp) if not 0 <= i < target.spec.num_layers]:
+        raise ValueError(f"{path}: it skips layer {beyond[0]} of {target.spec.num_layers}, counted from 0; {remedy}")
+    return skip_file
 
 
 class LayerSkip(Drafter, DrafterState):
@@ -25,19 +222,12 @@ class LayerSkip(Drafter, DrafterState):
         """The file that the search wrote, and what differs from its depth and stop; None differs in nothing."""
 
         skips: str | None
-        depth: int | None
-        stop: float | None
+        depth: Count | None
+        stop: Decay | None
 
         def __post_init__(self) -> None:
-            """Check the ranges."""
             if not self.skips:
                 raise ValueError("drafter.layer_skip.skips is missing: give the file that eval/search_skips.py writes")
-            if self.depth is not None and self.depth < 1:
-                raise ValueError(f"drafter.layer_skip.depth is {self.depth}: give at least 1")
-            if self.stop is not None and not 0 <= self.stop < 1:
-                raise ValueError(
-                    f"drafter.layer_skip.stop is {self.stop}: give 0 for no stop, or a probability below 1"
-                )
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         file = load_skips(Path(config.skips or "").expanduser(), target)

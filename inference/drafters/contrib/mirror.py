@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heads.common.ranges import Number
 from inference.drafters import runner
 from inference.drafters.assistant import Assistant
 from inference.protocol import WARM, Commit, Context, Drafter, DrafterState, Proposal
@@ -71,13 +72,10 @@ class Mirror(Drafter):
     class Config:
         """The assistant, which drafts chains of a constant length, and for how many outcomes it drafts ahead."""
 
-        outcomes: int
+        outcomes: Number
         assistant: Assistant.Config
 
         def __post_init__(self) -> None:
-            """Check the ranges."""
-            if self.outcomes < 0:
-                raise ValueError(f"drafter.mirror.outcomes is {self.outcomes}: give 0 or more")
             model = self.assistant
             if (model.tree.kind, model.schedule, model.confidence) != ("chain", "constant", 0):
                 raise ValueError(
