@@ -10,20 +10,13 @@ from train.config import TrainerConfig
 from train.distributed.shards import held
 
 
-def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices alone (Loshchilov and Hutter, 2019)."""
-    beta1, beta2 = config.betas
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return torch.optim.AdamW(decayed(trained, config), lr=config.lr, betas=(beta1, beta2))
-
-
-def decayed(parameters: list[nn.Parameter], config: TrainerConfig) -> list[dict[str, Any]]:
-    """Return the parameters in groups, matrices with weight decay."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, config.betas)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -33,14 +26,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
     Embeddings and lm_heads, whose rows are tokens, are AdamW's.
     """
 
-    def __init__(self, head: Any, config: TrainerConfig) -> None:
-        sizes = (
-            {head.embeddings.vocab_size} if head.vocab is None else {head.embeddings.vocab_size, len(head.vocab.ids)}
-        )
-        trained = [p for p in head.parameters() if p.requires_grad]
+    def __init__(self, head: Any, trained: list[nn.Parameter], config: TrainerConfig) -> None:
+        sizes = {head.embeddings.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
         inner = [p for p in trained if p.ndim == 2 and p.shape[0] not in sizes]
         others = [p for p in trained if p.ndim != 2 or p.shape[0] in sizes]
-        beta1, beta2 = config.betas
         self.optimizers: list[torch.optim.Optimizer] = []
         if inner:
             muon = torch.optim.Muon(
@@ -48,7 +37,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             )
             self.optimizers.append(muon)
         if others:  # there are none if only LoRA adapters are trained
-            self.optimizers.append(torch.optim.AdamW(decayed(others, config), config.lr, (beta1, beta2)))
+            self.optimizers.append(adamw(others, config))
         super().__init__(self._groups(), {})
         self.param_groups = self._groups()  # the very same dicts
 
@@ -73,8 +62,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the optimiser of `trainer.optimizer`."""
-    return MuonAndAdamW(head, config) if config.optimizer == "muon" else adamw(head, config)
+    """Return the optimiser of `trainer.optimizer`, for what is trained of a head."""
+    trained = [p for p in head.parameters() if p.requires_grad]
+    return MuonAndAdamW(head, trained, config) if config.optimizer == "muon" else adamw(trained, config)
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
@@ -107,10 +97,6 @@ class Average:
         if self.decay:
             for name, value in trained_state(module).items():
                 self.weights[name].lerp_(held(value), 1 - self.decay)
-
-    def state(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the weights to evaluate and to save: the average if there is one."""
-        return {k: v.detach() for k, v in module.state_dict().items()} | self.weights
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:

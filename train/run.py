@@ -54,7 +54,7 @@ from train.distributed import launch, processes
 from train.distributed.control import RANKS, on_main
 from train.distributed.lock import RunLock
 from train.features import origin_of, source_for
-from train.loop import KeptHead, Loop, RunFolder
+from train.loop import KeptHead, Loop
 from train.planning.advice import advice
 from train.planning.check import check_out, check_run, evaluation, reads_target
 from train.planning.plan import plan
@@ -147,9 +147,9 @@ def loop_of(
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
     loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
-    folder = RunFolder(Path(run.out), run.resume, resolved)
-    run_identity = identity(run, target, source.batches, accelerator.num_processes)
-    return Loop(folder, stepper, KeptHead(folder.out / "head", head, target, run.tree), evaluator, run_identity)
+    kept_head = KeptHead(Path(run.out, "head"), head, target, run.tree)
+    this_run = identity(run, target, source.batches, accelerator.num_processes)
+    return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=resolved)
 
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
@@ -247,8 +247,6 @@ def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
         launch.check_mode()
-        if launch.launched():
-            launch.end_with_parent()
     with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))

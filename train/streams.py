@@ -57,7 +57,7 @@ from train.config import LauncherConfig, TrainerConfig, check_name, check_row
 from train.distributed import launch
 from train.distributed.control import on_main
 from train.distributed.lock import RunLock
-from train.loop import Loop, RunFolder
+from train.loop import Loop
 from train.planning.check import check_out
 from train.run import alone, batches_for, prepare_out, provenance, write_origin
 from train.step import Stepper
@@ -224,8 +224,8 @@ def loop_of(
     source = Live(TokensAlone(accelerator.device), batches, ())
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
-    folder = RunFolder(Path(run.out), run.resume, resolved)
-    return Loop(folder, stepper, KeptStreams(folder.out / KIND, streams, target), evaluator, identity(run, batches))
+    kept, this_run = KeptStreams(Path(run.out, KIND), streams, target), identity(run, batches)
+    return Loop(Path(run.out), stepper, kept, evaluator, this_run, resumes=run.resume, config=resolved)
 
 
 def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:

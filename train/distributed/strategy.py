@@ -12,7 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,71 +25,49 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 BUCKET = 200_000_000  # most gradients that DeepSpeed reduces at once
 
 
-@runtime_checkable
-class Strategy(Protocol):
-    """A strategy's part of an optimiser step.
+class Strategy:
+    """A strategy's part of an optimiser step; here the whole head on every process: one process, or DDP.
 
     Attributes:
+        module: the loss module as the strategy wraps it.
         optimizer: has the parameter groups whose learning rates are set, and the state that `TrainState` reads.
     """
 
+    module: Any
     optimizer: Any
 
-    def forward(self, *inputs: Any, last: bool) -> Any:
-        """Return the loss module's result for a micro-batch; after a step's last one gradients are averaged."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradient."""
-        ...
-
-    def clip(self, norm: float) -> Tensor:
-        """Clip the gradient to `norm`, 0 for no clipping; return the whole gradient's norm before."""
-        ...
-
-    def step(self) -> None:
-        """Update the weights and clear the gradient."""
-        ...
-
-    def drop(self) -> None:
-        """Clear the gradient without an update."""
-        ...
-
-
-class DdpStrategy:
-    """The whole head on every process: one process, or DistributedDataParallel."""
-
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
-        prepared: Any = accelerator.prepare(loss, make(loss.head))
-        self.module, self.optimizer = prepared
+        self.module, self.optimizer = accelerator.prepare(loss, make(loss.head))
         if accelerator.num_processes > 1 and not isinstance(self.module, DistributedDataParallel):
             raise fell_back("ddp", self.module)
 
     def forward(self, *inputs: Any, last: bool) -> Any:
-        """Return the loss."""
+        """Return the loss module's result for a micro-batch; after a step's last one gradients are averaged."""
         if isinstance(self.module, DistributedDataParallel):
             self.module.require_backward_grad_sync = last
         return self.module(*inputs)
 
     def backward(self, loss: Tensor) -> None:
-        """Add its gradient."""
+        """Add a micro-batch's gradient."""
         loss.backward()
 
     def clip(self, norm: float) -> Tensor:
-        """Clip the gradient, return its norm."""
-        return nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
+        """Clip the gradient to `norm`, 0 for no clipping; return the whole gradient's norm before."""
+        before: Any = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
+        whole: Tensor = before.full_tensor() if hasattr(before, "full_tensor") else before
+        return whole
 
     def step(self) -> None:
-        """Update the weights."""
+        """Update the weights and clear the gradient."""
         self.optimizer.step()
         self.drop()
 
     def drop(self) -> None:
-        """Clear the gradient."""
+        """Clear the gradient without an update."""
         self.optimizer.zero_grad()
 
 
-class Fsdp2:
+class Fsdp2(Strategy):
     """torch's fully_shard (FSDP2), the head as one unit: its tensors are sharded by rows.
 
     One unit, since heads call parts of their layers and read weights beyond them, and EAGLE-3 runs its layer once a
@@ -101,35 +79,16 @@ class Fsdp2:
         from torch.distributed.tensor import DTensor
 
         mesh = torch.distributed.device_mesh.init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        self.module: Any = fully_shard(loss, mesh=mesh)
+        self.module = fully_shard(loss, mesh=mesh)
         if not isinstance(self.module, FSDPModule) or not all(isinstance(p, DTensor) for p in loss.parameters()):
             raise fell_back("fsdp2", self.module)
-        self.optimizer: Any = make(loss.head)
+        self.optimizer = make(loss.head)
 
     def forward(self, *inputs: Any, last: bool) -> Any:
         """Return the loss; until the last micro-batch weights stay gathered and gradients whole."""
         self.module.set_requires_gradient_sync(last)
         self.module.set_reshard_after_backward(last)
         return self.module(*inputs)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add its gradient."""
-        loss.backward()
-
-    def clip(self, norm: float) -> Tensor:
-        """Clip the gradient, return its norm."""
-        sharded: Any = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
-        whole: Tensor = sharded.full_tensor()
-        return whole
-
-    def step(self) -> None:
-        """Update the weights."""
-        self.optimizer.step()
-        self.drop()
-
-    def drop(self) -> None:
-        """Clear the gradient."""
-        self.optimizer.zero_grad()
 
 
 class Rooted(nn.Module):
@@ -145,7 +104,7 @@ class Rooted(nn.Module):
         return loss + zero, sums
 
 
-class Zero:
+class Zero(Strategy):
     """DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054): stage 2 shards gradients and state, 3 weights too."""
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float, stage: int) -> None:
@@ -180,8 +139,7 @@ class Zero:
         if stage == 3:
             set_z3_leaf_modules(rooted, [Rooted])  # gathered as one unit, as under FSDP2
         engine, *_ = deepspeed.initialize(model=rooted, optimizer=make(loss.head), config=config)
-        self.module: Any = engine
-        self.optimizer: Any = engine.optimizer
+        self.module, self.optimizer = engine, engine.optimizer
         kinds = {2: DeepSpeedZeroOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}
         if not isinstance(self.optimizer, kinds[stage]) or engine.zero_optimization_stage() != stage:
             raise fell_back(f"zero{stage}", self.optimizer)
@@ -208,7 +166,6 @@ class Zero:
 
     def clip(self, norm: float) -> Tensor:
         """Return the gradient's norm; the engine clips in its step."""
-        del norm
         if hasattr(self.optimizer, "scaled_global_norm"):
             whole: Tensor = self.optimizer.scaled_global_norm()
             return whole
@@ -245,7 +202,7 @@ def prepare(
         ValueError: the library silently did something else.
     """
     if launcher.strategy == "ddp":
-        return DdpStrategy(accelerator, loss, make)
+        return Strategy(accelerator, loss, make)
     if launcher.strategy == "fsdp2":
         return Fsdp2(accelerator, loss, make)
     return Zero(accelerator, loss, make, clip, int(launcher.strategy[-1]))
