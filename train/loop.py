@@ -63,8 +63,8 @@ class KeptHead:
 class Loop:
     """One run, on every process alike; the main process alone writes, and measures unless that takes all of them.
 
-    With `resumes` it goes on from the newest good checkpoint in `out`, if there is one. `kept_head` is the `KeptHead`, or
-    another object with its methods; without an `evaluator` the newest head is kept. Trackers show `config`.
+    With `resumes` it goes on from the newest good checkpoint in `out`, if there is one. `kept_head` is the `KeptHead`
+    or another object with its methods; without an `evaluator` the newest head is kept. Trackers show `config`.
     """
 
     def __init__(
@@ -136,8 +136,9 @@ class Loop:
     def save(self, step: int) -> None:
         """Write a checkpoint beside the training, unless this step has one."""
         if self.saver.saved != step:
-            content = {"progress": dict(self.progress), **self.identity.as_state()}
-            self.saver.save(self.step.state, step, content, int(self.progress["best_step"]))
+            identity = {"settings": self.identity.settings, "arithmetic": self.identity.numerics}
+            content = {"progress": dict(self.progress), **identity}
+            self.saver.save(self.step.state, step, content, self.progress["best_step"])
 
     def train(self) -> None:
         """Run all steps; on SIGTERM write a checkpoint and exit with status 143.

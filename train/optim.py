@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import TrainerConfig
-from train.distributed.shards import held
+from train.distributed.strategy import held
 
 
 def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
@@ -82,7 +82,7 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 class Average:
     """An exponential moving average of the trained weights; decay 0 turns it off.
 
-    A process averages its shard of each weight (train/distributed/shards.py).
+    A process averages its shard of each weight (train/distributed/strategy.py).
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:

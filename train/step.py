@@ -19,11 +19,10 @@ from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
 from train.guard import Guard
 from train.losses import ObjectiveConfig
-from train.objective import objective
+from train.objective import Weights, noisy, objective, sample_anchors, trainable, weights
 from train.optim import Average, learning_rate, optimizer
 from train.tracking.clock import Clock
 from train.tracking.flops import Flops, peak_flops
-from train.weights import Weights, noisy, sample_anchors, trainable, weights
 
 
 class Loss(nn.Module):

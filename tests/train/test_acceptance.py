@@ -23,11 +23,11 @@ from tests import drafting, toys
 from tests.eval.stubs import ROW
 from train.acceptance import AcceptanceEvaluator
 from train.config import RunConfig, run_config
+from train.objective import weights
 from train.optim import optimizer
 from train.step import Loss
 from train.tracking import sweep
 from train.tracking.flops import Flops
-from train.weights import weights
 
 PROMPTS = [toys.prompt(seed) for seed in range(5)]
 

@@ -26,12 +26,11 @@ from tests import toys
 from tests.train import jobs
 from train.adapt import LoraAdapterConfig, adapt, merged_copy, peft_config
 from train.config import RunConfig, run_config
-from train.objective import objective
+from train.objective import objective, weights
 from train.optim import Average, optimizer
 from train.planning.plan import plan
 from train.planning.trace import Embeddings
 from train.start import check_start
-from train.weights import weights
 
 FACTORS = LoraAdapterConfig("lora", 4, 8, 0.0, False, None)
 EVERY = [*toys.HEAD_CONFIGS, *toys.OPTIONS]

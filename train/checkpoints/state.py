@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.distributed.shards import held, master_state, put, put_master, whole, zero_stage
+from train.distributed.strategy import held, master_state, put, put_master, whole, zero_stage
 from train.optim import Average, trained_state
 
 

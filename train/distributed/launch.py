@@ -122,7 +122,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
 
 
 def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
-    """Start the processes; return the exit status of the first that failed, else 0, or 0 once they are queued in SLURM."""
+    """Start the processes; return the status of the first that failed, else 0, or 0 once they are queued in SLURM."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
         return submit(launcher, launcher.slurm, script, overrides)

@@ -5,7 +5,9 @@ a CPU. Under every strategy weights are fp32, matrix products in `trainer.precis
 the gradient's norm is that of the whole gradient: a step is the same step.
 
 Sharded strategies gather the head whole for a forward and a backward pass. It is a layer or two, so they save the
-memory of the optimiser's state, the gradients and the weights between steps.
+memory of the optimiser's state, the gradients and the weights between steps. A parameter's type shows the strategy: a
+DTensor under FSDP2; under ZeRO-3 one of DeepSpeed's, whose shard is `ds_tensor`; under ZeRO-2 whole, beside a slice of
+master weights; else whole.
 """
 
 import logging
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed import all_gather, get_rank, get_world_size
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import LauncherConfig
@@ -54,8 +58,8 @@ class Strategy:
     def clip(self, norm: float) -> Tensor:
         """Clip the gradient to `norm`, 0 for no clipping; return the whole gradient's norm before."""
         before: Any = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
-        whole: Tensor = before.full_tensor() if hasattr(before, "full_tensor") else before
-        return whole
+        total: Tensor = before.full_tensor() if hasattr(before, "full_tensor") else before
+        return total
 
     def step(self) -> None:
         """Update the weights and clear the gradient."""
@@ -167,8 +171,8 @@ class Zero(Strategy):
     def clip(self, norm: float) -> Tensor:
         """Return the gradient's norm; the engine clips in its step."""
         if hasattr(self.optimizer, "scaled_global_norm"):
-            whole: Tensor = self.optimizer.scaled_global_norm()
-            return whole
+            total: Tensor = self.optimizer.scaled_global_norm()
+            return total
         norms = torch.stack(self.optimizer._get_norm_groups())  # a norm that is not finite is -1 here
         return torch.where((norms >= 0).all(), norms.norm(), torch.inf)
 
@@ -213,3 +217,69 @@ def fell_back(strategy: str, actual: object) -> ValueError:
     return ValueError(
         f"launcher.strategy={strategy} does not run here: {type(actual).__name__} does instead; give another strategy"
     )
+
+
+def zero_stage(p: Tensor) -> int:
+    """Return the stage of ZeRO that has sharded a parameter or its optimiser state; 0 for none."""
+    return 3 if hasattr(p, "ds_id") else 2 if hasattr(p, "_hp_mapping") else 0
+
+
+def held(p: Tensor) -> Tensor:
+    """Return this process's shard of a parameter; during training always the same, updated tensor."""
+    shard: Tensor = getattr(p, "ds_tensor", p)
+    return shard.detach()
+
+
+def whole(p: Tensor, shard: Tensor) -> Tensor:
+    """Gather the whole of a tensor that is sharded as parameter `p` is; a collective call, as all that follow are."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(shard, DTensor):
+        full: Tensor = shard.full_tensor()
+        return full
+    if zero_stage(p) < 3 or not shard.ndim:  # a count of steps is not sharded
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(get_world_size())]
+    all_gather(shards, shard.contiguous())
+    shape: torch.Size = vars(p)["ds_shape"]
+    return torch.cat(shards)[: shape.numel()].view(shape)
+
+
+@torch.no_grad()
+def put(p: Tensor, shard: Tensor, value: Tensor) -> None:
+    """Write this process's part of a whole `value` to a `shard` that is sharded as parameter `p` is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    value = value.to(shard.device)
+    if isinstance(shard, DTensor):
+        shard.copy_(distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None))
+    else:
+        shard.copy_(local_slice(value, shard) if zero_stage(p) == 3 else value)
+
+
+def local_slice(value: Tensor, shard: Tensor) -> Tensor:
+    """Return this process's slice under ZeRO-3: all of the shard's size, the last padded with zeros."""
+    flat = value.flatten()
+    padded = functional.pad(flat, (0, get_world_size() * shard.numel() - len(flat)))
+    return padded.narrow(0, get_rank() * shard.numel(), shard.numel())
+
+
+def master_state(p: Tensor, key: str) -> Tensor:
+    """Return the whole optimiser state `key` of a parameter that ZeRO has sharded."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    state: Tensor = safe_get_full_optimizer_state(p, key)
+    return state
+
+
+def put_master(p: Tensor, value: Tensor, key: str | None = None) -> None:
+    """Write the master weights of a parameter that ZeRO has sharded, or with `key` its optimiser state."""
+    from deepspeed import utils
+
+    extra = () if key is None else (key,)
+    if zero_stage(p) == 3:
+        put_local: Any = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
+        put_local(p, local_slice(value, held(p)).to(held(p).device), *extra)
+    else:
+        put_full: Any = utils.safe_set_full_fp32_param if key is None else utils.safe_set_full_optimizer_state
+        put_full(p, value.to(p.device), *extra)
