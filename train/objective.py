@@ -46,7 +46,7 @@ def objective(
         head: its `score` computes logits from the drafts' states.
         drafts: its unrolled drafts, one entry a depth.
         features: the batch; `last` gives the teacher through the target's lm_head.
-        weight: the weight of each row at each depth; rows of weight 0 are left out.
+        weight: of each row at each depth; rows of weight 0 are left out.
         config: the losses.
         chunk: logits of a chunk, AUTO by the device; None takes all rows at once by plain autograd: the reference.
         top: the teacher where a store kept the top-k tokens of each row; None computes it from `last`.
@@ -271,14 +271,7 @@ def weights(
     anchors: Bool[Tensor, "B T"] | None,
     config: ObjectiveConfig,
 ) -> Weights:
-    """Return the weights of a batch's rows, without those of depths.
-
-    Args:
-        document: the rows' documents.
-        mask: 1 where the target would write the token.
-        anchors: the rows that are drafted from, None for all.
-        config: how many depths, and the normaliser.
-    """
+    """Return the weights of a batch's rows, without those of depths; `anchors` are drafted from, None for all rows."""
     trained = trainable(document, mask, config.depths)
     if anchors is not None:
         trained = trained & anchors

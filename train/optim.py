@@ -19,7 +19,7 @@ def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.
     return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, config.betas)
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
+class MuonAndAdamW:
     """Muon (Jordan et al., 2024) for the matrices between hidden states, AdamW for all else, as one optimiser.
 
     Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982), so one learning rate and schedule serve both.
@@ -38,30 +38,20 @@ class MuonAndAdamW(torch.optim.Optimizer):
             self.optimizers.append(muon)
         if others:  # there are none if only LoRA adapters are trained
             self.optimizers.append(adamw(others, config))
-        super().__init__(self._groups(), {})
-        self.param_groups = self._groups()  # the very same dicts
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def step(self, closure: Any = None) -> Any:
+    def step(self) -> None:
         """Take a step of each optimiser."""
-        assert closure is None
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of each optimiser."""
-        return {"parts": [optimizer.state_dict() for optimizer in self.optimizers]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of each optimiser."""
-        for optimizer, state in zip(self.optimizers, state_dict["parts"], strict=True):
-            optimizer.load_state_dict(state)
-        self.param_groups = self._groups()
+    def zero_grad(self) -> None:
+        """Clear the gradient."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
-def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
+def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer | MuonAndAdamW:
     """Return the optimiser of `trainer.optimizer`, for what is trained of a head."""
     trained = [p for p in head.parameters() if p.requires_grad]
     return MuonAndAdamW(head, trained, config) if config.optimizer == "muon" else adamw(trained, config)

@@ -52,7 +52,7 @@ from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import resume
-from train.config import LauncherConfig, TrainerConfig, check_name, check_row
+from train.config import LauncherConfig, TrainerConfig, check_batch_and_name
 from train.distributed import launch
 from train.distributed.control import on_main
 from train.distributed.processes import RunLock
@@ -96,7 +96,7 @@ class StreamsRunConfig:
             )
         if self.trainer.eval_prompts < 1:
             raise ValueError("trainer.eval_prompts is 0: the best streams are those that measure best; give 1 or more")
-        check_row(self.trainer, self.data.length)
+        check_batch_and_name(self.name, self.trainer, self.data.length)
 
 
 class Anchors(NamedTuple):
@@ -272,9 +272,7 @@ def streams_config(cfg: DictConfig) -> StreamsRunConfig:
     """Return the typed configuration, without the final evaluation that trainer=debug makes small: here is none."""
     OmegaConf.set_struct(cfg, False)
     cfg.pop("eval", None)
-    run = typed(StreamsRunConfig, cfg)
-    check_name(run.name)
-    return run
+    return typed(StreamsRunConfig, cfg)
 
 
 @command("streams")

@@ -59,7 +59,7 @@ def fresh(name: str, of: Target) -> Any:
     return head
 
 
-def take(head: Any, features: Features, steps: int, average: Average, optim: torch.optim.Optimizer) -> None:
+def take(head: Any, features: Features, steps: int, average: Average, optim: Any) -> None:
     """Take steps of the real objective, chunk by chunk."""
     config = run("head=eagle3", "objective.depths=4").objective
     anchors = torch.ones(features.token.shape, dtype=torch.bool)

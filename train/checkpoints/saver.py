@@ -149,8 +149,9 @@ class Saver:
         missing = list(range(self.control.world))
         while missing := [rank for rank in missing if not format.note_of(partial, rank).exists()]:
             for rank in missing:
-                if failed := format.failure(partial, rank):
-                    raise ValueError(f"rank {rank}: {failed}")
+                failed = format.note_of(partial, rank).with_suffix(format.FAILED)
+                if failed.exists():
+                    raise ValueError(f"rank {rank}: {failed.read_text()}")
             if self._given_up.is_set() or time.monotonic() > end:
                 raise ValueError(f"rank {', '.join(map(str, missing))} did not write its part")
             time.sleep(POLL)

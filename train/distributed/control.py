@@ -123,26 +123,19 @@ class Heartbeat:
             self._write("")
             if self.rank < 2:  # the first process watches all others, and the second watches the first
                 self._watch()
-        if self._waiting is not None and self._moved > self._waiting[1]:  # it continued and then ended
-            self._log_wait(self._moved)
+        self._watch()  # it may have continued and then ended
 
     def _watch(self) -> None:
         """Log which processes this one has waited for longer than SLOW, once it continues."""
         since = self._moved
-        if time.monotonic() - since > SLOW:
+        if self._waiting is not None and since > self._waiting[1]:
+            (name, began), self._waiting = self._waiting, None
+            log.warning("waited %.1f s for %s", since - began, name)
+        elif self._waiting is None and time.monotonic() - since > SLOW:
             seen = self._read()
             watched = range(1, self.world) if self.rank == 0 else [0]
-            slow = [rank for rank in watched if rank in seen and seen[rank]["mark"] < self.progress]
-            if slow and self._waiting is None:
-                self._waiting = ", ".join(who(seen[rank]) for rank in slow), since
-        else:
-            self._log_wait(since)
-
-    def _log_wait(self, since: float) -> None:
-        if self._waiting is not None:
-            name, began = self._waiting
-            self._waiting = None
-            log.warning("waited %.1f s for %s", since - began, name)
+            slow = [who(seen[rank]) for rank in watched if rank in seen and seen[rank]["mark"] < self.progress]
+            self._waiting = (", ".join(slow), since) if slow else None
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.json"
@@ -266,24 +259,21 @@ class ProcessControl:
             SystemExit: on the others.
         """
         self.heart.start()
+        reason = None
         try:
             yield
-        except RuntimeError as error:  # gloo's and NCCL's errors all are RuntimeErrors
-            if not (missing := self.heart.missing(self.timeout)):
-                self.heart.end(one_line(error))
+        except Exception as error:
+            reason = one_line(error)
+            # gloo's and NCCL's errors all are RuntimeErrors
+            if not (isinstance(error, RuntimeError) and (missing := self.heart.missing(self.timeout))):
                 raise
             self.heart.end("", lost=True)
             if self.heart.speaks():
                 text = f"{missing}; the others have stopped, and resume=true goes on from the last checkpoint"
                 raise ValueError(text) from error
             raise SystemExit(2) from error
-        except Exception as error:
-            self.heart.end(one_line(error))
-            raise
-        except BaseException:
-            self.heart.end()
-            raise
-        self.heart.end()
+        finally:
+            self.heart.end(reason)
 
     def _vote_result(self) -> bool:
         """Wait for the pending vote and return whether any process wants to stop; false without one."""

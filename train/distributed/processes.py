@@ -72,12 +72,9 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
 
 
 def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
-    """Check the number of processes against the launcher's settings.
+    """Check the size of the process group, `here`, and the number of `started` processes against the launcher's.
 
-    Args:
-        launcher: the settings; with one process any number that the user's own command started is accepted.
-        here: the size of the process group.
-        started: the number of started processes, from the environment.
+    A launcher of one process accepts any number that the user's own command started.
 
     Raises:
         ValueError: the numbers differ, or are too small for the strategy.

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.config import LauncherConfig
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+MakeOptimizer = Callable[[nn.Module], Any]
 BUCKET = 200_000_000  # most gradients that DeepSpeed reduces at once
 
 
@@ -41,7 +41,7 @@ class Strategy:
     optimizer: Any
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
-        self.module, self.optimizer = accelerator.prepare(loss, make(loss.head))
+        self.module, self.optimizer = accelerator.prepare(loss), make(loss.head)
         if accelerator.num_processes > 1 and not isinstance(self.module, DistributedDataParallel):
             raise fell_back("ddp", self.module)
 
@@ -193,14 +193,9 @@ class Zero(Strategy):
 def prepare(
     launcher: LauncherConfig, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float
 ) -> Strategy:
-    """Prepare the head for training by `launcher.strategy`.
+    """Prepare `loss`, the module to call, whose `head` is trained, by `launcher.strategy`.
 
-    Args:
-        launcher: names the strategy.
-        accelerator: the processes.
-        loss: the module to call, whose `head` is trained.
-        make: creates the optimiser of a head.
-        clip: the norm that a gradient is clipped to, for DeepSpeed, which clips in its step.
+    Gradients are clipped to the norm `clip` in DeepSpeed's step.
 
     Raises:
         ValueError: the library silently did something else.
