@@ -19,8 +19,7 @@ from train.checkpoints import format, resume
 from train.checkpoints.resume import Identity
 from train.checkpoints.saver import Saver
 from train.distributed.control import STOPPED, ProcessControl, on_main
-from train.guard import BAD, keep_batch
-from train.step import Stepper
+from train.step import BAD, Stepper, keep_batch
 from train.tracking.track import Tracker
 
 COST = "training.json"

@@ -33,7 +33,6 @@ from data.config import DataConfig
 from data.features.source import Live
 from data.text.prompts import load_training
 from data.text.template import template_sha256
-from heads import rows
 from heads.base import Features, parameter_count
 from heads.common.command import command
 from heads.common.context import check_rows, context_of
@@ -57,7 +56,7 @@ from train.distributed import launch
 from train.distributed.control import on_main
 from train.distributed.processes import RunLock
 from train.loop import Loop
-from train.objective import Weights
+from train.objective import Weights, trainable
 from train.planning.check import check_out
 from train.run import alone, batches_for, prepare_out, provenance, resolved_values
 from train.step import Stepper
@@ -108,8 +107,7 @@ class Anchors(NamedTuple):
 
 def anchors(batch: Batch, every: int, streams: int, seed: int) -> Anchors:
     """Return every so many of each row's trained tokens that have a trained one ahead, from a random one on."""
-    depths = [rows.valid(batch.document, batch.mask, depth) for depth in range(1, streams + 1)]
-    trained = torch.stack(depths, -1) & batch.mask.bool()[:, :, None]
+    trained = trainable(batch.document, batch.mask, streams).movedim(0, -1) & batch.mask.bool()[:, :, None]
     chosen = []
     for is_trained, index in zip(trained.any(-1), batch.index.tolist(), strict=True):
         rng = torch.Generator().manual_seed(seed + index)

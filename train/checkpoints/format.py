@@ -138,11 +138,7 @@ def complaint(path: Path, rank: int, world: int) -> str:
 
 
 def _check_state(path: Path) -> None:
-    """Check that a checkpoint's state.json has the structure that a run writes, and this step.
-
-    Raises:
-        OSError, ValueError: it is damaged.
-    """
+    """Check that a checkpoint's state.json has the structure that a run writes, and this step."""
     state = read_checked(path / STATE)
     odd = [key for key in ("progress", "settings", "arithmetic") if not isinstance(state.get(key, {}), dict)]
     if not odd:

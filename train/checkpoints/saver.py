@@ -140,11 +140,7 @@ class Saver:
             raise ValueError(f"{final}: the checkpoint could not be written ({reason})") from error
 
     def _await_others(self, partial: Path) -> None:
-        """Wait for the notes of all processes.
-
-        Raises:
-            ValueError: one is missing after the time-out, or its writer failed.
-        """
+        """Wait for the notes of all processes; fail if one is missing after the time-out, or its writer failed."""
         end = time.monotonic() + self.control.timeout / 2  # before the others time out waiting for this process
         missing = list(range(self.control.world))
         while missing := [rank for rank in missing if not format.note_of(partial, rank).exists()]:
