@@ -159,7 +159,8 @@ class Stepper:
         self.clock.begin()
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         micro_batches = self.source(step)
-        sampled = [self.loss.sampled(each.batch, number(each.batch, step), trainer.seed) for each in micro_batches]
+        batches = [micro.batch for micro in micro_batches]
+        sampled = [self.loss.sampled(batch, number(batch, step), trainer.seed) for batch in batches]
         mine: Any = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
         self.clock.lap("data")
         shared: Any = self.accelerator.reduce(mine.to(device), "sum")
