@@ -90,7 +90,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
         loop.step(step, halted=lambda: False)
     seconds = time.process_time() - begin
     loop.tracker.close()
-    weights = loop.step.average.state(head)
+    weights = loop.step.state.weights()
     save_head(Path(run.out, "head"), decoding_copy(head, weights, None), target.target.spec, vars(run.tree))
     made = decoding_copy(head, weights, target.target)
     found: dict[str, Any] = {"parameters": parameter_count(head), "train_seconds": round(seconds, 1)}

@@ -30,8 +30,8 @@ from heads.modules.layers import Recomputing
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.config import RunConfig, run_config
+from train.objective import weights
 from train.step import Loss
-from train.weights import weights
 
 TOKENS = 4096  # of the features' comparison
 register_resolvers()

@@ -155,7 +155,7 @@ BUGS = [
         ["tests/train/test_optim.py"],
     ),
     Bug(
-        "train/weights.py",
+        "train/objective.py",
         "scale = noise * 512 / length",
         "scale = noise * length / 512",
         ["tests/train/test_step.py", "tests/train/test_objective.py", "tests/train/test_jobs.py"],

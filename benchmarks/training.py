@@ -37,8 +37,7 @@ from inference.target.target import Target
 from train.config import RunConfig, run_config
 from train.distributed.processes import keep_freed
 from train.losses import ObjectiveConfig
-from train.objective import AUTO, objective
-from train.weights import sample_anchors, weights
+from train.objective import AUTO, objective, sample_anchors, weights
 
 WIDTH, LENGTH = 256, 512
 register_resolvers()

@@ -7,13 +7,11 @@ release/       publishing a trained head: folder, card, verification, and the do
 tracking/      trackers of a run's numbers: metrics.jsonl, wandb, TensorBoard, progress bar, the table of a sweep
 config.py      the types of conf/train.yaml
 losses.py      the losses: pure functions of the target's distribution p and the draft's q
-weights.py     row weights, random anchors, feature noise
-objective.py   the loss and its gradient, a chunk of rows at a time
+objective.py   the loss and its gradient, a chunk of rows at a time; row weights, random anchors, feature noise
 optim.py       AdamW and Muon, their schedule, the average of the weights
 loop.py        the training loop: steps, measurements, the best head
-step.py        one optimiser step
+step.py        one optimiser step; detection of bad steps, which are skipped and their batches saved
 acceptance.py  the head's acceptance during training: τ by the verifier, estimates between
-guard.py       detection of bad steps, which are skipped and their batches saved
 features.py    the feature source of a run, live or stored
 start.py       the initial weights of a head: random, another head's, the target's last layer
 adapt.py       LoRA adapters on a head, and their merge

@@ -68,11 +68,10 @@ class AcceptanceEvaluator:
         depths = min(self.tree.deepest, head.max_depth)
         hits, rows = torch.zeros(depths), torch.zeros(depths)
         for features, start in self.texts:
-            drafts = unrolled(head, features, depths)
-            token, right = features.token[0, start - 1 :], None
-            for d in range(depths):
-                logits = scatter_logits(head.vocab, head.score(drafts[d].state[0, start - 1 :], d + 1))
-                rank = ranks(logits, token, d + 1).cpu()
-                right = (rank == 0) if right is None else right & (rank == 0)
-                hits[d], rows[d] = hits[d] + right.sum(), rows[d] + (rank >= 0).sum()
+            token, rank = features.token[0, start - 1 :], []
+            for d, draft in enumerate(unrolled(head, features, depths), 1):
+                logits = scatter_logits(head.vocab, head.score(draft.state[0, start - 1 :], d))
+                rank.append(ranks(logits, token, d).cpu())
+            hits += (torch.stack(rank) == 0).cumprod(0).sum(1)
+            rows += (torch.stack(rank) >= 0).sum(1)
         return (hits / rows.clamp_min(1)).tolist()

@@ -82,12 +82,7 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
 
 
 def merged_copy(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """Return a new head of the same kind on the CPU, its adapters merged.
-
-    Args:
-        head: one of HEADS, with or without adapters.
-        weights: its state dict, the adapters' weights included.
-    """
+    """Return a new head of the same kind on the CPU with these weights, its adapters merged into the others."""
     build: Any = type(head)
     copy: nn.Module = build(head.config, head.embeddings)
     adapters: dict[str, Any] | None = vars(head).get("peft_config")  # where peft records what it injected

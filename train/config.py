@@ -215,34 +215,25 @@ def checked(run: RunConfig) -> RunConfig:
             f"trainer.optimizer=muon does not run under launcher.strategy={run.launcher.strategy}, which cuts matrices "
             "up into flat pieces: choose adamw, or launcher.strategy=fsdp2"
         )
-    check_name(run.name)
     _check_together(run)
-    check_row(run.trainer, run.data.length)
+    check_batch_and_name(run.name, run.trainer, run.data.length)
     return run
 
 
-def check_row(trainer: TrainerConfig, length: int) -> None:
-    """Check that a batch and a micro-batch hold a row of `length` tokens.
+def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None:
+    """Check that a run's name stays within the folder of runs, and that its batches hold a row of `length` tokens.
 
     Raises:
         ValueError: one does not.
-    """
-    for key in ("batch_tokens", "micro_tokens"):
-        tokens = getattr(trainer, key)
-        if tokens < length:
-            raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")
-
-
-def check_name(name: str) -> None:
-    """Check that a run's name stays within the folder of runs.
-
-    Raises:
-        ValueError: it does not.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(
             f"name is {shown(name)}, a folder below outputs: give it without .., and another folder by out"
         )
+    for key in ("batch_tokens", "micro_tokens"):
+        tokens = getattr(trainer, key)
+        if tokens < length:
+            raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")
 
 
 def _check_together(run: RunConfig) -> None:

@@ -2,15 +2,14 @@
 
 import logging
 from dataclasses import asdict
+from functools import partial
 from typing import Any
-
-import torch
 
 from data.batches import Batches
 from data.features.coding import FeatureRequest, compute
 from data.features.extraction import GB, spec_of
 from data.features.source import FeaturesConfig, FeatureSource, Live
-from data.features.store import META, FeatureStore, StoreSpec
+from data.features.store import META, FeatureStore
 from data.features.stored import Fallback, Stored, StoreWriter
 from heads.base import DraftHead
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -50,9 +49,15 @@ def source_for(
         assert isinstance(target, Target)
         for why in store.damaged.values():
             log.warning("%s; its rows are computed", why)
-        fallback = fallback_for(target, store, config.mode == "hybrid", config.budget_gb)
-    else:
-        check_whole(store)
+        budget = None if config.budget_gb is None else config.budget_gb * GB
+        writer = StoreWriter(FeatureStore(folder), budget) if config.mode == "hybrid" else None
+        fallback = Fallback(partial(compute, target, spec=store.spec), writer)
+    elif missing := store.missing():
+        why = next(iter(store.damaged.values()), f"row {missing[0]} is the first")
+        raise ValueError(
+            f"{folder}: {len(missing)} of {store.spec.rows} rows are in no shard ({why}); go on with the "
+            "extraction, or give features.on_missing=compute"
+        )
     form = FeatureRequest(head.feature_layers, target.dtype)
     return Stored(store, batches, form, target.device, config.prefetch, fallback)
 
@@ -62,32 +67,6 @@ def origin_of(source: FeatureSource) -> dict[str, Any]:
     if not isinstance(source, Stored):
         return {}
     return {"features": {"path": str(source.store.folder), **asdict(source.store.spec)}}
-
-
-def fallback_for(target: Target, store: FeatureStore, keeps: bool, budget_gb: float | None) -> Fallback:
-    """Return what computes the rows that a store lacks, and keeps them if asked to."""
-    spec: StoreSpec = store.spec
-
-    def compute_rows(token: torch.Tensor, document: torch.Tensor) -> dict[str, torch.Tensor]:
-        return compute(target, token, document, spec)
-
-    budget = None if budget_gb is None else budget_gb * GB
-    return Fallback(compute_rows, StoreWriter(FeatureStore(store.folder), budget) if keeps else None)
-
-
-def check_whole(store: FeatureStore) -> None:
-    """Check that a store has every row.
-
-    Raises:
-        ValueError: it does not.
-    """
-    missing = store.missing()
-    if missing:
-        why = next(iter(store.damaged.values()), f"row {missing[0]} is the first")
-        raise ValueError(
-            f"{store.folder}: {len(missing)} of {store.spec.rows} rows are in no shard ({why}); go on with the "
-            "extraction, or give features.on_missing=compute"
-        )
 
 
 def check_teacher(store: FeatureStore, head: DraftHead, objective: ObjectiveConfig) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from train.checkpoints import format, resume
 from train.checkpoints.resume import Identity
 from train.checkpoints.saver import Saver
 from train.distributed.control import STOPPED, ProcessControl, on_main
-from train.guard import BAD, keep_batch
-from train.step import Stepper
+from train.step import BAD, Stepper, keep_batch
 from train.tracking.trackers import Tracker
 
 COST = "training.json"
@@ -31,21 +29,6 @@ BEGINNING: dict[str, Any] = {
     "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
 }  # fmt: skip
 SHARED = ("best_tau", "best_step", "stale", "measured")
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """A run's output folder.
-
-    Attributes:
-        out: the folder.
-        resume: whether the run goes on from the newest good checkpoint there, if there is one.
-        config: the resolved configuration, as trackers show it.
-    """
-
-    out: Path
-    resume: bool
-    config: dict[str, Any]
 
 
 class KeptHead:
@@ -79,31 +62,28 @@ class KeptHead:
 class Loop:
     """One run, on every process alike; the main process alone writes, and measures unless that takes all of them.
 
-    `kept_head` is the `KeptHead`, or another object with its methods; without an `evaluator` the newest head is kept.
+    With `resumes` it goes on from the newest good checkpoint in `out`, if there is one. `kept_head` is the `KeptHead`
+    or another object with its methods; without an `evaluator` the newest head is kept. Trackers show `config`.
     """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        stepper: Stepper,
-        kept_head: Any,
-        evaluator: AcceptanceEvaluator | None,
-        identity: Identity,
-    ) -> None:
+        self, out: Path, stepper: Stepper, kept_head: Any, evaluator: AcceptanceEvaluator | None, identity: Identity,
+        *, resumes: bool, config: dict[str, Any],
+    ) -> None:  # fmt: skip
         self.step, self.kept_head, self.evaluator, self.identity = stepper, kept_head, evaluator, identity
         self.trainer, self.accelerator = stepper.trainer, stepper.accelerator
         # Where a pass of the target takes all processes, all decode the same.
         self.together = isinstance(kept_head.target, Target) and kept_head.target.placed.together
-        self.source, self.out = stepper.source, folder.out
+        self.source, self.out = stepper.source, out
         self.control = ProcessControl(self.accelerator, self.out, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
-        if folder.resume:
+        if resumes:
             self.load()
         self.step.restore(self.progress)
         self.tracker = Tracker(
             self.out, active=self.accelerator.is_main_process, steps=self.trainer.steps, start=self.start,
-            trackers=self.trainer.trackers, config=folder.config,
+            trackers=self.trainer.trackers, config=config,
         )  # fmt: skip
 
     def load(self) -> None:
@@ -155,8 +135,9 @@ class Loop:
     def save(self, step: int) -> None:
         """Write a checkpoint beside the training, unless this step has one."""
         if self.saver.saved != step:
-            content = {"progress": dict(self.progress), **self.identity.as_state()}
-            self.saver.save(self.step.state, step, content, int(self.progress["best_step"]))
+            identity = {"settings": self.identity.settings, "arithmetic": self.identity.numerics}
+            content = {"progress": dict(self.progress), **identity}
+            self.saver.save(self.step.state, step, content, self.progress["best_step"])
 
     def train(self) -> None:
         """Run all steps; on SIGTERM write a checkpoint and exit with status 143.

@@ -7,40 +7,29 @@ import torch
 from torch import Tensor, nn
 
 from train.config import TrainerConfig
-from train.distributed.shards import held
+from train.distributed.strategy import held
 
 
-def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices alone (Loshchilov and Hutter, 2019)."""
-    beta1, beta2 = config.betas
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return torch.optim.AdamW(decayed(trained, config), lr=config.lr, betas=(beta1, beta2))
-
-
-def decayed(parameters: list[nn.Parameter], config: TrainerConfig) -> list[dict[str, Any]]:
-    """Return the parameters in groups, matrices with weight decay."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, config.betas)
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
+class MuonAndAdamW:
     """Muon (Jordan et al., 2024) for the matrices between hidden states, AdamW for all else, as one optimiser.
 
     Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982), so one learning rate and schedule serve both.
     Embeddings and lm_heads, whose rows are tokens, are AdamW's.
     """
 
-    def __init__(self, head: Any, config: TrainerConfig) -> None:
-        sizes = (
-            {head.embeddings.vocab_size} if head.vocab is None else {head.embeddings.vocab_size, len(head.vocab.ids)}
-        )
-        trained = [p for p in head.parameters() if p.requires_grad]
+    def __init__(self, head: Any, trained: list[nn.Parameter], config: TrainerConfig) -> None:
+        sizes = {head.embeddings.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
         inner = [p for p in trained if p.ndim == 2 and p.shape[0] not in sizes]
         others = [p for p in trained if p.ndim != 2 or p.shape[0] in sizes]
-        beta1, beta2 = config.betas
         self.optimizers: list[torch.optim.Optimizer] = []
         if inner:
             muon = torch.optim.Muon(
@@ -48,33 +37,24 @@ class MuonAndAdamW(torch.optim.Optimizer):
             )
             self.optimizers.append(muon)
         if others:  # there are none if only LoRA adapters are trained
-            self.optimizers.append(torch.optim.AdamW(decayed(others, config), config.lr, (beta1, beta2)))
-        super().__init__(self._groups(), {})
-        self.param_groups = self._groups()  # the very same dicts
+            self.optimizers.append(adamw(others, config))
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def step(self, closure: Any = None) -> Any:
+    def step(self) -> None:
         """Take a step of each optimiser."""
-        assert closure is None
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of each optimiser."""
-        return {"parts": [optimizer.state_dict() for optimizer in self.optimizers]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of each optimiser."""
-        for optimizer, state in zip(self.optimizers, state_dict["parts"], strict=True):
-            optimizer.load_state_dict(state)
-        self.param_groups = self._groups()
+    def zero_grad(self) -> None:
+        """Clear the gradient."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
-def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the optimiser of `trainer.optimizer`."""
-    return MuonAndAdamW(head, config) if config.optimizer == "muon" else adamw(head, config)
+def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer | MuonAndAdamW:
+    """Return the optimiser of `trainer.optimizer`, for what is trained of a head."""
+    trained = [p for p in head.parameters() if p.requires_grad]
+    return MuonAndAdamW(head, trained, config) if config.optimizer == "muon" else adamw(trained, config)
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
@@ -92,7 +72,7 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 class Average:
     """An exponential moving average of the trained weights; decay 0 turns it off.
 
-    A process averages its shard of each weight (train/distributed/shards.py).
+    A process averages its shard of each weight (train/distributed/strategy.py).
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -107,10 +87,6 @@ class Average:
         if self.decay:
             for name, value in trained_state(module).items():
                 self.weights[name].lerp_(held(value), 1 - self.decay)
-
-    def state(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the weights to evaluate and to save: the average if there is one."""
-        return {k: v.detach() for k, v in module.state_dict().items()} | self.weights
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:

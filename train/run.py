@@ -31,7 +31,7 @@ from rich.console import Console
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
 from data.features.source import FeatureSource
 from data.features.store_files import write_whole
-from data.text.prompts import load_training, save_prompts
+from data.text.prompts import Prompt, load_training, save_prompts
 from data.text.sources import source_records
 from data.text.template import template_sha256
 from eval.config import eval_config
@@ -52,9 +52,9 @@ from train.checkpoints import format, resume
 from train.config import RunConfig, run_config
 from train.distributed import launch, processes
 from train.distributed.control import RANKS, on_main
-from train.distributed.lock import RunLock
+from train.distributed.processes import RunLock
 from train.features import origin_of, source_for
-from train.loop import KeptHead, Loop, RunFolder
+from train.loop import KeptHead, Loop
 from train.planning.check import check_out, check_run, evaluation, reads_target
 from train.planning.plan import plan
 from train.planning.table import table
@@ -64,33 +64,33 @@ from train.tracking import sweep
 
 register_resolvers()
 
+WRITTEN = (  # by a run, beside its weights
+    "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
+    "training.json", "prompts.jsonl", "wandb-id.txt",
+)  # fmt: skip
 
-def prepare_out(run: Any, resolved: dict[str, Any], lock: RunLock, weights: str = "head") -> None:
+
+def prepare_out(
+    run: Any, resolved: dict[str, Any], lock: RunLock, settings: dict[str, Any], prompts: list[Prompt],
+    origin: dict[str, Any], weights: str = "head",
+) -> None:  # fmt: skip
     """Create the output folder, once everything that a run needs has loaded: a mistake costs no earlier run."""
     out = Path(run.out)
+    if run.resume:
+        resume.check(out, settings)
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
     check_out(out, replaces=run.resume or run.overwrite)  # another run may have come first, and ended
     format.clear(out / "checkpoints")
     shutil.rmtree(out / RANKS, ignore_errors=True)
     if run.overwrite and not run.resume:
-        for folder in ("checkpoints", weights, f".{weights}.old", "bad", "tensorboard", "wandb"):
-            shutil.rmtree(out / folder, ignore_errors=True)
-        for file in (
-            "metrics.jsonl",
-            "report.json",
-            "report.md",
-            "report.html",
-            "training.json",
-            "prompts.jsonl",
-            "wandb-id.txt",
-        ):
-            (out / file).unlink(missing_ok=True)
+        for path in (out / name for name in (weights, f".{weights}.old", *WRITTEN)):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
     write_whole(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)).encode())
-
-
-def write_origin(out: Path, origin: dict[str, Any]) -> None:
-    """Write provenance.json."""
+    save_prompts(prompts, out / "prompts.jsonl")
     write_whole(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
 
 
@@ -114,11 +114,6 @@ def provenance(world: int, strategy: str, data: str) -> dict[str, Any]:
         "strategy": strategy,
         "data_fingerprint": data,
     }
-
-
-def start_of(run: RunConfig) -> dict[str, Any]:
-    """Return the provenance of a run's initial head, and which weights of it are trained; empty for a new head."""
-    return {} if run.init is None else {"init": run.init, "peft": asdict(run.peft)}
 
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
@@ -146,9 +141,9 @@ def loop_of(
         evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
     loss = Loss(head, run.objective, compiled=run.trainer.compile, quick=accelerator.mixed_precision == "bf16")
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
-    folder = RunFolder(Path(run.out), run.resume, resolved)
-    run_identity = identity(run, target, source.batches, accelerator.num_processes)
-    return Loop(folder, stepper, KeptHead(folder.out / "head", head, target, run.tree), evaluator, run_identity)
+    kept_head = KeptHead(Path(run.out, "head"), head, target, run.tree)
+    this_run = identity(run, target, source.batches, accelerator.num_processes)
+    return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=resolved)
 
 
 def train(run: RunConfig, resolved: dict[str, Any]) -> None:
@@ -169,7 +164,6 @@ def alone(run: Any, job: Callable[[Accelerator, RunLock], None]) -> None:
 
 def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
     """Load, train, evaluate."""
-    main = accelerator.is_main_process
     set_seed(run.trainer.seed)
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     init = resolve_init(run.init, run.head, target)
@@ -180,45 +174,41 @@ def job(run: RunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
     prompt_count = max(run.eval.prompts, run.trainer.eval_prompts)
-    samples, prompts, counts = load_training(run.data, target.tokenizer, prompt_count, run.workload)
-    packed = pack(samples, run.data.length)
+    data = load_training(run.data, target.tokenizer, prompt_count, run.workload)
+    packed = pack(data.samples, run.data.length)
     check_known(packed, target.tokenizer, target.embeddings.vocab_size)
     if run.init in (None, LAST_LAYER, CHECKPOINT):  # else the vocabulary is chosen already
-        prune(head, token_counts(samples, target.embeddings.vocab_size))
+        prune(head, token_counts(data.samples, target.embeddings.vocab_size))
     adapt.adapt(head, run.peft)
     batches = batches_for(run, packed, accelerator)
     source = source_for(run.features, run.objective, target, head, batches)
 
     def begin() -> None:
-        console = Console()
-        if run.resume:
-            resume.check(Path(run.out), identity(run, target, batches, 1).settings)
-        prepare_out(run, resolved, lock)
-        save_prompts(prompts, Path(run.out, "prompts.jsonl"))
         origin = {
-            **provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples)),
+            **provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(data.samples)),
             "chat_template_sha256": template_sha256(target.tokenizer),
-            "data": counts.report(),
+            "data": data.counts.report(),
             "sources": source_records(run.data),
-            **start_of(run),
+            **({} if run.init is None else {"init": run.init, "peft": asdict(run.peft)}),
             **origin_of(source),
         }
-        write_origin(Path(run.out), origin)
-        console.print(counts.line(run.data), highlight=False)
+        prepare_out(run, resolved, lock, identity(run, target, batches, 1).settings, data.held_out, origin)
         started = f"starts from {run.init}, whose numbers replace those of head={run.head.name}; " if run.init else ""
         beside = f" beside {frozen:,} frozen ones" if (frozen := frozen_count(head)) else ""
         filled = float((packed.document >= 0).float().mean())
+        console = Console()
+        console.print(data.counts.line(run.data), highlight=False)
         console.print(
-            f"{run.name}: {started}{parameter_count(head):,} trained parameters{beside}, {len(samples):,} samples, "
-            f"{len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
+            f"{run.name}: {started}{parameter_count(head):,} trained parameters{beside}, {len(data.samples):,} "
+            f"samples, {len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
 
     on_main(accelerator, begin)
-    held_out = [prompt.token for prompt in prompts]
+    held_out = [prompt.token for prompt in data.held_out]
     loop_of(run, accelerator, target, head, source, held_out, resolved).train()
     accelerator.wait_for_everyone()
-    if main and run.eval.prompts:
+    if accelerator.is_main_process and run.eval.prompts:
         report(run)
 
 
@@ -228,6 +218,12 @@ def report(run: RunConfig) -> None:
     sweep.note(run.name, run.head.name, Path(run.out))
     if not result.passed:
         raise SystemExit(1)
+
+
+def resolved_values(cfg: DictConfig) -> dict[str, Any]:
+    """Return the composed configuration as trackers and config.yaml show it: resolved, and without secrets."""
+    resolved: dict[str, Any] = redacted_values(OmegaConf.to_container(cfg, resolve=True))
+    return resolved
 
 
 def launch_all(run: RunConfig) -> None:
@@ -246,20 +242,16 @@ def main(cfg: DictConfig) -> float | None:
     """Compose, check, and plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
         launch.check_mode()
-        if launch.launched():
-            launch.end_with_parent()
     with sweep.alone(), user_errors(), launch.main_first():
         run = run_config(cfg)
         sweep.check(run.trainer.eval_prompts, waits=not launch.leaves(run.launcher))
-        resolved = redacted_values(OmegaConf.to_container(cfg, resolve=True))
-        assert isinstance(resolved, dict)
         if run.plan:
             Console().print(table(run, plan(run)), highlight=False)
             return None
         if launch.missing(run.launcher):
             launch_all(run)
         else:
-            train(run, {str(k): v for k, v in resolved.items()})
+            train(run, resolved_values(cfg))
         return None if launch.leaves(run.launcher) else sweep.best_tau(Path(run.out))
 
 

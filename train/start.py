@@ -35,7 +35,10 @@ def resolve_init(init: str | None, config: HeadConfig, target: Target | Embeddin
     if not isinstance(config, Mtp.Config):
         return None
     assert isinstance(target, Target)
-    odd = unlike(config, target)
+    try:
+        odd = mismatch(module_like(config, target), last_layer(target), target)
+    except ValueError as error:  # rotary positions of a kind that heads do not have
+        odd = str(error)
     if odd is None:
         return LAST_LAYER
     log.warning("the module starts from nothing: %s", odd)
@@ -46,8 +49,7 @@ def check_start(config: AdaptConfig, init: str | None, placement: str) -> None:
     """Check that the weights to adapt or to copy will exist, before anything is loaded.
 
     Raises:
-        ValueError: a LoRA adapter would be trained on a head with random weights, or the layer to copy is whole on no
-            device.
+        ValueError: a LoRA adapter would be trained on random weights, or the layer to copy is whole on no device.
     """
     check_copied(init, placement)
     if isinstance(config, LoraAdapterConfig) and init in (None, AUTO):
@@ -165,11 +167,3 @@ def mismatch(head: Mtp, start: dict[str, Tensor], target: Target) -> str | None:
         f"a layer of {target.name} is not built like the module's ({odd[0]}); give init=null for a new one, or "
         "head.qk_norm=true where its queries and keys are normed"
     )
-
-
-def unlike(config: Mtp.Config, target: Target) -> str | None:
-    """Return why the target's last layer cannot start the module, or None."""
-    try:
-        return mismatch(module_like(config, target), last_layer(target), target)
-    except ValueError as error:  # rotary positions of a kind that heads do not have
-        return str(error)

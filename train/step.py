@@ -1,29 +1,40 @@
-"""One optimiser step on the global batch, the same on every process: its micro-batches, their gradient, the update."""
+"""One optimiser step on the global batch, the same on every process: its micro-batches, their gradient, the update.
 
+A bad step leaves the weights, the optimiser and the average as they were; its batch is saved, and the run continues or
+stops by `trainer.on_bad_step`.
+"""
+
+import json
+import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from data.batches import Batch
+from data.batches import Batch, Batches
 from data.features.source import FeatureSource, TrainingInput
+from data.features.store_files import write_whole
 from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count
 from heads.modules.top_k import TopLogProbs
 from train.checkpoints.state import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
-from train.guard import Guard
 from train.losses import ObjectiveConfig
-from train.objective import objective
+from train.objective import Weights, noisy, objective, sample_anchors, trainable, weights
 from train.optim import Average, learning_rate, optimizer
 from train.tracking.clock import Clock
 from train.tracking.flops import Flops, peak_flops
-from train.weights import Weights, noisy, sample_anchors, trainable, weights
+
+BAD = "bad"
+WINDOW = 50  # good steps whose median is the reference for a spike; with fewer no spike is detected
 
 
 class Loss(nn.Module):
@@ -49,6 +60,54 @@ class Loss(nn.Module):
         useful = trainable(batch.document, batch.mask, self.config.depths).any(0)
         anchors = sample_anchors(useful, self.config.anchors, seed, row_number)
         return anchors, weights(batch.document, batch.mask, anchors, self.config)
+
+
+class Guard:
+    """Detect bad steps and decide whether they stop the run.
+
+    A step is bad if its loss or gradient norm is not finite, or its loss is far above the recent ones. These numbers
+    are sums over all processes, so all decide alike. The guard's state lies in `progress`, which checkpoints keep:
+    `recent` losses, the number of `skipped` steps, and the last of them `in_a_row`; a resumed run decides as an
+    uninterrupted one.
+    """
+
+    def __init__(self, config: TrainerConfig, progress: dict[str, Any]) -> None:
+        self.config, self.progress = config, progress
+        for key, value in {"recent": [], "skipped": 0, "in_a_row": 0}.items():
+            progress.setdefault(key, value)
+
+    def check(self, loss: float, norm: float) -> str | None:
+        """Return the reason why a step of this loss and gradient norm is bad, None if it is good, and record it."""
+        recent: list[float] = self.progress["recent"]
+        usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
+        if not math.isfinite(loss):
+            reason = f"its loss is {loss}"
+        elif not math.isfinite(norm):
+            reason = f"the norm of its gradient is {norm}"
+        elif self.config.spike is not None and loss > self.config.spike * usual:
+            reason = f"its loss is {loss:.4g}, {loss / usual:.1f} times the median of the last {WINDOW}"
+        if reason is None:
+            self.progress |= {"recent": [*recent, loss][-WINDOW:], "in_a_row": 0}
+        else:
+            self.progress |= {key: self.progress[key] + 1 for key in ("skipped", "in_a_row")}
+        return reason
+
+    def stops(self) -> bool:
+        """Whether the bad step just recorded stops the run."""
+        return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
+
+    def take_back(self) -> None:
+        """Undo the record of the last bad step: a run that it stops is saved as it was before it."""
+        self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}
+
+    def remedy(self) -> str:
+        """Return the remedy for a run that was stopped."""
+        if self.config.on_bad_step == "stop":
+            return "trainer.on_bad_step=skip resume=true goes on without it"
+        return (
+            f"{self.progress['in_a_row']} bad steps in a row, as many as trainer.bad_steps allows: fix the data, "
+            "or start again with a lower trainer.lr"
+        )
 
 
 @dataclass(frozen=True)
@@ -100,9 +159,9 @@ class Stepper:
         self.clock.begin()
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         micro_batches = self.source(step)
-        sampled = [self.sampled(micro.batch, step) for micro in micro_batches]
-        mine = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
-        assert isinstance(mine, Tensor)
+        batches = [micro.batch for micro in micro_batches]
+        sampled = [self.loss.sampled(batch, number(batch, step), trainer.seed) for batch in batches]
+        mine: Any = sum(torch.stack([weight.amount, weight.trained.sum((1, 2))]) for _, weight in sampled)
         self.clock.lap("data")
         shared: Any = self.accelerator.reduce(mine.to(device), "sum")
         amount, trained = shared.clamp_min(1)
@@ -191,11 +250,6 @@ class Stepper:
         """Return the step's learning rate at this target's width."""
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
-    def sampled(self, batch: Batch, step: int) -> tuple[Tensor | None, Weights]:
-        """Return the anchors of a micro-batch in this step, and each row's weight."""
-        sampled: tuple[Tensor | None, Weights] = self.loss.sampled(batch, number(batch, step), self.trainer.seed)
-        return sampled
-
     def backward(
         self, read: TrainingInput, row_number: Tensor, anchors: Tensor | None, weight: Tensor, *, last: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -218,3 +272,21 @@ class Stepper:
 def number(batch: Batch, step: int) -> Tensor:
     """Return the rows' numbers in the run, which seed their random numbers."""
     return batch.index + step * 10_000_019
+
+
+def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
+    """Write the global batch of step `step`, counted from 0, into `folder`; return a message that says so, or why not.
+
+    `step-N.safetensors` has the rows' numbers and their tokens, documents and masks; N counts from 1, as metrics.jsonl
+    does. `step-N.json` has the seed, the world size and the reason.
+    """
+    row, path = batches.rows(step), folder / f"step-{step + 1}.safetensors"
+    names = ("token", "document", "mask")
+    tensors = {"row": row, **{name: field[row] for name, field in zip(names, batches.packed, strict=True)}}
+    record = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}
+    try:
+        write_whole(path, to_bytes(tensors))
+        write_whole(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode())
+    except OSError as error:
+        return f"its batch could not be kept ({error})"
+    return f"its batch is in {path}"

@@ -31,14 +31,12 @@ from torch import Tensor, nn
 from data.batches import Batch, Batches, check_known, fingerprint, pack
 from data.config import DataConfig
 from data.features.source import Live
-from data.text.prompts import load_training, save_prompts
+from data.text.prompts import load_training
 from data.text.template import template_sha256
-from heads import rows
 from heads.base import Features, parameter_count
 from heads.common.command import command
 from heads.common.errors import user_errors
 from heads.common.ranges import Count, Within
-from heads.common.redact import redacted_values
 from heads.common.resolvers import register_resolvers
 from heads.common.target_config import check_rows, context_of
 from heads.common.typed import typed
@@ -52,15 +50,15 @@ from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from train.acceptance import AcceptanceEvaluator
 from train.checkpoints import resume
-from train.config import LauncherConfig, TrainerConfig, check_name, check_row
+from train.config import LauncherConfig, TrainerConfig, check_batch_and_name
 from train.distributed import launch
 from train.distributed.control import on_main
-from train.distributed.lock import RunLock
-from train.loop import Loop, RunFolder
+from train.distributed.processes import RunLock
+from train.loop import Loop
+from train.objective import Weights, trainable
 from train.planning.check import check_out
-from train.run import alone, batches_for, prepare_out, provenance, write_origin
+from train.run import alone, batches_for, prepare_out, provenance, resolved_values
 from train.step import Stepper
-from train.weights import Weights
 
 register_resolvers()
 
@@ -96,7 +94,7 @@ class StreamsRunConfig:
             )
         if self.trainer.eval_prompts < 1:
             raise ValueError("trainer.eval_prompts is 0: the best streams are those that measure best; give 1 or more")
-        check_row(self.trainer, self.data.length)
+        check_batch_and_name(self.name, self.trainer, self.data.length)
 
 
 class Anchors(NamedTuple):
@@ -108,8 +106,7 @@ class Anchors(NamedTuple):
 
 def anchors(batch: Batch, every: int, streams: int, seed: int) -> Anchors:
     """Return every so many of each row's trained tokens that have a trained one ahead, from a random one on."""
-    depths = [rows.valid(batch.document, batch.mask, depth) for depth in range(1, streams + 1)]
-    trained = torch.stack(depths, -1) & batch.mask.bool()[:, :, None]
+    trained = trainable(batch.document, batch.mask, streams).movedim(0, -1) & batch.mask.bool()[:, :, None]
     chosen = []
     for is_trained, index in zip(trained.any(-1), batch.index.tolist(), strict=True):
         rng = torch.Generator().manual_seed(seed + index)
@@ -223,8 +220,8 @@ def loop_of(
     source = Live(TokensAlone(accelerator.device), batches, ())
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
-    folder = RunFolder(Path(run.out), run.resume, resolved)
-    return Loop(folder, stepper, KeptStreams(folder.out / KIND, streams, target), evaluator, identity(run, batches))
+    kept_streams, this_run = KeptStreams(Path(run.out, KIND), streams, target), identity(run, batches)
+    return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=resolved)
 
 
 def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
@@ -235,36 +232,36 @@ def train(run: StreamsRunConfig, resolved: dict[str, Any]) -> None:
 
 def job(run: StreamsRunConfig, resolved: dict[str, Any], accelerator: Accelerator, lock: RunLock) -> None:
     """Load and train."""
-    model = run.model
     set_seed(run.trainer.seed)
+    model = run.model
     if model.placement != REPLICATE:
         raise ValueError(f"model.placement={model.placement}: streams adapt the target's own layers: give replicate")
     check_rows(run.data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     target = Target.of(model, device=str(accelerator.device))
     streams = Streams(run.streams, target)
-    samples, prompts, counts = load_training(run.data, target.tokenizer, run.trainer.eval_prompts)
-    packed = pack(samples, run.data.length)
+    data = load_training(run.data, target.tokenizer, run.trainer.eval_prompts)
+    packed = pack(data.samples, run.data.length)
     check_known(packed, target.tokenizer, target.embeddings.vocab_size)
     batches = batches_for(run, packed, accelerator)
 
     def begin() -> None:
+        origin = {
+            **provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(data.samples)),
+            "chat_template_sha256": template_sha256(target.tokenizer),
+            "data": data.counts.report(),
+        }
+        prepare_out(run, resolved, lock, identity(run, batches).settings, data.held_out, origin, KIND)
         console = Console()
-        if run.resume:
-            resume.check(Path(run.out), identity(run, batches).settings)
-        prepare_out(run, resolved, lock, KIND)
-        save_prompts(prompts, Path(run.out, "prompts.jsonl"))
-        origin = {"chat_template_sha256": template_sha256(target.tokenizer), "data": counts.report()}
-        shared = provenance(accelerator.num_processes, run.launcher.strategy, fingerprint(samples))
-        write_origin(Path(run.out), shared | origin)
-        console.print(counts.line(run.data), highlight=False)
+        console.print(data.counts.line(run.data), highlight=False)
         console.print(
-            f"{run.name}: {parameter_count(streams):,} trained parameters, {len(samples):,} samples, "
+            f"{run.name}: {parameter_count(streams):,} trained parameters, {len(data.samples):,} samples, "
             f"{len(packed.token):,} rows of {run.data.length} tokens",
             highlight=False,
         )
 
     on_main(accelerator, begin)
-    loop_of(run, accelerator, target, streams, batches, [prompt.token for prompt in prompts], resolved).train()
+    held_out = [prompt.token for prompt in data.held_out]
+    loop_of(run, accelerator, target, streams, batches, held_out, resolved).train()
     accelerator.wait_for_everyone()
 
 
@@ -272,9 +269,7 @@ def streams_config(cfg: DictConfig) -> StreamsRunConfig:
     """Return the typed configuration, without the final evaluation that trainer=debug makes small: here is none."""
     OmegaConf.set_struct(cfg, False)
     cfg.pop("eval", None)
-    run = typed(StreamsRunConfig, cfg)
-    check_name(run.name)
-    return run
+    return typed(StreamsRunConfig, cfg)
 
 
 @command("streams")
@@ -283,12 +278,9 @@ def main(cfg: DictConfig) -> None:
     with user_errors(), launch.main_first():
         launch.check_mode()
         run = streams_config(cfg)
-        resolved = redacted_values(OmegaConf.to_container(cfg, resolve=True))
-        assert isinstance(resolved, dict)
         if launch.missing(run.launcher):
-            words = launch.overrides()
-            raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), words))
-        train(run, {str(key): value for key, value in resolved.items()})
+            raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))
+        train(run, resolved_values(cfg))
 
 
 if __name__ == "__main__":

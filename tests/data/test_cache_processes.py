@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
@@ -111,7 +112,8 @@ def test_under_accelerate_launch_one_process_tokenises(cached: DataConfig, chat:
     script = tmp_path / "job.py"
     script.write_text(JOB)
     launcher = LauncherConfig(2, 1, 0, None, None, "ddp", None)
-    words = launch.command(launcher, str(script), [str(ROOT), str(tmp_path), json.dumps(asdict(cached))])
+    words = [sys.executable, "-m", "accelerate.commands.launch"]
+    words += launch.command(launcher, str(script), [str(ROOT), str(tmp_path), json.dumps(asdict(cached))])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

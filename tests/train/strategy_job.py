@@ -23,7 +23,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from tests import toys
 from train.adapt import adapt
 from train.config import RunConfig, run_config
-from train.step import Loss, Stepper
+from train.step import Loss, Stepper, number
 
 BEFORE, AFTER = 3, 3  # steps, with what is kept of the run between
 CASES: dict[str, tuple[str, list[str]]] = {
@@ -74,7 +74,8 @@ def snapshot(step: Stepper) -> dict[str, torch.Tensor]:
 def spoiled(step: Stepper) -> float:
     """Add a gradient, far larger than that of any step, and drop it; return its norm."""
     for micro in step.source(9):
-        (anchors, weight), read = step.sampled(micro.batch, 9), micro.read()
+        anchors, weight = step.loss.sampled(micro.batch, number(micro.batch, 9), step.trainer.seed)
+        read = micro.read()
         step.backward(read, micro.batch.index, anchors, 1e3 * weight.row, last=False)
     step.backward(read, micro.batch.index, anchors, weight.row, last=True)
     norm = float(step.strategy.clip(1.0))

@@ -22,12 +22,13 @@ from inference.verification.sample import GREEDY
 from tests import drafting, toys
 from tests.eval.stubs import ROW
 from train.acceptance import AcceptanceEvaluator
+from train.checkpoints.state import TrainState
 from train.config import RunConfig, run_config
-from train.optim import optimizer
+from train.objective import weights
+from train.optim import Average, optimizer
 from train.step import Loss
 from train.tracking import sweep
 from train.tracking.flops import Flops
-from train.weights import weights
 
 PROMPTS = [toys.prompt(seed) for seed in range(5)]
 
@@ -181,8 +182,10 @@ def test_muon_moves_matrices_and_adamw_all_else_and_both_are_saved() -> None:
     sum((p + 0.5).square().sum() for p in head.parameters()).backward()
     made.step()
     assert all(not torch.equal(p, before[name]) for name, p in head.named_parameters())
-    again: Any = optimizer(head, config)
-    again.load_state_dict(made.state_dict())
-    momentum = [optim.state_dict()["state"] for optim in again.optimizers]
-    assert [len(state) for state in momentum] == [len(optim.state_dict()["state"]) for optim in made.optimizers]
-    assert {group["lr"] for group in again.param_groups} == {0.5}
+    one, two = (TrainState(head, each, Average(head, 0.0)) for each in (made, optimizer(head, config)))
+    saved = {name: one.read(name) for name in one.names()}
+    assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= {name.rsplit("/", 1)[1] for name in saved}
+    for name, value in saved.items():
+        two.write(name, value)
+    assert two.names() == list(saved)
+    assert all(two.read(name).equal(value) for name, value in saved.items())

@@ -18,8 +18,8 @@ from tests.train.poison import poison
 from tests.train.test_features import configured
 from train import run as runs
 from train.checkpoints import format
-from train.guard import WINDOW, Guard, keep_batch
 from train.loop import Loop
+from train.step import WINDOW, Guard, keep_batch
 
 STEPS, BAD = 8, 3  # the bad one counts from 0
 OPTIONS = [

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from train.distributed import heartbeat
-from train.distributed.heartbeat import Heartbeat
+from train.distributed import control
+from train.distributed.control import Heartbeat
 
 
 @pytest.fixture
 def hearts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Heartbeat]:
-    monkeypatch.setattr(heartbeat, "BEAT", 0.05)
-    monkeypatch.setattr(heartbeat, "GRACE", 0.5)
+    monkeypatch.setattr(control, "BEAT", 0.05)
+    monkeypatch.setattr(control, "GRACE", 0.5)
     made = [Heartbeat(tmp_path / ".ranks", rank, 3) for rank in range(3)]
     for each in made:
         each.start()
@@ -49,8 +49,8 @@ def test_who_hangs_is_named_after_the_time_out(hearts: list[Heartbeat]) -> None:
 def test_who_was_waited_for_is_named_though_the_end_follows_at_once(
     hearts: list[Heartbeat], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT", 60.0)
-    monkeypatch.setattr(heartbeat, "SLOW", 0.2)
+    monkeypatch.setattr(control, "BEAT", 60.0)
+    monkeypatch.setattr(control, "SLOW", 0.2)
     hearts[0].move()
     until = time.monotonic() + 20
     while hearts[0]._waiting is None and time.monotonic() < until:

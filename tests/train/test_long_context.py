@@ -9,8 +9,8 @@ from heads.base import Features
 from heads.modules.layers import Recomputing
 from tests import toys
 from tests.train.test_acceptance import run
+from train.objective import weights
 from train.step import Loss
-from train.weights import weights
 
 
 def kept(name: str, length: int, *, recompute: bool = False) -> int:

@@ -17,13 +17,13 @@ from tests import toys
 from train.adapt import WholeConfig
 from train.distributed.processes import LARGE
 from train.losses import ObjectiveConfig
+from train.objective import weights
 from train.planning.memory import Layout, MemoryUse, head_state, pass_stage, target_state
 from train.planning.plan import by_driver_name
 from train.planning.shapes import TargetShape
 from train.planning.trace import NONE, Job, Shadow, Trace, trace
 from train.step import Loss
 from train.tracking.flops import Flops
-from train.weights import weights
 
 MIB = 2**20
 Counter: Any = Flops  # a dispatch mode is a context of an untyped kind

@@ -10,9 +10,8 @@ from heads import HEADS, rows
 from heads.base import Draft, Features
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig
-from train.objective import objective
+from train.objective import noisy, objective, sample_anchors, trainable, weights
 from train.tracking.flops import Flops
-from train.weights import noisy, sample_anchors, trainable, weights
 
 CONFIG = ObjectiveConfig(
     losses={"soft_ce": 1.0}, depth_weights="decay", depth_decay=0.5, dpace_alpha=0.5, depths=2, normalize="token",

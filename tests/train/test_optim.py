@@ -7,6 +7,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from heads.common.resolvers import ROOT, register_resolvers
+from train.checkpoints.state import TrainState
 from train.config import TrainerConfig, run_config
 from train.optim import Average, adamw, learning_rate
 
@@ -29,7 +30,7 @@ def test_warm_up_then_cosine(config: TrainerConfig) -> None:
 
 def test_decay_on_matrices_alone(config: TrainerConfig) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
-    groups = adamw(module, replace(config, weight_decay=0.5)).param_groups
+    groups = adamw([*module.parameters()], replace(config, weight_decay=0.5)).param_groups
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.5, 1), (0.0, 3)]
 
 
@@ -40,5 +41,5 @@ def test_average_follows_the_weights() -> None:
     torch.nn.init.constant_(module.weight, 1.0)
     average.update(module)
     off.update(module)
-    assert average.state(module)["weight"].item() == pytest.approx(0.1)
-    assert off.state(module)["weight"].item() == 1.0
+    assert TrainState(module, None, average).weights()["weight"].item() == pytest.approx(0.1)
+    assert TrainState(module, None, off).weights()["weight"].item() == 1.0

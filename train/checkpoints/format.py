@@ -77,21 +77,10 @@ def write_failure(partial: Path, rank: int, reason: str) -> None:
         write_whole(note_of(partial, rank).with_suffix(FAILED), reason.encode())
 
 
-def failure(partial: Path, rank: int) -> str:
-    """Return why a process could not write its shard, empty if it has not failed."""
-    path = note_of(partial, rank).with_suffix(FAILED)
-    return path.read_text() if path.exists() else ""
-
-
 def commit(partial: Path, final: Path, world: int, names: list[str], content: dict[str, Any]) -> None:
-    """Commit the shards of all processes, whose notes exist, as a checkpoint by one rename.
+    """Commit the shards of all processes, whose notes exist in `partial`, as the checkpoint `final` by one rename.
 
-    Args:
-        partial: the folder that they wrote to.
-        final: the checkpoint's folder; an earlier one of the same step is replaced.
-        world: the number of processes.
-        names: all tensors, in the order in which they are read back.
-        content: the content of state.json.
+    It replaces an earlier one of the same step. Tensors are read back in the order of `names`; `content` is state.json.
     """
     notes = [read_checked(note_of(partial, rank)) for rank in range(world)]
     tensors = {name: {"shard": note["shard"], **about} for note in notes for name, about in note["tensors"].items()}
@@ -149,11 +138,7 @@ def complaint(path: Path, rank: int, world: int) -> str:
 
 
 def _check_state(path: Path) -> None:
-    """Check that a checkpoint's state.json has the structure that a run writes, and this step.
-
-    Raises:
-        OSError, ValueError: it is damaged.
-    """
+    """Check that a checkpoint's state.json has the structure that a run writes, and this step."""
     state = read_checked(path / STATE)
     odd = [key for key in ("progress", "settings", "arithmetic") if not isinstance(state.get(key, {}), dict)]
     if not odd:

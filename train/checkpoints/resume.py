@@ -29,23 +29,11 @@ class Identity(NamedTuple):
     settings: dict[str, Any]
     numerics: dict[str, Any]
 
-    def as_state(self) -> dict[str, Any]:
-        """Return them under the keys of state.json."""
-        return {"settings": self.settings, "arithmetic": self.numerics}
-
 
 def settings(
     trainer: TrainerConfig, head: HeadConfig, peft: AdaptConfig, target: str, batches: Batches
 ) -> dict[str, Any]:
-    """Return the settings that may not change on resume, under the keys of the user's configuration.
-
-    Args:
-        trainer: the optimisation.
-        head: the head's configuration as it was built.
-        peft: which of its weights are trained.
-        target: the fingerprint of the target's weights.
-        batches: the packed data.
-    """
+    """Return the settings that may not change on resume: the head's as built, `target` its target's fingerprint."""
     sections = {"head": asdict(head), "peft": asdict(peft)}
     nested = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     return plain({**data_settings(trainer, batches), "target's fingerprint": target, **nested})

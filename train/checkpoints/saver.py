@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -21,17 +21,7 @@ from train.checkpoints.state import TrainState
 from train.distributed.control import ProcessControl
 
 POLL = 0.05  # seconds between checks for the other processes' notes
-
-
-class Task(NamedTuple):
-    """One checkpoint to write: folders, this process's tensors, all names in order, state.json, the best step."""
-
-    partial: Path
-    final: Path
-    tensors: dict[str, Tensor]
-    names: list[str]
-    content: dict[str, Any]
-    best: int
+REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # by the disk
 
 
 class Saver:
@@ -52,15 +42,9 @@ class Saver:
         self._given_up = threading.Event()
 
     def save(self, state: TrainState, step: int, content: dict[str, Any], best: int) -> None:
-        """Wait for the save before, copy the state, and start writing it while training continues.
+        """Wait for the save before, copy the state, and start writing it; wait for this one too if that before failed.
 
-        If the save before failed, wait for this one as well.
-
-        Args:
-            state: the run's tensors; all processes read them together.
-            step: the number of steps taken.
-            content: the content of state.json beside the step.
-            best: the step with the best τ, whose checkpoint is never deleted.
+        `content` goes to state.json beside the step; the checkpoint of step `best`, with the best τ, is never deleted.
 
         Raises:
             ValueError: the disk has refused twice in a row; earlier checkpoints still load.
@@ -70,9 +54,7 @@ class Saver:
         tensors, names = partition(state, self.control.rank, self.control.world)
         self._count += 1
         partial = self.folder / f"{format.PARTIAL}{step:08d}-{self._name}-{self._count}"
-        final = format.folder_of(self.folder, step)
-        task = Task(partial, final, tensors, names, {"step": step, **content}, best)
-        self._pending = self._thread.submit(self._write, task)
+        self._pending = self._thread.submit(self._write, partial, tensors, names, {"step": step, **content}, best)
         self.saved = step
         if failed:
             self.control.warn(f"{failed}; trying again")
@@ -132,41 +114,40 @@ class Saver:
         pending, self._pending, failed = self._pending, None, ""
         try:
             pending.result()
-        except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        except REFUSED as error:
             failed = one_line(error)
         return next((text for text in self.control.gather(failed) if text), "")
 
-    def _write(self, task: Task) -> None:
-        """Write this process's shard; on the main process wait for the others' and commit the checkpoint."""
-        control = self.control
+    def _write(
+        self, partial: Path, tensors: dict[str, Tensor], names: list[str], content: dict[str, Any], best: int
+    ) -> None:
+        """Write this process's tensors; on the main process wait for the others' and commit the checkpoint of all."""
+        control, final = self.control, format.folder_of(self.folder, content["step"])
         try:
-            format.write_shard(task.partial, control.rank, control.world, task.tensors)
+            format.write_shard(partial, control.rank, control.world, tensors)
             if control.rank == 0:
-                self._await_others(task)
+                self._await_others(partial)
                 if self.metrics.exists():
                     flush(self.metrics)
-                format.commit(task.partial, task.final, control.world, task.names, task.content)
-                format.tidy(self.folder, self.keep, task.best)
-        except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+                format.commit(partial, final, control.world, names, content)
+                format.tidy(self.folder, self.keep, best)
+        except REFUSED as error:
             reason = one_line(error)
             if control.rank == 0:
-                shutil.rmtree(task.partial, ignore_errors=True)
+                shutil.rmtree(partial, ignore_errors=True)
             else:
-                format.write_failure(task.partial, control.rank, reason)
-            raise ValueError(f"{task.final}: the checkpoint could not be written ({reason})") from error
+                format.write_failure(partial, control.rank, reason)
+            raise ValueError(f"{final}: the checkpoint could not be written ({reason})") from error
 
-    def _await_others(self, task: Task) -> None:
-        """Wait for the notes of all processes.
-
-        Raises:
-            ValueError: one is missing after the time-out, or its writer failed.
-        """
+    def _await_others(self, partial: Path) -> None:
+        """Wait for the notes of all processes; fail if one is missing after the time-out, or its writer failed."""
         end = time.monotonic() + self.control.timeout / 2  # before the others time out waiting for this process
         missing = list(range(self.control.world))
-        while missing := [rank for rank in missing if not format.note_of(task.partial, rank).exists()]:
+        while missing := [rank for rank in missing if not format.note_of(partial, rank).exists()]:
             for rank in missing:
-                if failed := format.failure(task.partial, rank):
-                    raise ValueError(f"rank {rank}: {failed}")
+                failed = format.note_of(partial, rank).with_suffix(format.FAILED)
+                if failed.exists():
+                    raise ValueError(f"rank {rank}: {failed.read_text()}")
             if self._given_up.is_set() or time.monotonic() > end:
                 raise ValueError(f"rank {', '.join(map(str, missing))} did not write its part")
             time.sleep(POLL)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.distributed.shards import held, master_state, put, put_master, whole, zero_stage
+from train.distributed.strategy import held, master_state, put, put_master, whole, zero_stage
 from train.optim import Average, trained_state
 
 
@@ -29,7 +29,7 @@ class TrainState:
     def read(self, name: str) -> Tensor:
         """Return a copy of one tensor on the CPU; a collective call with the same name."""
         kind, rest, key = split(name)
-        p = self._weight(rest)
+        p = self.head.state_dict(keep_vars=True)[rest]
         if kind == "weight":
             value = whole(p, held(p))
         elif kind == "average":
@@ -50,7 +50,7 @@ class TrainState:
             RuntimeError: it has another shape.
         """
         kind, rest, key = split(name)
-        p = self._weight(rest)
+        p = self.head.state_dict(keep_vars=True)[rest]
         shape = vars(p).get("ds_shape", p.shape)
         if value.ndim and value.shape != shape:
             raise RuntimeError(f"{name} is {tuple(value.shape)}, and its parameter {tuple(shape)}")
@@ -76,10 +76,6 @@ class TrainState:
         kinds = {name: "average" if name in averaged else "weight" for name in self.head.state_dict()}
         return {name: self.read(f"{kind}/{name}") for name, kind in kinds.items()}
 
-    def _weight(self, name: str) -> Tensor:
-        weight: Tensor = self.head.state_dict(keep_vars=True)[name]
-        return weight
-
     def _of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the optimiser's state of one parameter, empty before its first step."""
         return self._states(parameter)[0]
@@ -89,7 +85,7 @@ class TrainState:
 
         They step together, so each of them has the count of steps.
         """
-        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate or DeepSpeed wraps it
+        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps it
         if zero_stage(parameter):
             return list(plain.state.values())
         for optimizer in getattr(plain, "optimizers", [plain]):

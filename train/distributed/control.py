@@ -1,12 +1,16 @@
-"""Control messages between processes: stop requests, failures, lost processes.
+"""Control messages between processes: stop requests, failures; and heartbeats, by which errors name a lost process.
 
-They use a gloo group of their own, on the CPU: nothing here waits for an accelerator, or disturbs the order of its
-collectives.
+Messages use a gloo group of their own, on the CPU: nothing here waits for an accelerator, or disturbs the order of its
+collectives. Heartbeats are files, since reporting a dead process must not depend on a connection to it.
 """
 
+import contextlib
+import json
 import logging
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,13 +24,15 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from heads.common.errors import one_line
-from train.distributed.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
 
 RANKS = ".ranks"  # in the output folder, while several processes run
 STOPPED = 128 + signal.SIGTERM  # the exit status of a run that was stopped
 REPEATED = 2.0  # seconds; a launcher forwards a signal that its processes have received already
+BEAT = 1.0  # seconds between heartbeats
+GRACE = 4.0  # seconds without one after which a process counts as dead
+SLOW = 5.0  # seconds of waiting for another process after which it is logged
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
@@ -48,6 +54,115 @@ def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
         broadcast_object_list(failed)
     if failed[0] is not None:
         raise ValueError(failed[0]) if accelerator.is_main_process else SystemExit(2)
+
+
+class Heartbeat:
+    """Write the heartbeat of one process and read those of the others; with one process it does nothing.
+
+    Attributes:
+        progress: micro-batches of this process since the start.
+    """
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self.folder, self.rank, self.world, self.progress = folder, rank, world, 0
+        self._beat, self._moved = 0, time.monotonic()
+        self._end, self._thread = threading.Event(), threading.Thread(target=self._run, daemon=True)
+        self._lost: list[int] = []
+        self._waiting: tuple[str, float] | None = None
+
+    def start(self) -> None:
+        """Start the thread that writes heartbeats."""
+        if self.world > 1:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write("")
+            self._thread.start()
+
+    def move(self) -> None:
+        """Record that this process has finished a micro-batch."""
+        self.progress, self._moved = self.progress + 1, time.monotonic()
+
+    def end(self, reason: str | None = None, *, lost: bool = False) -> None:
+        """Stop: cleanly without a `reason`, with an error as the reason, or because another process was `lost`."""
+        if not self._thread.is_alive():
+            return
+        self._end.set()
+        self._thread.join()
+        if reason is None:
+            with contextlib.suppress(OSError):
+                self._path(self.rank).unlink()
+                self.folder.rmdir()  # the last one to leave
+        else:
+            self._write(reason, lost=lost)
+
+    def missing(self, timeout: int) -> str:
+        """Return the processes that died, ended with an error or fell behind, as text; blocks for GRACE seconds."""
+        if self.world == 1:
+            return ""
+        timed_out = time.monotonic() - self._moved > timeout / 2  # else the error here was no wait for another process
+        before = self._read()
+        time.sleep(GRACE)
+        after = self._read()
+        others = [rank for rank in after if rank != self.rank and not after[rank]["lost"]]
+        gone = [
+            rank for rank in others if before.get(rank, {}).get("beat") == after[rank]["beat"] or after[rank]["reason"]
+        ]
+        behind = [rank for rank in others if timed_out and after[rank]["mark"] < self.progress]
+        self._lost = gone or behind
+        words = "has ended or does not answer" if gone else f"did not get as far as the others in {timeout} s"
+        return ", ".join(
+            f"{who(after[rank])} {'ended: ' + after[rank]['reason'] if after[rank]['reason'] else words}"
+            for rank in self._lost
+        )
+
+    def speaks(self) -> bool:
+        """Whether this process reports the missing ones: it is the first that is not missing."""
+        return self.rank == min(set(range(self.world)) - set(self._lost))
+
+    def _run(self) -> None:
+        while not self._end.wait(BEAT):
+            self._write("")
+            if self.rank < 2:  # the first process watches all others, and the second watches the first
+                self._watch()
+        self._watch()  # it may have continued and then ended
+
+    def _watch(self) -> None:
+        """Log which processes this one has waited for longer than SLOW, once it continues."""
+        since = self._moved
+        if self._waiting is not None and since > self._waiting[1]:
+            (name, began), self._waiting = self._waiting, None
+            log.warning("waited %.1f s for %s", since - began, name)
+        elif self._waiting is None and time.monotonic() - since > SLOW:
+            seen = self._read()
+            watched = range(1, self.world) if self.rank == 0 else [0]
+            slow = [who(seen[rank]) for rank in watched if rank in seen and seen[rank]["mark"] < self.progress]
+            self._waiting = (", ".join(slow), since) if slow else None
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.json"
+
+    def _write(self, reason: str, *, lost: bool = False) -> None:
+        self._beat += 1
+        content = {
+            "rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "beat": self._beat,
+            "mark": self.progress, "reason": reason, "lost": lost,
+        }  # fmt: skip
+        partial = self._path(self.rank).with_suffix(".partial")
+        with contextlib.suppress(OSError):  # a full disk must not stop the run here, where no data is lost
+            partial.write_text(json.dumps(content))
+            os.replace(partial, self._path(self.rank))
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        """Return the last heartbeat of every process that has not ended cleanly."""
+        signs = {}
+        for rank in range(self.world):
+            with contextlib.suppress(OSError, ValueError):
+                signs[rank] = json.loads(self._path(rank).read_text())
+        return signs
+
+
+def who(sign: dict[str, Any]) -> str:
+    """Return a process's name for messages."""
+    return f"rank {sign['rank']} ({sign['host']}, process {sign['pid']})"
 
 
 class ProcessControl:
@@ -144,24 +259,21 @@ class ProcessControl:
             SystemExit: on the others.
         """
         self.heart.start()
+        reason = None
         try:
             yield
-        except RuntimeError as error:  # gloo's and NCCL's errors all are RuntimeErrors
-            if not (missing := self.heart.missing(self.timeout)):
-                self.heart.end(one_line(error))
+        except Exception as error:
+            reason = one_line(error)
+            # gloo's and NCCL's errors all are RuntimeErrors
+            if not (isinstance(error, RuntimeError) and (missing := self.heart.missing(self.timeout))):
                 raise
             self.heart.end("", lost=True)
             if self.heart.speaks():
                 text = f"{missing}; the others have stopped, and resume=true goes on from the last checkpoint"
                 raise ValueError(text) from error
             raise SystemExit(2) from error
-        except Exception as error:
-            self.heart.end(one_line(error))
-            raise
-        except BaseException:
-            self.heart.end()
-            raise
-        self.heart.end()
+        finally:
+            self.heart.end(reason)
 
     def _vote_result(self) -> bool:
         """Wait for the pending vote and return whether any process wants to stop; false without one."""

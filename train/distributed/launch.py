@@ -27,6 +27,7 @@ AFTER = 5  # seconds that the other processes wait for the main one to print its
 GRACE = 90  # seconds before the end of a job's time at which SLURM signals it
 PARENT = "HEADSTART_LAUNCHER"  # environment variable: the process id of the launcher
 PR_SET_PDEATHSIG = 1  # prctl(2)
+HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher, which forwards them
 
 
 def launched() -> bool:
@@ -35,16 +36,20 @@ def launched() -> bool:
 
 
 def check_mode() -> None:
-    """Refuse a multirun in processes that a launcher has started already.
+    """In a process that a launcher has started: refuse a multirun, and end with the launcher.
 
     Raises:
-        ValueError: each of them would do all the runs by itself.
+        ValueError: each of the processes would do all the runs by itself.
+        SystemExit: the launcher has died already.
     """
-    if launched() and HydraConfig.get().mode == RunMode.MULTIRUN:
+    if not launched():
+        return
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError(
             "a multirun (-m) inside processes that are started already: run `python train/run.py -m launcher=ddp …` "
             "itself, and each of its runs starts its own processes"
         )
+    end_with_parent()
 
 
 def missing(launcher: LauncherConfig) -> bool:
@@ -100,9 +105,8 @@ def main_first() -> Iterator[None]:
 
 
 def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list[str]:
-    """Return the `accelerate launch` command line that runs `script` with these Hydra overrides."""
-    words = [sys.executable, "-m", "train.distributed.launch"]
-    words += ["--num_processes", str(launcher.num_processes * launcher.num_nodes)]
+    """Return the arguments of `accelerate launch` that run `script` with these Hydra overrides."""
+    words = ["--num_processes", str(launcher.num_processes * launcher.num_nodes)]
     words += ["--num_machines", str(launcher.num_nodes), "--machine_rank", str(launcher.machine_rank)]
     words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # precision is the trainer's own setting
     port = launcher.main_process_port
@@ -118,23 +122,30 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
 
 
 def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
-    """Start the processes and return their exit status when they are done, or 0 once they are queued in SLURM."""
+    """Start the processes; return the status of the first that failed, else 0, or 0 once they are queued in SLURM."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
         return submit(launcher, launcher.slurm, script, overrides)
+    from accelerate.commands import launch as accelerate
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     os.environ[PARENT] = str(os.getpid())
-    with subprocess.Popen(command(launcher, script, overrides)) as job, passing_on(job):
-        return job.wait()
-
-
-@contextmanager
-def passing_on(job: "subprocess.Popen[Any]") -> Iterator[None]:
-    """Forward a SIGTERM to the started process, so that no orphan stays behind."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is printed below
+    before = {number: signal.getsignal(number) for number in HANDLED}
     try:
-        yield
+        accelerate.launch_command(accelerate.launch_command_parser().parse_args(command(launcher, script, overrides)))
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        if first.exitcode != REPORTED:
+            sys.stderr.write(f"error: process {rank} ended with status {first.exitcode}\n")
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as error:  # its processes have got the signal
+        return 128 + error.sigval.value
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
 
 
 def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: list[str]) -> int:
@@ -203,27 +214,3 @@ class Task:
             self.job.wait()
         others = [word for word in self.overrides if word.split("=")[0] not in ("resume", "overwrite")]
         return submitit.helpers.DelayedSubmission(Task(self.script, [*others, "resume=true"]))
-
-
-def main() -> None:
-    """Run `accelerate launch` with this process's arguments; exit with the status of the process that failed first."""
-    from accelerate.commands import launch as accelerate
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    end_with_parent()
-    os.environ[PARENT] = str(os.getpid())
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is printed below
-    try:
-        accelerate.launch_command(accelerate.launch_command_parser().parse_args())
-    except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        if first.exitcode != REPORTED:
-            sys.stderr.write(f"error: process {rank} ended with status {first.exitcode}\n")
-        raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
-    except SignalException as error:
-        raise SystemExit(128 + error.sigval.value) from None
-
-
-if __name__ == "__main__":
-    main()

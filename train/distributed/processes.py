@@ -1,16 +1,22 @@
-"""Create the Accelerator and check world size, devices and strategy against the launcher's settings."""
+"""The processes of a run: the Accelerator, checked against the launcher's settings, and the output folder's lock."""
 
 import ctypes
+import json
 import os
+import socket
 import sys
+import time
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 
+from data.features.store_files import claim, write_whole
 from inference.target.config import ModelConfig, device_named, fast_dtype
 from train.config import LauncherConfig, TrainerConfig
 
@@ -19,6 +25,8 @@ ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FS
 
 TRIMMED = 2**28  # bytes
 TRIM, MMAP = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, mallopt(3)
+
+LOCK, OWNER = ".lock", ".owner.json"
 
 
 def keep_freed() -> None:
@@ -64,12 +72,9 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
 
 
 def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
-    """Check the number of processes against the launcher's settings.
+    """Check the size of the process group, `here`, and the number of `started` processes against the launcher's.
 
-    Args:
-        launcher: the settings; with one process any number that the user's own command started is accepted.
-        here: the size of the process group.
-        started: the number of started processes, from the environment.
+    A launcher of one process accepts any number that the user's own command started.
 
     Raises:
         ValueError: the numbers differ, or are too small for the strategy.
@@ -104,3 +109,38 @@ def check_machine(launcher: LauncherConfig, model: ModelConfig) -> None:
             f"launcher.strategy={launcher.strategy} needs DeepSpeed: pip install 'headstart[cluster]', or "
             "launcher.strategy=fsdp2"
         )
+
+
+class RunLock(ExitStack):
+    """The lock of a run's folder, held from `take` to the end of the block.
+
+    The kernel releases it when its holder exits, even if killed.
+    """
+
+    def __init__(self, out: Path) -> None:
+        super().__init__()
+        self.out, self.held = out, False
+
+    def take(self) -> None:
+        """Take the lock unless it is held already or the folder does not exist.
+
+        Raises:
+            ValueError: another process holds it; the message names it.
+        """
+        if self.held or not self.out.is_dir():
+            return
+        if not self.enter_context(claim(self.out / LOCK, wait=False)):
+            raise ValueError(
+                f"{self.out}: another run writes to it, {self._owner()}; wait for its end, stop it, or give another "
+                "name=…"
+            )
+        self.held = True
+        owner = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        write_whole(self.out / OWNER, (json.dumps(owner) + "\n").encode())
+
+    def _owner(self) -> str:
+        try:
+            owner = json.loads((self.out / OWNER).read_text())
+        except (OSError, ValueError):  # it has just begun
+            return "started this moment"
+        return f"process {owner['process']} on {owner['host']} since {owner['since']}"

@@ -5,91 +5,73 @@ a CPU. Under every strategy weights are fp32, matrix products in `trainer.precis
 the gradient's norm is that of the whole gradient: a step is the same step.
 
 Sharded strategies gather the head whole for a forward and a backward pass. It is a layer or two, so they save the
-memory of the optimiser's state, the gradients and the weights between steps.
+memory of the optimiser's state, the gradients and the weights between steps. A parameter's type shows the strategy: a
+DTensor under FSDP2; under ZeRO-3 one of DeepSpeed's, whose shard is `ds_tensor`; under ZeRO-2 whole, beside a slice of
+master weights; else whole.
 """
 
 import logging
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed import all_gather, get_rank, get_world_size
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import LauncherConfig
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+MakeOptimizer = Callable[[nn.Module], Any]
 BUCKET = 200_000_000  # most gradients that DeepSpeed reduces at once
 
 
-@runtime_checkable
-class Strategy(Protocol):
-    """A strategy's part of an optimiser step.
+class Strategy:
+    """A strategy's part of an optimiser step; here the whole head on every process: one process, or DDP.
 
     Attributes:
+        module: the loss module as the strategy wraps it.
         optimizer: has the parameter groups whose learning rates are set, and the state that `TrainState` reads.
     """
 
+    module: Any
     optimizer: Any
 
-    def forward(self, *inputs: Any, last: bool) -> Any:
-        """Return the loss module's result for a micro-batch; after a step's last one gradients are averaged."""
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradient."""
-        ...
-
-    def clip(self, norm: float) -> Tensor:
-        """Clip the gradient to `norm`, 0 for no clipping; return the whole gradient's norm before."""
-        ...
-
-    def step(self) -> None:
-        """Update the weights and clear the gradient."""
-        ...
-
-    def drop(self) -> None:
-        """Clear the gradient without an update."""
-        ...
-
-
-class DdpStrategy:
-    """The whole head on every process: one process, or DistributedDataParallel."""
-
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
-        prepared: Any = accelerator.prepare(loss, make(loss.head))
-        self.module, self.optimizer = prepared
+        self.module, self.optimizer = accelerator.prepare(loss), make(loss.head)
         if accelerator.num_processes > 1 and not isinstance(self.module, DistributedDataParallel):
             raise fell_back("ddp", self.module)
 
     def forward(self, *inputs: Any, last: bool) -> Any:
-        """Return the loss."""
+        """Return the loss module's result for a micro-batch; after a step's last one gradients are averaged."""
         if isinstance(self.module, DistributedDataParallel):
             self.module.require_backward_grad_sync = last
         return self.module(*inputs)
 
     def backward(self, loss: Tensor) -> None:
-        """Add its gradient."""
+        """Add a micro-batch's gradient."""
         loss.backward()
 
     def clip(self, norm: float) -> Tensor:
-        """Clip the gradient, return its norm."""
-        return nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
+        """Clip the gradient to `norm`, 0 for no clipping; return the whole gradient's norm before."""
+        before: Any = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
+        total: Tensor = before.full_tensor() if hasattr(before, "full_tensor") else before
+        return total
 
     def step(self) -> None:
-        """Update the weights."""
+        """Update the weights and clear the gradient."""
         self.optimizer.step()
         self.drop()
 
     def drop(self) -> None:
-        """Clear the gradient."""
+        """Clear the gradient without an update."""
         self.optimizer.zero_grad()
 
 
-class Fsdp2:
+class Fsdp2(Strategy):
     """torch's fully_shard (FSDP2), the head as one unit: its tensors are sharded by rows.
 
     One unit, since heads call parts of their layers and read weights beyond them, and EAGLE-3 runs its layer once a
@@ -101,35 +83,16 @@ class Fsdp2:
         from torch.distributed.tensor import DTensor
 
         mesh = torch.distributed.device_mesh.init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        self.module: Any = fully_shard(loss, mesh=mesh)
+        self.module = fully_shard(loss, mesh=mesh)
         if not isinstance(self.module, FSDPModule) or not all(isinstance(p, DTensor) for p in loss.parameters()):
             raise fell_back("fsdp2", self.module)
-        self.optimizer: Any = make(loss.head)
+        self.optimizer = make(loss.head)
 
     def forward(self, *inputs: Any, last: bool) -> Any:
         """Return the loss; until the last micro-batch weights stay gathered and gradients whole."""
         self.module.set_requires_gradient_sync(last)
         self.module.set_reshard_after_backward(last)
         return self.module(*inputs)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add its gradient."""
-        loss.backward()
-
-    def clip(self, norm: float) -> Tensor:
-        """Clip the gradient, return its norm."""
-        sharded: Any = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
-        whole: Tensor = sharded.full_tensor()
-        return whole
-
-    def step(self) -> None:
-        """Update the weights."""
-        self.optimizer.step()
-        self.drop()
-
-    def drop(self) -> None:
-        """Clear the gradient."""
-        self.optimizer.zero_grad()
 
 
 class Rooted(nn.Module):
@@ -145,7 +108,7 @@ class Rooted(nn.Module):
         return loss + zero, sums
 
 
-class Zero:
+class Zero(Strategy):
     """DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054): stage 2 shards gradients and state, 3 weights too."""
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float, stage: int) -> None:
@@ -180,8 +143,7 @@ class Zero:
         if stage == 3:
             set_z3_leaf_modules(rooted, [Rooted])  # gathered as one unit, as under FSDP2
         engine, *_ = deepspeed.initialize(model=rooted, optimizer=make(loss.head), config=config)
-        self.module: Any = engine
-        self.optimizer: Any = engine.optimizer
+        self.module, self.optimizer = engine, engine.optimizer
         kinds = {2: DeepSpeedZeroOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}
         if not isinstance(self.optimizer, kinds[stage]) or engine.zero_optimization_stage() != stage:
             raise fell_back(f"zero{stage}", self.optimizer)
@@ -208,10 +170,9 @@ class Zero:
 
     def clip(self, norm: float) -> Tensor:
         """Return the gradient's norm; the engine clips in its step."""
-        del norm
         if hasattr(self.optimizer, "scaled_global_norm"):
-            whole: Tensor = self.optimizer.scaled_global_norm()
-            return whole
+            total: Tensor = self.optimizer.scaled_global_norm()
+            return total
         norms = torch.stack(self.optimizer._get_norm_groups())  # a norm that is not finite is -1 here
         return torch.where((norms >= 0).all(), norms.norm(), torch.inf)
 
@@ -232,20 +193,15 @@ class Zero:
 def prepare(
     launcher: LauncherConfig, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float
 ) -> Strategy:
-    """Prepare the head for training by `launcher.strategy`.
+    """Prepare `loss`, the module to call, whose `head` is trained, by `launcher.strategy`.
 
-    Args:
-        launcher: names the strategy.
-        accelerator: the processes.
-        loss: the module to call, whose `head` is trained.
-        make: creates the optimiser of a head.
-        clip: the norm that a gradient is clipped to, for DeepSpeed, which clips in its step.
+    Gradients are clipped to the norm `clip` in DeepSpeed's step.
 
     Raises:
         ValueError: the library silently did something else.
     """
     if launcher.strategy == "ddp":
-        return DdpStrategy(accelerator, loss, make)
+        return Strategy(accelerator, loss, make)
     if launcher.strategy == "fsdp2":
         return Fsdp2(accelerator, loss, make)
     return Zero(accelerator, loss, make, clip, int(launcher.strategy[-1]))
@@ -256,3 +212,69 @@ def fell_back(strategy: str, actual: object) -> ValueError:
     return ValueError(
         f"launcher.strategy={strategy} does not run here: {type(actual).__name__} does instead; give another strategy"
     )
+
+
+def zero_stage(p: Tensor) -> int:
+    """Return the stage of ZeRO that has sharded a parameter or its optimiser state; 0 for none."""
+    return 3 if hasattr(p, "ds_id") else 2 if hasattr(p, "_hp_mapping") else 0
+
+
+def held(p: Tensor) -> Tensor:
+    """Return this process's shard of a parameter; during training always the same, updated tensor."""
+    shard: Tensor = getattr(p, "ds_tensor", p)
+    return shard.detach()
+
+
+def whole(p: Tensor, shard: Tensor) -> Tensor:
+    """Gather the whole of a tensor that is sharded as parameter `p` is; a collective call, as all that follow are."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(shard, DTensor):
+        full: Tensor = shard.full_tensor()
+        return full
+    if zero_stage(p) < 3 or not shard.ndim:  # a count of steps is not sharded
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(get_world_size())]
+    all_gather(shards, shard.contiguous())
+    shape: torch.Size = vars(p)["ds_shape"]
+    return torch.cat(shards)[: shape.numel()].view(shape)
+
+
+@torch.no_grad()
+def put(p: Tensor, shard: Tensor, value: Tensor) -> None:
+    """Write this process's part of a whole `value` to a `shard` that is sharded as parameter `p` is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    value = value.to(shard.device)
+    if isinstance(shard, DTensor):
+        shard.copy_(distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None))
+    else:
+        shard.copy_(local_slice(value, shard) if zero_stage(p) == 3 else value)
+
+
+def local_slice(value: Tensor, shard: Tensor) -> Tensor:
+    """Return this process's slice under ZeRO-3: all of the shard's size, the last padded with zeros."""
+    flat = value.flatten()
+    padded = functional.pad(flat, (0, get_world_size() * shard.numel() - len(flat)))
+    return padded.narrow(0, get_rank() * shard.numel(), shard.numel())
+
+
+def master_state(p: Tensor, key: str) -> Tensor:
+    """Return the whole optimiser state `key` of a parameter that ZeRO has sharded."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    state: Tensor = safe_get_full_optimizer_state(p, key)
+    return state
+
+
+def put_master(p: Tensor, value: Tensor, key: str | None = None) -> None:
+    """Write the master weights of a parameter that ZeRO has sharded, or with `key` its optimiser state."""
+    from deepspeed import utils
+
+    extra = () if key is None else (key,)
+    if zero_stage(p) == 3:
+        put_local: Any = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
+        put_local(p, local_slice(value, held(p)).to(held(p).device), *extra)
+    else:
+        put_full: Any = utils.safe_set_full_fp32_param if key is None else utils.safe_set_full_optimizer_state
+        put_full(p, value.to(p.device), *extra)
