@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -35,12 +34,13 @@ from data.text.prompts import Prompt, load_training, save_prompts
 from data.text.sources import source_records
 from data.text.template import template_sha256
 from eval.config import eval_config
+from eval.measures.machine import revision
 from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.common.command import command
 from heads.common.errors import user_errors
 from heads.common.redact import redacted_values, redacted_words
-from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.resolvers import register_resolvers
 from heads.common.typed import bracketed
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
@@ -96,14 +96,10 @@ def prepare_out(
 
 def provenance(world: int, strategy: str, data: str) -> dict[str, Any]:
     """Return the provenance of this run: code, versions, command, processes and their strategy, data fingerprint."""
-
-    def git(*words: str) -> str:
-        result = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
-        return result.stdout.strip()
-
+    code = revision()
     return {
-        "git_revision": git("rev-parse", "HEAD") or None,
-        "git_dirty": bool(git("status", "--porcelain")),
+        "git_revision": code["revision"],
+        "git_dirty": bool(code["dirty"]),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -146,8 +146,10 @@ def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether two records are of one commit, device and size."""
-    alike = all(before["provenance"][key] == now["provenance"][key] for key in ("revision", "dirty"))
+    """Return whether two records are of one commit, which is known, of one device and size."""
+    keys = ("revision", "dirty")
+    alike = all(before["provenance"][key] == now["provenance"][key] for key in keys)
+    alike = alike and now["provenance"]["revision"] is not None
     return alike and before["toy"] == now["toy"] and before["device"]["name"] == now["device"]["name"]
 
 

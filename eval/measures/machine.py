@@ -77,13 +77,19 @@ def peak_memory(device: torch.device) -> int:
 
 def provenance() -> dict[str, Any]:
     """Return the provenance of a measurement: the code's revision, the command, the date."""
-    revision = git("rev-parse", "HEAD")
     return {
-        "revision": revision,
-        "dirty": None if revision is None else bool(git("status", "--porcelain")),
+        **revision(),
         "command": shlex.join(["python", *redacted_words(sys.argv)]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def revision() -> dict[str, Any]:
+    """Return the code's revision and whether it was changed; where there is no git, by a file REVISION beside it."""
+    found, file = git("rev-parse", "HEAD"), ROOT / "REVISION"
+    if found is None and file.is_file():
+        return {"revision": file.read_text(encoding="utf-8").strip() or None, "dirty": False}
+    return {"revision": found, "dirty": None if found is None else bool(git("status", "--porcelain"))}
 
 
 def git(*arguments: str) -> str | None:

@@ -10,6 +10,7 @@ import torch
 
 from eval.measures import machine
 from heads.common.resolvers import ROOT
+from train.run import provenance as train_provenance
 
 CPU = torch.device("cpu")
 
@@ -49,3 +50,18 @@ def test_a_process_does_not_count_the_memory_of_the_one_that_started_it() -> Non
     code = "import torch; from eval.measures.machine import peak_memory; print(peak_memory(torch.device('cpu')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert 2**26 < int(done.stdout) < len(held) <= machine.peak_memory(CPU)
+
+
+def test_where_there_is_no_git_a_file_names_the_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine.revision() == {"revision": None, "dirty": None}
+    (tmp_path / "REVISION").write_text("0123abcd\n", encoding="utf-8")
+    assert machine.revision() == {"revision": "0123abcd", "dirty": False}
+
+
+def test_a_training_run_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", absent)
+    assert train_provenance(1, "none", "0")["git_revision"] is None
