@@ -67,18 +67,10 @@ class Piece(NamedTuple):
     trained: bool
 
 
-class SpecialStream(TextStream):
-    """Decodes token by token, special tokens too."""
-
-    def decode(self, begin: int, end: int) -> str:
-        """Return the text of a range of tokens."""
-        return str(self.tokenizer.decode(self.tokens[begin:end], clean_up_tokenization_spaces=False))
-
-
 def pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
     """Return the sample's text, token by token."""
     done: list[Piece] = []
-    stream, waiting = SpecialStream(tokenizer), list[int]()
+    stream, waiting = TextStream(tokenizer, special=True), list[int]()
     for token, on in zip(sample.token, sample.mask, strict=True):
         text = stream.push(token)
         waiting.append(token)

@@ -6,8 +6,9 @@ target/           the frozen target: loading, placement, cache, forward passes, 
 verification/     trees, verification rules, sampling and random numbers: pure functions of tensors
 chat_template.py  the target's chat template, rendered under limits: it is a program from outside
 limits.py         what fits into the target's context
-session.py        one sequence: draft, verify, commit
-batch.py          sequences that enter and leave, one target pass over all
+session.py        one sequence: draft, verify, commit; the reference
+step.py           the same for a whole batch on its device, with one read by the host
+batch.py          sequences that enter and leave, by one or the other
 decode.py         speculate() and autoregress(), one engine
 text_stream.py    tokens to text as they come
 run.py            the command: generate or chat, printed while it is made in the colour of who wrote each token

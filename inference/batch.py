@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from inference.limits import check_size
 from inference.protocol import DraftBatch, Drafter, Proposal, closing, vacant
-from inference.session import Generation, Session, Settings
+from inference.session import TREE, Generation, Session, Settings
 from inference.step import DeviceStep, fits
 from inference.target.target import Target
-
-TREE = 64  # entries behind a text; a larger tree enlarges the cache once
 
 
 class Running(NamedTuple):
@@ -54,8 +52,9 @@ class Batch:
         return session.generation
 
     def reserve(self, capacity: int) -> None:
-        """Have room for so many entries a sequence, so that nothing grows while one is decoded."""
-        self.cache.storage.reserve(capacity)
+        """Have room for texts of so many tokens and a tree behind each, so that nothing grows while one is decoded."""
+        tree = TREE if self.drafts is None else max(TREE, self.drafts.nodes)
+        self.cache.storage.reserve(capacity + tree if capacity else 0)
         if self.drafts is not None:
             self.drafts.reserve(self.cache.storage.capacity)
 
@@ -121,5 +120,5 @@ def batch_of(target: Target, drafter: Drafter, size: int, requests: Sequence[tup
 
 
 def entries(target: Target, prompt: list[int], settings: Settings) -> int:
-    """Return how many entries of the cache a request needs: its text, and a tree behind it."""
-    return min(len(prompt) + settings.max_new_tokens, target.context) + TREE
+    """Return how many entries of the cache a request's text needs."""
+    return min(len(prompt) + settings.max_new_tokens, target.context)

@@ -19,6 +19,8 @@ from inference.verification.sample import Sampling, penalize
 from inference.verification.tree import DraftTree
 from inference.verification.verify import COUPLED, check_rule, decide
 
+TREE = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -105,15 +107,11 @@ class Session:
         self.layers = drafter.feature_layers
         self.state: DrafterState  # the drafter's for this sequence, from the prefill on
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
-        self.cache = target.cache(len(prompt) + self.limit) if cache is None else cache
+        self.cache = target.cache(len(prompt) + self.limit + TREE) if cache is None else cache
         self.context = list(prompt)
         self.rng: Rng = Generator(settings.seed, target.device)
         if settings.rule == COUPLED:
             self.rng = Coupled(settings.seed, target.device, self.context)
-        self.seen: Tensor | None = None  # which tokens stand in the context, where a penalty asks for it
-        if settings.sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(target.embeddings.vocab_size, dtype=torch.bool, device=target.device)
-            self.seen[prompt] = True
         self.generation = Generation()
         self.draft_s = 0.0
         self.prefix = 0  # committed cache entries before the pass at hand
@@ -212,8 +210,9 @@ class Session:
 
     def processed(self, logits: Tensor, drafted: DraftTree) -> Tensor:
         """Return the logits "N V" after each node as its own prefix has them: penalised, and no end before its time."""
-        if self.seen is not None:
-            logits = penalize(logits, trees.seen_tokens(drafted, self.seen), self.settings.sampling)
+        seen = self.seen()
+        if seen is not None:
+            logits = penalize(logits, trees.seen_tokens(drafted, seen), self.settings.sampling)
         _, lacking = self.left
         if lacking > 0 and self.target.eos:
             logits = logits.clone()
@@ -232,8 +231,16 @@ class Session:
     @property
     def left(self) -> tuple[int, int]:
         """How many drafted tokens may still be accepted, and how many tokens must come before an end may."""
-        made = len(self.generation.tokens)
-        return self.limit - made - 1, self.settings.min_new_tokens - made
+        count = len(self.generation.tokens)
+        return self.limit - count - 1, self.settings.min_new_tokens - count
+
+    def seen(self) -> Tensor | None:
+        """Return which tokens stand in the context, where a penalty asks for it."""
+        if self.settings.sampling.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
+        seen[self.context] = True
+        return seen
 
     def emit(self, tokens: list[int], sources: list[str], gaps: list[float]) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""
@@ -253,8 +260,6 @@ class Session:
                 break
         taken = len(generation.tokens) - before
         self.context.extend(tokens[:taken])
-        if self.seen is not None:
-            self.seen[tokens[:taken]] = True
         return taken
 
     def stopped(self) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from heads.base import Features
 from heads.modules.top_k import argmax
 from inference.drafters.policy import Roots
+from inference.limits import check_size
 from inference.protocol import DraftBatch
 from inference.session import Session, Settings, Step
 from inference.target.cache import BatchCache, roomy
@@ -78,14 +79,14 @@ class Laps:
     """Seconds by what they were spent on: by the clock of a CPU, by events of a device, for which nothing waits."""
 
     def __init__(self, on: torch.device) -> None:
-        self.events = on.type == "cuda"
+        self.on, self.events = on, on.type == "cuda"
         self.marks: list[tuple[str, Any]] = []
 
     def mark(self, ended: str) -> None:
         """End a lap, which was spent on what has `ended`."""
         if self.events:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self.on))
             self.marks.append((ended, event))
         else:
             self.marks.append((ended, time.perf_counter()))
@@ -99,12 +100,14 @@ class Laps:
 
 
 def fits(target: Target, sessions: Sequence[Session]) -> bool:
-    """Return whether sequences are decoded by steps on the device: all sampled alike, greedily or coupled."""
-    one = sessions[0].settings
-    alike = (one.sampling, one.rule, one.gaps)
-    if target.switch is not None or any(
-        (s.settings.sampling, s.settings.rule, s.settings.gaps) != alike for s in sessions
-    ):
+    """Return whether sequences are decoded by steps on the device: all sampled alike, greedily or coupled.
+
+    The target must take a batch's masks, and its positions must mean the same at every length.
+    """
+    one, *others = [session.settings for session in sessions]
+    if not target.takes_trees or target.switch is not None:
+        return False
+    if any((other.sampling, other.rule, other.gaps) != (one.sampling, one.rule, one.gaps) for other in others):
         return False
     return one.rule in GREEDY_RULES if one.sampling.temperature == 0 else one.rule == verify.COUPLED
 
@@ -127,19 +130,21 @@ class DeviceStep:
 
     def enter(self, sessions: Sequence[Session]) -> None:
         """Write the state of sequences to the slots: others came or left, or these were decoded in another way."""
+        check_size(self.target, self.drafts.nodes, sessions[0].drafter.name)
         size, on = self.cache.storage.size, self.target.device
-        vocab = 0 if sessions[0].seen is None else len(sessions[0].seen)
+        texts = [session.seen() for session in sessions]
+        vocab = 0 if texts[0] is None else len(texts[0])
         if self.slots is None or self.slots.seen.shape[1] != vocab:
             seen = torch.zeros(size, vocab, dtype=torch.bool, device=on)
-            numbers = torch.zeros(6, size, dtype=torch.long, device=on)
-            self.slots = Slots(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], seen)
+            root, length, room, lacking, active, key = torch.zeros(6, size, dtype=torch.long, device=on)
+            self.slots = Slots(root, length, room, lacking, active, key, seen)
         values = [[s.context[-1], s.cache.length, *s.left, 1, key_of(s.settings.seed)] for s in sessions]
         values += [[0, 1, 0, 0, 0, 0]] * (size - len(values))  # what is idle sees one entry: none at all would be NaN
-        for buffer, column in zip(self.slots, torch.tensor(values, device=on).T, strict=False):
+        for buffer, column in zip(self.slots[:6], torch.tensor(values, device=on).T, strict=True):
             buffer.copy_(column)
-        for slot, session in enumerate(sessions):
-            if session.seen is not None:
-                self.slots.seen[slot] = session.seen
+        for slot, seen_tokens in enumerate(texts):
+            if seen_tokens is not None:
+                self.slots.seen[slot] = seen_tokens
         self.ends = None
         if self.target.eos and any(session.settings.min_new_tokens for session in sessions):
             self.ends = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
@@ -157,15 +162,16 @@ class DeviceStep:
         laps.mark("")
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
-        told, tree, out, accepted = self.run(slots, self.reach(longest), settings, laps)
-        rows = told.tolist()  # the one place where the host waits for the device
+        result, tree, out, accepted = self.run(slots, self.reach(longest), settings, laps)
+        rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
         steps = [self.emit(session, row) for session, row in zip(sessions, rows, strict=False)]
-        laps.mark("other")
+        emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
+            laps.mark("")  # what the host did since is counted by its own clock
             self.commit(slots, tree, out, accepted, max(row[0] for row in rows), laps)
         seconds = laps.seconds()
-        seconds["other"] += time.perf_counter() - begin if laps.events else 0.0  # meanwhile the device waits
+        seconds["other"] += emitting  # meanwhile a device waits
         for session, step in zip(sessions, steps, strict=True):
             draft, verified, other = (seconds[name] / len(sessions) for name in ("draft", "verify", "other"))
             session.took(step._replace(draft_s=draft, verify_s=verified, other_s=other))
@@ -181,7 +187,7 @@ class DeviceStep:
         self, slots: Slots, reach: int, settings: Settings, laps: Laps
     ) -> tuple[Int[Tensor, "B X"], DraftTree, TargetOutput, Accepted]:
         """Run a step on the device; what the host is to be told comes first, what is left to commit after it."""
-        self.drafts.hold(self.cache.storage.capacity if self.static else reach)
+        self.drafts.hold(reach)
         noise = self.noise(slots, settings.sampling)
         roots = SlotRoots(slots, settings.sampling, noise)
         tree, above = self.drafts.ranked(roots, slots.room, waits=not self.static)
@@ -190,21 +196,24 @@ class DeviceStep:
         out = self.forward(slots, tree, above, depth, reach)
         scores = self.processed(slots, tree, above, depth, out, settings)
         laps.mark("verify")
-        best = argmax(scores)
-        if noise is not None:
+        if noise is None:
+            best = argmax(scores)
+        else:
             race = noise.gather(1, depth[..., None].expand(-1, -1, noise.shape[2]))
             best = (distribution(scores, settings.sampling) / race).argmax(-1)
         accepted = device.follow(tree, above, best, slots.room, self.drafts.deepest)
         accepted = accepted._replace(committed=accepted.committed * slots.active)
         drafted = ((depth <= slots.room[:, None]) & (tree.token >= 0)).sum(1) - 1
         ranks = device.ranks(tree).gather(1, accepted.path)
-        told = [accepted.committed[:, None], drafted[:, None], accepted.token, ranks]
+        results = [accepted.committed[:, None], drafted[:, None], accepted.token, ranks]
         if settings.gaps:
             best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
-            told.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
+            results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
+        result = torch.cat(results, 1)
+        laps.mark("other")
         if self.static:
             self.commit(slots, tree, out, accepted, accepted.path.shape[1], laps)
-        return torch.cat(told, 1), tree, out, accepted
+        return result, tree, out, accepted
 
     def noise(self, slots: Slots, sampling: Sampling) -> Float[Tensor, "B P V"] | None:
         """Return the noise of the positions below the roots, if the sequences are coupled."""
@@ -223,7 +232,7 @@ class DeviceStep:
         token, layers = tree.token.clamp_min(0), self.drafts.feature_layers
         if count == 1 and not self.static and self.target.compiled is None:
             seen = None
-            if size > 1 and self.target.takes_trees:
+            if size > 1:
                 seen = torch.cat([above.new_ones(1, size, reach), above], 2)
             return self.target.run(token, position, seen, self.cache.active[0], layers)
         end = reach if self.static else reach + size

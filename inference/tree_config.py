@@ -59,7 +59,7 @@ class TreeConfig:
     @property
     def deepest(self) -> int:
         """The greatest depth of a node."""
-        return self.depth if self.kind in CONFIDENT else max(map(len, self.shape()))
+        return min(self.depth, self.nodes) if self.kind in CONFIDENT else max(map(len, self.shape()))
 
     def shape(self) -> list[tuple[int, ...]]:
         """Return the rank paths of a fixed shape, by depth and then in order."""

@@ -87,6 +87,8 @@ class Sequences:
         drafts = drafters[0].batch if isinstance(drafters[0], Warm) else None
         batch = Batch(target, drafters, drafts)
         batch.cache = self.cache
+        if batch.device_step is not None:
+            batch.device_step.cache = self.cache
         states = [drafter.start([0] * (self.context + 1)) for drafter in drafters]
         settings = Settings(2 * LARGEST, GREEDY)
         for i, cache in enumerate(self.caches):
@@ -108,6 +110,8 @@ class Sequences:
                 row.session.cache.keep(self.context, [])
                 del row.session.context[self.context + 1 :], row.session.generation.tokens[1:]
                 row.session.state = copy.copy(state) if drafts is None else state
+            if batch.device_step is not None:
+                batch.device_step.current = []  # the slots hold what came after the step
             if drafts is not None and drafts.cache is not None:
                 with torch.inference_mode():
                     drafts.cache.length.fill_(self.context)

@@ -156,8 +156,6 @@ def _session(target: Target, drafter: Drafter, prompt: list[int], answer: list[i
     session = Session(target, drafter, prompt, how)
     session.context.extend(answer)
     session.generation.tokens.extend(answer)
-    if session.seen is not None:
-        session.seen[answer] = True
     return session
 
 

@@ -86,10 +86,10 @@ def provenance() -> dict[str, Any]:
 
 def revision() -> dict[str, Any]:
     """Return the code's revision and whether it was changed; where there is no git, by a file REVISION beside it."""
-    found, file = git("rev-parse", "HEAD"), ROOT / "REVISION"
-    if found is None and file.is_file():
+    commit, file = git("rev-parse", "HEAD"), ROOT / "REVISION"
+    if commit is None and file.is_file():
         return {"revision": file.read_text(encoding="utf-8").strip() or None, "dirty": False}
-    return {"revision": found, "dirty": None if found is None else bool(git("status", "--porcelain"))}
+    return {"revision": commit, "dirty": None if commit is None else bool(git("status", "--porcelain"))}
 
 
 def git(*arguments: str) -> str | None:

@@ -133,16 +133,14 @@ def commit(
     position: Int[Tensor, "B T"],
     count: Int[Tensor, "B"] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Append verified rows, which enter with the states `start` at `position`; return the result of `advance`.
-
-    Of more rows than the cache has to spare, it is the result of the last ones.
-    """
+    """Append verified rows, which enter with the states `start` at `position`; return the result of `advance`."""
     if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
-        hidden = read = start
+        pieces = []
         for first in range(0, token.shape[1], SPARE):
             piece = slice(first, first + SPARE)
-            hidden, read = commit(head, cache, start[:, piece], token[:, piece], position[:, piece], count)
-        return hidden, read
+            some = None if count is None else (count - first).clamp(0, SPARE)
+            pieces.append(commit(head, cache, start[:, piece], token[:, piece], position[:, piece], some))
+        return torch.cat([hidden for hidden, _ in pieces], 1), torch.cat([read for _, read in pieces], 1)
     # A whole prompt takes no mask of its length squared.
     sees = None if cache.fresh else cache.sees(position, position[:, -1])
 

@@ -129,13 +129,13 @@ class HeadBatch:
         """Take a sequence into the first vacant slot."""
         token, slot = commit.token[None], vacant(self.states)
         if self.cache is None and self.head.keeps_rows:
-            window, tree = (
-                getattr(self.head.config, "length", None),
-                max(self.head.max_depth + 1, expanded(self.policy)),
-            )
+            # A tree's rows, or a block's slots, behind rows of which not all are accepted.
+            tree = max(expanded(self.policy), self.head.max_depth + 1) + self.deepest + 1
+            window = getattr(self.head.config, "length", None)
             self.cache = KVCache(self.size, window, token.device, self.capacity, tree)
         features = Features(token, *commit.features[:2], torch.zeros_like(token))
-        _, level = self.head.extend(self.cache and self.cache.alone(slot), features, token)
+        cache = None if self.cache is None else self.cache.alone(slot)
+        _, level = self.head.extend(cache, features, token)
         if self.buffers is None:
             self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
         self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
@@ -169,6 +169,8 @@ class HeadBatch:
 
     def catch_up(self, lengths: Sequence[int]) -> None:
         """Commit each sequence's rows since the last draft in one call; one that has just entered has none."""
+        if self.cache is not None:  # what moves are all rows that there are
+            self.hold(max(self.cache.longest, *lengths))
         self.close()
         states = [state for state in self.states if state is not None]
         counts = [0 if state.commit is None else len(state.commit.token) for state in states]

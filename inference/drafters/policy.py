@@ -358,7 +358,7 @@ def candidates(
 def _confident(
     head: Expander, state: Any, level: Level, config: TreeConfig, roots: Roots, depth: int, *, waits: bool = True
 ) -> tuple[Growth, Float[Tensor, "B N"]]:
-    growth, depth = Growth(head, state, level, roots), min(depth, config.depth)
+    growth, depth = Growth(head, state, level, roots), min(depth, config.deepest)
     if config.kind == "dynamic":
         return growth, torch.cat(_dynamic(growth, config, depth), 1)
     return growth, torch.cat(_best_first(growth, config, depth, waits), 1)

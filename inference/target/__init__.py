@@ -8,7 +8,7 @@ loading.py          what it is loaded with: transformers, and its quantisation
 tokenizer.py        its tokenizer without the model, for sources that read text alone
 placement.py        placement: replicated, tensor-parallel, over several devices, offloaded
 placed.py           a placed target: its device, whole embeddings, fingerprint and process group
-packed.py           the attention of packed rows, document by document
+attention.py        its attention: grouped without copies of keys and values, and over packed documents
 adapter.py          the PEFT adapter that it may carry, merged into it
 checkpoint.py       its tensors on disk, and its fingerprint
 cache.py            its key-value cache, compacted after acceptance

@@ -34,7 +34,7 @@ class Form(NamedTuple):
         return cls(states.shape[1], states.shape[3], states.dtype, states.device)
 
 
-Layout = list[tuple[Form, Form]]  # of every layer, its keys' and values'; empty until a first pass has shown it
+Layout = dict[int, tuple[Form, Form]]  # of every layer with a cache, its keys' and values', as a first pass shows them
 
 
 class Storage:
@@ -49,7 +49,7 @@ class Storage:
     def __init__(self, size: int, layout: Layout, capacity: int = 0, fixed: bool = False) -> None:
         self.size, self.layout, self.capacity, self.fixed = size, layout, capacity, fixed
         self.blocks: list[Tensor] = []
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, capacity: int) -> None:
         """Have room for at least so many entries a sequence."""
@@ -57,27 +57,26 @@ class Storage:
             capacity = max(roomy(capacity), LEAST)
         if capacity > self.capacity:
             self.capacity, old = capacity, self.layers
-            self.blocks, self.layers = [], []
-            self._add(self.layout[: len(old)])
-            for pair, larger in zip(old, self.layers, strict=True):
-                for before, after in zip(pair, larger, strict=True):
+            self.blocks, self.layers = [], {}
+            self._add({layer: self.layout[layer] for layer in old})
+            for layer, pair in old.items():
+                for before, after in zip(pair, self.layers[layer], strict=True):
                     after[:, :, : before.shape[2]] = before
 
     def fit(self, layer: int, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Return a layer's buffers, of at least `end` entries a sequence, for keys and values like these."""
         if end > self.capacity:
             self.reserve(2 * end)
-        if layer >= len(self.layers):
-            if layer == len(self.layout):  # in the first pass of all, which shows one layer after the other
-                self.layout.append((Form.of(keys), Form.of(values)))
-            self._add(self.layout[len(self.layers) :])
+        if layer not in self.layers:
+            self.layout.setdefault(layer, (Form.of(keys), Form.of(values)))
+            self._add({i: forms for i, forms in self.layout.items() if i not in self.layers})
         return self.layers[layer]
 
     def reach(self, end: int) -> list[tuple[Tensor, Tensor]]:
         """Return all layers' buffers, with at least `end` entries a sequence."""
         if end > self.capacity:
             self.reserve(2 * end)
-        return self.layers
+        return list(self.layers.values())
 
     def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:
         """Copy each sequence's entries at `source` to `goal`, in all layers; all are read before any is written."""
@@ -92,16 +91,16 @@ class Storage:
 
     def _add(self, layout: Layout) -> None:
         """Allocate these layers' buffers."""
-        forms = [form for layer in layout for form in layer]
+        forms = [form for pair in layout.values() for form in pair]
         buffers: dict[Form, Iterator[Tensor]] = {}
         for form in dict.fromkeys(forms):
             # Zeros: what was never written is masked, but a NaN there would come through all the same.
             shape = forms.count(form), self.size, form.groups, self.capacity, form.width
             self.blocks.append(torch.zeros(shape, dtype=form.dtype, device=form.device))
             buffers[form] = iter(self.blocks[-1])
-        self.layers += [(next(buffers[keys]), next(buffers[values])) for keys, values in layout]
+        self.layers |= {layer: (next(buffers[keys]), next(buffers[values])) for layer, (keys, values) in layout.items()}
         if self.fixed:
-            for buffer in (buffer for layer in self.layers for buffer in layer):
+            for buffer in (buffer for pair in self.layers.values() for buffer in pair):
                 torch._dynamo.mark_static_address(buffer)
 
 

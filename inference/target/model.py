@@ -21,9 +21,8 @@ from heads.common.target_config import cache_argument, context_of
 from heads.formats.store import TargetSpec
 from inference.target import loading
 from inference.target.adapter import Adapter
-from inference.target.attention import group_attention, use_kernels
+from inference.target.attention import Packing, by_documents, group_attention, spans_of, use_kernels
 from inference.target.cache import BatchCache, BatchPass, Pool, TargetCache
-from inference.target.packed import Packing, by_documents, spans_of
 from inference.target.placed import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
@@ -158,7 +157,7 @@ class TargetModel:
         self.spec = TargetSpec(name, *sizes, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Compiler | None = None
-        self.pool = Pool([])
+        self.pool = Pool({})
         self.packing: Packing | None = None
         self.switch = switch_of(model)
         self.objection = f"its attention takes no mask of ours ({self.architecture})"

@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from inference.target.attention import FULL, SLIDING
 from inference.target.model import TargetModel
-from inference.target.packed import FULL, SLIDING
 from inference.target.stack import Entered, Parts
 from inference.verification import tree
 from inference.verification.tree import DraftTree
@@ -24,8 +24,8 @@ PROMPT, PARENTS, DEPTH = 4, [-1, 0, 0, 0, 0, 0, 0, 0, 7], 2
 LONGEST = 64  # tokens of the longest window that is run
 APPLIED = "sliding_window"  # the one that `Target.attention_mask` applies
 WINDOW = re.compile(r"window|chunk|local_attention")
-# Logits may differ by rounding alone, by 0.01 to 0.03 of their spread in bf16; a wrong mask or norm moves them by about
-# all of it. Compared in norm: of 128,000 logits in bf16, some are always far off.
+# Logits may differ by rounding alone, by 0.01 to 0.03 of their deviation in bf16; a wrong mask or norm moves them by
+# about all of it. Compared in norm: of 128,000 logits in bf16, some are always far off.
 TOLERANCE = 0.1
 # What a model raises whose modules, cache or attention are not what they seemed: each says so in its own way.
 UNFIT = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError)
@@ -192,8 +192,8 @@ def _close(actual: Tensor | None, expected: Tensor | None) -> bool:
     assert actual is not None
     assert expected is not None
     actual, expected = (logits.float().reshape(-1, logits.shape[-1]) for logits in (actual, expected))
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
-    return bool(((actual - expected).norm(dim=-1) < TOLERANCE * spread).all())
+    deviation = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
+    return bool(((actual - expected).norm(dim=-1) < TOLERANCE * deviation).all())
 
 
 def windows(model: "transformers.PreTrainedModel", context: int) -> dict[str, int]:

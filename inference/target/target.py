@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from inference.target import adapter as adapters
 from inference.target import loading, probe
 from inference.target.adapter import Adapter
+from inference.target.attention import packing
 from inference.target.compiled import Compiled
 from inference.target.config import DTYPES, ModelConfig, device_named, fast_dtype
 from inference.target.model import TargetModel
-from inference.target.packed import packing
 from inference.target.placed import Placed
 from inference.target.placed import placed as placed_whole
 from inference.target.placement import HERE, REPLICATE, Placement

@@ -68,8 +68,8 @@ class Generator:
     def pick(self, probs: Float[Tensor, "N V"]) -> Int[Tensor, "N"]:
         """Sample one token from each row by its cumulative sum: one random number a row, where a race takes V."""
         point = torch.rand(len(probs), 1, dtype=torch.float64, device=probs.device, generator=self.generator)
-        parts = zip(probs.split(ROWS), point.split(ROWS), strict=True)
-        return torch.cat([_at(part.cumsum(-1, dtype=torch.float64), where) for part, where in parts])
+        chunks = zip(probs.split(ROWS), point.split(ROWS), strict=True)
+        return torch.cat([_at(some.cumsum(-1, dtype=torch.float64), where) for some, where in chunks])
 
     def race(self, probs: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
         """Return keys whose descending order is a sample without replacement; tokens of zero probability get zero."""

@@ -50,7 +50,7 @@ class Paced(Batch):
 
     def __init__(self, size: int, clock: Clock) -> None:
         self.free = [Plain(torch.device("cpu")) for _ in range(size)]
-        self.running: list[Running] = []
+        self.slots: list[Running | None] = []
         self.clock, self.made = clock, dict[int, Generation]()
 
     def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
@@ -58,7 +58,7 @@ class Paced(Batch):
         self.clock.now += 1
         self.free.pop()
         session: Any = None
-        self.running.append(Running(number, session, self.clock.now))
+        self.slots.append(Running(number, session, self.clock.now))
         self.made[number] = Generation([7])
         return self.made[number]
 
@@ -73,7 +73,7 @@ class Paced(Batch):
     def release(self) -> None:
         """Let finished answers go."""
         for row in [row for row in self.running if self.made[row.number].finish]:
-            self.running.remove(row)
+            self.slots.remove(row)
             self.free.append(Plain(torch.device("cpu")))
 
 

@@ -78,10 +78,13 @@ def real(head: str, tree: str, architecture: str) -> tuple[Target, HeadDrafter]:
 def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     """Return the step of a full batch on the dummy, each with a prompt."""
     on_dummy(target.model)
-    on_dummy(drafter.head)  # type: ignore[arg-type]
+    head: Any = drafter.head
+    on_dummy(head)
     target.device = torch.device(NAME)
-    moved = [[form._replace(device=target.device) for form in pair] for pair in target.pool.layout]
-    layout = [(keys, values) for keys, values in moved]
+    layout = {
+        layer: (keys._replace(device=target.device), values._replace(device=target.device))
+        for layer, (keys, values) in target.pool.layout.items()
+    }
     target.pool = Pool(layout)
     cache = target.batch_cache(size, CAPACITY)
     cache.storage.fit(0, *[torch.empty(1, form.groups, 1, form.width, device=NAME) for form in layout[0]], end=1)

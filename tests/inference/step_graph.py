@@ -57,7 +57,7 @@ def decoded(of: Batch, requests: list[tuple[list[int], Settings]]) -> list[list[
     return [found[number].tokens for number in range(len(requests))]
 
 
-def replace_run(step: DeviceStep, run: Any) -> None:
+def replace_run(step: Any, run: Any) -> None:
     """Let a function of the step's arguments take the place of its run, but for the first one, which makes tables."""
     original, first = step.run, [True]
 
@@ -67,7 +67,7 @@ def replace_run(step: DeviceStep, run: Any) -> None:
             return original(slots, reach, settings, laps)
         return run(slots, reach, settings)
 
-    step.run = replaced  # type: ignore[method-assign]
+    step.run = replaced
 
 
 def compiled(step: DeviceStep) -> None:

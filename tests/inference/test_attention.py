@@ -1,5 +1,7 @@
 """Grouped-query attention under a mask: what transformers computes, without a copy of keys and values."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from inference.target.attention import GROUPED, SDPA, use_kernels
 from inference.verification.tree import DraftTree
 from tests import toys
 
-BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 8, 2, 3, 700, 4
+BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 8, 2, 3, 300, 64
 
 
 def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,7 +43,7 @@ class Largest(TorchDispatchMode):
 
     numel = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if isinstance(tensor, Tensor) and not func.is_view:
@@ -53,7 +55,7 @@ def test_no_key_is_copied() -> None:
     query, key, value, mask = tensors()
     with Largest() as largest:
         grouped_attention(query, key, value, mask)
-    assert largest.numel < BATCH * HEADS * KEYS * WIDTH / 2
+    assert largest.numel < key.numel()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])

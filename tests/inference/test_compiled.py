@@ -46,7 +46,7 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 monkeypatch.setattr(owner, name, property(inspect.unwrap(value.fget)))
             elif isinstance(value, types.FunctionType) and inspect.unwrap(value) is not value:
                 monkeypatch.setattr(owner, name, inspect.unwrap(value))
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention.GROUPED, attention._attend)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention.GROUPED, attention.attend_in_groups)
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
@@ -151,7 +151,7 @@ def test_padding_leaves_the_pass_as_it_is_and_sees_something() -> None:
 
 def test_buffers_come_back_when_their_sequence_is_gone() -> None:
     target = toys.target("llama", DOUBLE)
-    pool = Pool([], fixed=True)
+    pool = Pool({}, fixed=True)
     first = pool.sequence()
     target.prefill(torch.tensor(toys.prompt(1, 30)), first)
     place = first.storage.layers[0][0].data_ptr()

@@ -128,7 +128,7 @@ def race(kind: type[Coupled], laws: Tensor, seeds: int) -> Tensor:
     """Return the tokens at successive positions, one row a seed."""
     drawn = []
     for seed in range(seeds):
-        rng = kind(seed, CPU, lambda: 7)
+        rng = kind(seed, CPU, range(7))
         drawn.append([rng.sample(law[None], depth)[0] for depth, law in enumerate(laws, 1)])
     return torch.tensor(drawn)
 
@@ -136,8 +136,8 @@ def race(kind: type[Coupled], laws: Tensor, seeds: int) -> Tensor:
 class Forgetful(Coupled):
     """BROKEN: noise that is the same at every position."""
 
-    def noise(self, position: int, size: int) -> Tensor:
-        return super().noise(0, size)
+    def race(self, probs: Tensor, depth: int = 1) -> Tensor:
+        return super().race(probs, 1)
 
 
 def chi_square(kind: type[Coupled]) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from heads.common.target_config import cache_argument
 from inference.drafters.mtp import load_mtp
 from inference.target.target import Target
 from tests import drafting, toys
@@ -96,7 +97,14 @@ def test_the_module_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     rows, head = features(target, text[:-1]), load_mtp(target, str(tmp_path))
     state, level = drafting.extend(head, None, rows, torch.tensor(text[1:]))
     position, embedding = torch.arange(8)[None], target.embeddings.embed(torch.tensor([text[1:]]))
-    hidden = theirs.layers[0](embedding, rows.last, target.base.rotary_emb(embedding, position), None, position)
+    hidden = theirs.layers[0](
+        embedding,
+        rows.last,
+        target.base.rotary_emb(embedding, position),
+        None,
+        position,
+        **{cache_argument(theirs.layers[0]): None},
+    )
     torch.testing.assert_close(level.hidden[0], hidden[0, -1:], rtol=SINGLE, atol=SINGLE)
     level = drafting.expand(head, state, level, torch.tensor([3]), torch.tensor([0]), torch.ones(1, 1).bool())
     assert level.logits.isfinite().all()

@@ -8,9 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import rows
-from inference.target import packed, probe
-from inference.target.attention import GROUPED
-from inference.target.packed import Span, spans_of, within
+from inference.target import attention as packed
+from inference.target import probe
+from inference.target.attention import GROUPED, Span, spans_of, within
 from inference.target.target import Target
 from tests import toys
 

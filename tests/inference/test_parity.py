@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from heads import HEADS
 from heads.base import Features
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.head import HeadDrafter, HeadState
+from inference.drafters import head as drafters
+from inference.drafters.head import HeadBatch, HeadDrafter
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Commit, Context
+from inference.protocol import Context
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Generator
@@ -163,30 +165,27 @@ def test_chain_acceptance_follows_from_unroll() -> None:
         assert counts == [step.accepted for step in decode("eagle", toys.TREES["chain"], seed).steps]
 
 
-class StaleFeatures(HeadState):
+class StaleFeatures(HeadBatch):
     """Commits the first row's feature for every row of a path (vLLM#14649's kind)."""
 
-    def update(self, commit: Commit) -> None:
-        if commit.verified is not None:
-            features = commit.features
-            commit = commit._replace(features=features._replace(last=features.last[:, :1].expand_as(features.last)))
-        super().update(commit)
+    def extend(self, features: Features, token: Tensor, count: Tensor) -> None:
+        super().extend(features._replace(last=features.last[:, :1].expand_as(features.last)), token, count)
 
 
-class WrongToken(HeadState):
+class WrongToken(HeadBatch):
     """Reads token t instead of t+1."""
 
-    def update(self, commit: Commit) -> None:
-        super().update(commit._replace(token=commit.token.roll(1)))
+    def extend(self, features: Features, token: Tensor, count: Tensor) -> None:
+        super().extend(features, token.roll(1, 1), count)
 
 
 @pytest.mark.parametrize("broken", [StaleFeatures, WrongToken])
-def test_broken_drafters_stay_lossless_and_are_caught_offline(broken: type[HeadState]) -> None:
+def test_broken_drafters_stay_lossless_and_are_caught_offline(broken: type[HeadBatch]) -> None:
     differs = False
     for seed in range(2):
         token, length = text(seed)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HeadDrafter, "start", lambda self, _: broken(self.head, self.policy))
+            patch.setattr(drafters, "HeadBatch", broken)
             made = decode("eagle", toys.TREES["dynamic"], seed)
         assert made.tokens == token[length:]
         online = [step.accepted for step in made.steps]

@@ -9,9 +9,9 @@ from transformers import PretrainedConfig
 
 from heads.base import LayerShape
 from heads.common.target_config import UNFIT, read_target_config, reason
+from inference.target.attention import packing
 from inference.target.config import ModelConfig
 from inference.target.embeddings import layer_shape
-from inference.target.packed import packing
 
 QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}  # bytes a weight, scales included
 
