@@ -18,7 +18,7 @@ import torch
 from eval.inputs.texts import Text
 from eval.measures.cost_model import Costs, draft_key, rising
 from eval.measures.machine import synchronize
-from inference.batch import Batch
+from inference.batch import Batch, batch_of
 from inference.decode import Settings, Step
 from inference.drafters.head import HeadDrafter, HeadState
 from inference.drafters.plain import Plain
@@ -163,8 +163,8 @@ def measure(
     other: tuple[Samples, Samples] = (defaultdict(list), defaultdict(list))
     plain: list[float] = []
     keys = {draft_key(tree) for tree in measured}
-    baseline = decode(target, [Plain(target.device)] * batch, texts, settings, lambda: None)
-    played = decode(target, [player] * batch, texts, settings, player.begin)
+    baseline = decode(batch_of(target, Plain(target.device), batch), texts, settings, lambda: None)
+    played = decode(Batch(target, [player] * batch), texts, settings, player.begin)
     for _ in sizes:  # the first passes of every size cost more than later ones
         next(baseline)
         next(played)
@@ -195,14 +195,9 @@ def measure(
     )
 
 
-def decode(
-    target: Target, drafters: Sequence[Drafter], texts: Sequence[Text], settings: Settings, begin: Callable[[], None]
-) -> Iterator[list[Step]]:
-    """Decode the texts in the engine again and again, one per drafter at a time; yield the steps of every pass.
-
-    `begin` is called before each pass.
-    """
-    batch, waiting = Batch(target, drafters), enumerate(itertools.cycle(texts))
+def decode(batch: Batch, texts: Sequence[Text], settings: Settings, begin: Callable[[], None]) -> Iterator[list[Step]]:
+    """Decode the texts in a batch again and again; yield the steps of every pass, before which `begin` is called."""
+    waiting = enumerate(itertools.cycle(texts))
     while True:
         while batch.free:
             number, text = next(waiting)

@@ -11,6 +11,7 @@ from eval.inputs.texts import write
 from eval.measures.cost_model import draft_key
 from eval.tuning import costs as costing
 from eval.tuning.costs import measure, planted, typical, verification
+from inference.batch import Batch
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -69,9 +70,10 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
     made: list[tuple[str, list[Step]]] = []
     decode = costing.decode
 
-    def kept(target: Any, drafters: Any, *args: Any) -> Iterator[list[Step]]:
-        for row in decode(target, drafters, *args):
-            made.append((drafters[0].name, row))
+    def kept(batch: Batch, *args: Any) -> Iterator[list[Step]]:
+        name = batch.free[0].name
+        for row in decode(batch, *args):
+            made.append((name, row))
             yield row
 
     sessions: list[Session] = []

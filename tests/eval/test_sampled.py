@@ -158,7 +158,7 @@ def test_a_races_gap_is_in_logits_at_any_temperature(temperature: float, monkeyp
     """Noise of one value leaves the race to the law: its winner is ahead by what its logit is."""
     target, prompt = toys.target(), PROMPTS[0].token
     how = replace(HOT, rule=COUPLED, sampling=replace(HOT.sampling, temperature=temperature))
-    monkeypatch.setattr(sampled.Coupled, "race", lambda self, probs, depth=1: probs)
+    monkeypatch.setattr(sampled.Coupled, "race", lambda _, probs, __=1: probs)
     token = torch.tensor(prompt)[None]
     logits = target.embeddings.logits(target.features(token, torch.zeros_like(token), ()).last[0, -1])
     first, second = logits.topk(2).values.tolist()
