@@ -1,0 +1,42 @@
+"""The device step on the device: nothing of it waits for the host, in static shapes or out of a graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from inference.batch import batch_of
+from inference.decode import Settings
+from inference.drafters.head import HeadDrafter
+from inference.step import Laps
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
+from tests import toys
+
+pytestmark = pytest.mark.gpu
+On = Callable[[str, torch.dtype], Target]
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "best_first"])
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "block"])
+def test_nothing_of_a_step_waits(name: str, tree: str, target_on: On, device: torch.device) -> None:
+    target = target_on("llama", torch.float32)
+    head: Any = toys.head(name, target).to(device)
+    requests = [(toys.prompt(slot, 5 + slot), Settings(40, GREEDY)) for slot in range(2)]
+    batch = batch_of(target, HeadDrafter(head, toys.TREES[tree], name), 2, requests)
+    step: Any = batch.device_step
+    step.static = True
+    for slot, request in enumerate(requests):
+        batch.admit(slot, *request)
+    batch.step()  # tables are made
+    reach = step.reach(max(sequence.session.cache.length for sequence in batch.running))
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.inference_mode():
+            result, *_ = step.run(step.slots, reach, requests[0][1], Laps(device))
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert (result[:, 0] >= 1).all(), "every sequence commits a token"
