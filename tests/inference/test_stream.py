@@ -74,10 +74,10 @@ def test_the_space_between_pieces_stays_and_special_tokens_go() -> None:
 def test_the_window_that_is_decoded_again_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     made, longest = TextStream(tokenizer()), 0
 
-    def watched(by: PreTrainedTokenizerFast, token: list[int]) -> str:
+    def watched(by: PreTrainedTokenizerFast, token: list[int], special: bool) -> str:
         nonlocal longest
         longest = max(longest, len(token))
-        return decode(by, token)
+        return decode(by, token, special)
 
     monkeypatch.setattr("inference.text_stream.decode", watched)
     for token in tokenizer()("é" * 100).input_ids:
