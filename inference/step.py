@@ -201,11 +201,16 @@ class DeviceStep:
         else:
             race = noise.gather(1, depth[..., None].expand(-1, -1, noise.shape[2]))
             best = (distribution(scores, settings.sampling) / race).argmax(-1)
-        accepted = device.follow(tree, above, best, slots.room, self.drafts.deepest)
-        accepted = accepted._replace(committed=accepted.committed * slots.active)
-        drafted = ((depth <= slots.room[:, None]) & (tree.token >= 0)).sum(1) - 1
-        ranks = device.ranks(tree).gather(1, accepted.path)
-        results = [accepted.committed[:, None], drafted[:, None], accepted.token, ranks]
+        if not self.drafts.deepest:  # nothing to accept
+            root = torch.zeros_like(best)
+            accepted = Accepted(root, slots.active, best)
+            results = [slots.active[:, None], root, best, root]
+        else:
+            accepted = device.follow(tree, above, best, slots.room, self.drafts.deepest)
+            accepted = accepted._replace(committed=accepted.committed * slots.active)
+            drafted = ((depth <= slots.room[:, None]) & (tree.token >= 0)).sum(1) - 1
+            ranks = device.ranks(tree).gather(1, accepted.path)
+            results = [accepted.committed[:, None], drafted[:, None], accepted.token, ranks]
         if settings.gaps:
             best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
@@ -281,6 +286,8 @@ class DeviceStep:
         if slots.seen.shape[1]:
             slots.seen.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
         laps.mark("other")
+        if not self.drafts.deepest:
+            return
         rows = Features(token, out.hidden[row, path], out.last[row, path], torch.zeros_like(token))
         self.drafts.extend(rows, token, accepted.committed)
         laps.mark("draft")

@@ -239,11 +239,13 @@ def ranked(
         config: the policy.
         roots: the roots.
         room: how deep each sequence's nodes may lie.
-        waits: whether the host may read how many nodes are worth expanding; else a best_first tree expands all.
+        waits: whether the host may read, to leave out what need not be computed; else a best_first tree expands all
+            nodes.
     """
     if config.kind in CONFIDENT:
         growth, scores = _confident(head, state, level, config, roots, head.max_depth, waits=waits)
-        scores = scores.masked_fill(growth.depths() > room[:, None], float("-inf"))
+        if not waits or bool((room < growth.deepest).any()):
+            scores = scores.masked_fill(growth.depths() > room[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree)
     growth = Growth(head, state, level, roots)
