@@ -13,6 +13,7 @@ from tests import toys
 from tests.eval.small import small
 
 
+@pytest.mark.slow
 def test_workloads_and_categories_have_rows_of_their_own(runs: Path, tmp_path: Path) -> None:
     kinds = [{"id": f"{kind}{i}", "category": kind, "turns": [f"w{i} w2", "w4"]} for kind in "ab" for i in (1, 2)]
     (tmp_path / "kinds.jsonl").write_text("\n".join(map(json.dumps, kinds)), encoding="utf-8")

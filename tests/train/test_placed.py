@@ -81,6 +81,7 @@ def test_told_to_stop_amid_a_measurement_of_all_processes(alone: tuple[Path, lis
     assert same(records(place / "out"), whole)
 
 
+@pytest.mark.slow
 def test_a_streamed_target_trains_and_is_evaluated(alone: tuple[Path, list[str], list[Any]], tmp_path: Path) -> None:
     _, words, whole = alone
     streamed = ["model.placement=offload", "model.offload=disk", "trainer.estimate_every=2"]
