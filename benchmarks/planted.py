@@ -66,8 +66,8 @@ BUGS = [
     ),
     Bug(
         "inference/drafters/head.py",
-        "if 0 in counts:",
-        "if False:",
+        "> 0, new, old))",
+        ">= 0, new, old))",
         ["tests/inference/test_batch.py"],
     ),
     Bug(
@@ -168,14 +168,14 @@ BUGS = [
     ),
     Bug(
         "eval/measures/cost_model.py",
-        'cells["commit"][size, step.accepted + 1, False] += 1',
-        'cells["commit"][size, step.accepted, False] += 1',
+        'cells["commit"][Cell(size, step.accepted + 1)] += 1',
+        'cells["commit"][Cell(size, step.accepted)] += 1',
         ["tests/inference/test_speed.py", "tests/eval/test_tiers.py", "tests/eval/test_tune.py"],
     ),
     Bug(
         "eval/live/request_rate.py",
-        "done[number].generation.latency_s = clock() - begin - done[number].arrived",
-        "done[number].generation.latency_s = clock() - begin - done[number].arrived - done[number].queue_s",
+        "served[number].generation.latency_s = clock() - begin - when[number]",
+        "served[number].generation.latency_s = clock() - begin - when[number] - served[number].queue_s",
         ["tests/eval/test_load.py"],
     ),
     Bug(
@@ -204,8 +204,8 @@ BUGS = [
     ),
     Bug(
         "eval/measures/chi_square.py",
-        "gammaincc(_double(freedom / 2), _double(value / 2))",
-        "gammaincc(_double((freedom + 1) / 2), _double(value / 2))",
+        "gammaincc(*torch.tensor([freedom / 2, value / 2]",
+        "gammaincc(*torch.tensor([(freedom + 1) / 2, value / 2]",
         ["tests/eval/test_law.py"],
     ),
     Bug(

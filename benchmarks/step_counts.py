@@ -26,8 +26,8 @@ from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
+from inference.laps import Laps
 from inference.protocol import Drafter
-from inference.step import Laps
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -57,9 +57,9 @@ class Counting(Laps):
         super().__init__(torch.device("cpu"))
         self.launches, self.before, self.parts = launches, 0, Counter[str]()
 
-    def mark(self, ended: str) -> None:
+    def mark(self, ended: str | None) -> None:
         """End a part."""
-        self.parts[ended] += self.launches.total - self.before
+        self.parts[ended or ""] += self.launches.total - self.before
         self.before = self.launches.total
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inference.limits import check_size
-from inference.protocol import DraftBatch, Drafter, Proposal, closing, vacant
+from inference.protocol import DraftBatch, Drafter, Proposal, fill_vacant, vacant
 from inference.session import TREE, Generation, Session, Settings
 from inference.step import DeviceStep, fits
 from inference.target.target import Target
@@ -67,15 +67,15 @@ class Batch:
                 sequence.session.state.leave()
                 self.slots[slot] = None
 
-    def close(self) -> None:
+    def fill_vacant(self) -> None:
         """Let the last sequences take the slots that nobody was admitted to."""
-        for source, slot in closing(self.slots):
+        for source, slot in fill_vacant(self.slots):
             self.cache.move(source, slot)
         del self.cache.active[len(self.slots) :]
 
     def step(self) -> None:
         """Let every drafter propose, run one target pass over all, and commit each."""
-        self.close()
+        self.fill_vacant()
         sessions = [sequence.session for sequence in self.running]
         if self.device_step is not None:
             if fits(self.target, sessions):

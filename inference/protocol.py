@@ -92,7 +92,7 @@ class DrafterState(Protocol):
 class DraftBatch(Protocol):
     """Drafting for several sequences in one go, those that have started and not left, by slot.
 
-    A sequence that starts takes the first vacant slot; before a draft, `closing` moves the last ones into the others.
+    A sequence that starts takes the first vacant slot; before a draft `fill_vacant` moves the last ones to the others.
 
     Attributes:
         feature_layers: the target layers whose outputs `extend` reads.
@@ -192,7 +192,7 @@ def vacant(slots: Sequence[object]) -> int:
     return next((slot for slot, sequence in enumerate(slots) if sequence is None), len(slots))
 
 
-def closing(slots: list[T | None]) -> Iterator[tuple[int, int]]:
+def fill_vacant(slots: list[T | None]) -> Iterator[tuple[int, int]]:
     """Fill vacant slots with the last sequences; yield from which slot to which each moves."""
     while None in slots:
         last, slot = slots.pop(), vacant(slots)

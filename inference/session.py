@@ -112,6 +112,8 @@ class Session:
         self.rng: Rng = Generator(settings.seed, target.device)
         if settings.rule == COUPLED:
             self.rng = Coupled(settings.seed, target.device, self.context)
+        self._seen: Tensor | None = None
+        self._noted = 0  # tokens of the context that `_seen` holds
         self.generation = Generation()
         self.draft_s = 0.0
         self.prefix = 0  # committed cache entries before the pass at hand
@@ -238,9 +240,12 @@ class Session:
         """Return which tokens stand in the context, where a penalty asks for it."""
         if self.settings.sampling.repetition_penalty == 1:
             return None
-        seen = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
-        seen[self.context] = True
-        return seen
+        if self._seen is None:
+            self._seen = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
+        if new := self.context[self._noted :]:
+            self._seen[new] = True
+            self._noted = len(self.context)
+        return self._seen
 
     def emit(self, tokens: list[int], sources: list[str], gaps: list[float]) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""

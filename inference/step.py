@@ -6,12 +6,10 @@ commits, and which. `Session` with the rules of inference/verification/rules.py 
 against, and the way of the sources and rules that `fits` does not name.
 """
 
-import itertools
 import struct
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,6 +18,7 @@ from torch import Tensor
 from heads.base import Features
 from heads.modules.top_k import argmax
 from inference.drafters.policy import Roots
+from inference.laps import Laps
 from inference.limits import check_size
 from inference.protocol import DraftBatch
 from inference.session import Session, Settings, Step
@@ -75,30 +74,6 @@ class SlotRoots(Roots):
         return (distribution(logits, self.sampling) / self.noise[:, depth - 1 : depth]).log()
 
 
-class Laps:
-    """Seconds by what they were spent on: by the clock of a CPU, by events of a device, for which nothing waits."""
-
-    def __init__(self, on: torch.device) -> None:
-        self.on, self.events = on, on.type == "cuda"
-        self.marks: list[tuple[str, Any]] = []
-
-    def mark(self, ended: str) -> None:
-        """End a lap, which was spent on what has `ended`."""
-        if self.events:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.on))
-            self.marks.append((ended, event))
-        else:
-            self.marks.append((ended, time.perf_counter()))
-
-    def seconds(self) -> dict[str, float]:
-        """Return the sums; those of a device once it was read from."""
-        sums: defaultdict[str, float] = defaultdict(float)
-        for (_, begin), (ended, end) in itertools.pairwise(self.marks):
-            sums[ended] += begin.elapsed_time(end) / 1e3 if self.events else end - begin
-        return sums
-
-
 def fits(target: Target, sessions: Sequence[Session]) -> bool:
     """Return whether sequences are decoded by steps on the device: all sampled alike, greedily or coupled.
 
@@ -117,8 +92,8 @@ class DeviceStep:
 
     Attributes:
         static: whether shapes stay the same from step to step, as graphs want it: attention reads up to a stride's end,
-            all slots take part, and the host is told what was committed when everything is done. Else it is told
-            first, and no more is computed than was committed.
+            all slots take part, and the host reads what was committed when everything is done. Else it reads first,
+            and no more is computed than was committed.
     """
 
     def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, static: bool | None = None) -> None:
@@ -159,7 +134,7 @@ class DeviceStep:
             self.enter(sessions)
         assert self.slots is not None
         laps, settings = Laps(self.target.device), sessions[0].settings
-        laps.mark("")
+        laps.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
         result, tree, out, accepted = self.run(slots, self.reach(longest), settings, laps)
@@ -168,7 +143,7 @@ class DeviceStep:
         steps = [self.emit(session, row) for session, row in zip(sessions, rows, strict=False)]
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
-            laps.mark("")  # what the host did since is counted by its own clock
+            laps.mark(None)  # what the host did since is counted by its own clock
             self.commit(slots, tree, out, accepted, max(row[0] for row in rows), laps)
         seconds = laps.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
@@ -186,7 +161,7 @@ class DeviceStep:
     def run(
         self, slots: Slots, reach: int, settings: Settings, laps: Laps
     ) -> tuple[Int[Tensor, "B X"], DraftTree, TargetOutput, Accepted]:
-        """Run a step on the device; what the host is to be told comes first, what is left to commit after it."""
+        """Run a step on the device; return what the host reads, and what is left to commit."""
         self.drafts.hold(reach)
         noise = self.noise(slots, settings.sampling)
         roots = SlotRoots(slots, settings.sampling, noise)

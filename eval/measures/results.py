@@ -3,9 +3,10 @@
 Counted passes and, where a clock ran, timed requests become a row of the report.
 """
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from eval.measures import metrics
@@ -258,3 +259,14 @@ def _by_request(requests: Sequence[Request], base: Sequence[Request] | None) -> 
         ]
         values["speedup"] = [metrics.over(fast, slow) if fast and slow else None for fast, slow in pairs]
     return {name: cut for name, numbers in values.items() if (cut := metrics.quantiles(numbers))}
+
+
+def finite(value: Any) -> Any:
+    """Return the value as dicts, lists and scalars, every number that is not finite replaced by None."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else finite(asdict(value))

@@ -2,15 +2,13 @@
 
 import json
 import logging
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data.features.store_files import write_whole
 from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
-from eval.measures.results import Row
+from eval.measures.results import Row, finite
 from eval.report.breakdown import with_breakdowns
 from eval.report.page import RenderError, page
 from eval.report.text import markdown
@@ -86,17 +84,6 @@ class Report:
             _write(folder / "report.html", page(content, self.failures()))
         except RenderError as error:
             log.warning("%s is not written, the other files are: %s", folder / "report.html", error)
-
-
-def finite(value: Any) -> Any:
-    """Return the value as dicts, lists and scalars, every number that is not finite replaced by None."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | None) else finite(asdict(value))
 
 
 def _write(file: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from heads.common.typed import typed
 from heads.formats.hub import load_found, tree_of
 from heads.modules.kv_cache import KVCache
 from inference.drafters.policy import CONFIDENT, TreeConfig, check_masks, check_tree, expanded, grow, most_nodes, ranked
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, closing, vacant
+from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, fill_vacant, vacant
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 
@@ -146,9 +146,9 @@ class HeadBatch:
         self.states[self.states.index(state)] = None
 
     @torch.inference_mode()
-    def close(self) -> None:
+    def fill_vacant(self) -> None:
         """Let the last sequences take the slots that nobody has entered."""
-        for source, slot in closing(self.states):
+        for source, slot in fill_vacant(self.states):
             assert self.buffers is not None
             if self.cache is not None:
                 self.cache.move(source, slot)
@@ -171,7 +171,7 @@ class HeadBatch:
         """Commit each sequence's rows since the last draft in one call; one that has just entered has none."""
         if self.cache is not None:  # what moves are all rows that there are
             self.hold(max(self.cache.longest, *lengths))
-        self.close()
+        self.fill_vacant()
         states = [state for state in self.states if state is not None]
         counts = [0 if state.commit is None else len(state.commit.token) for state in states]
         if any(counts):

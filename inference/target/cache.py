@@ -72,7 +72,7 @@ class Storage:
             self._add({i: forms for i, forms in self.layout.items() if i not in self.layers})
         return self.layers[layer]
 
-    def reach(self, end: int) -> list[tuple[Tensor, Tensor]]:
+    def up_to(self, end: int) -> list[tuple[Tensor, Tensor]]:
         """Return all layers' buffers, with at least `end` entries a sequence."""
         if end > self.capacity:
             self.reserve(2 * end)
@@ -172,7 +172,7 @@ class BatchPass(NamedTuple):
 
 def _pass(storage: Storage, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
     # Nodes of a fixed storage's passes may be padded to twice as many, and their ends to a stride.
-    layers = storage.reach(roomy(end + columns.shape[1]) if storage.fixed else end)
+    layers = storage.up_to(roomy(end + columns.shape[1]) if storage.fixed else end)
     return BatchPass([keys for keys, _ in layers], [values for _, values in layers], columns, end)
 
 

@@ -9,7 +9,7 @@ import torch
 from inference.batch import batch_of
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
-from inference.step import Laps
+from inference.laps import Laps
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys

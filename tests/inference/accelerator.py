@@ -25,8 +25,9 @@ from heads.base import Features
 from heads.modules.kv_cache import KVCache
 from inference.drafters import policy
 from inference.drafters.head import BatchedState, HeadDrafter
+from inference.laps import Laps
 from inference.session import Settings
-from inference.step import DeviceStep, Laps, Slots
+from inference.step import DeviceStep, Slots
 from inference.target.cache import Pool
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
@@ -143,9 +144,9 @@ class Counting(Laps):
         self.parts: Counter[str] = Counter()
         self.before = 0
 
-    def mark(self, ended: str) -> None:
+    def mark(self, ended: str | None) -> None:
         """End a part."""
-        self.parts[ended] += self.watch.counts.total() - self.before
+        self.parts[ended or ""] += self.watch.counts.total() - self.before
         self.before = self.watch.counts.total()
 
 

@@ -18,7 +18,8 @@ from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
-from inference.step import DeviceStep, Laps
+from inference.laps import Laps
+from inference.step import DeviceStep
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 
@@ -29,7 +30,7 @@ SAMPLINGS = {"greedy": (GREEDY, "auto"), "coupled": (Sampling(0.8, 0, 0.9), "cou
 class Silent(Laps):
     """Marks nothing: time does not belong into a graph."""
 
-    def mark(self, ended: str) -> None:
+    def mark(self, ended: str | None) -> None:
         """Do nothing."""
 
 
@@ -44,8 +45,8 @@ def batch(head: str, tree: str, requests: list[tuple[list[int], Settings]]) -> B
     return made
 
 
-def decoded(of: Batch, requests: list[tuple[list[int], Settings]]) -> list[list[int]]:
-    """Decode requests that come and go; return their tokens."""
+def decoded(of: Batch, requests: list[tuple[list[int], Settings]]) -> list[Generation]:
+    """Decode requests that come and go."""
     waiting, found = list(enumerate(requests)), dict[int, Generation]()
     while waiting or of.running:
         if waiting and of.free:
@@ -54,7 +55,7 @@ def decoded(of: Batch, requests: list[tuple[list[int], Settings]]) -> list[list[
         else:
             of.step()
         of.release()
-    return [found[number].tokens for number in range(len(requests))]
+    return [found[number] for number in range(len(requests))]
 
 
 def replace_run(step: Any, run: Any) -> None:
@@ -118,13 +119,13 @@ def main() -> None:
         how, rule = SAMPLINGS[sampling]
         requests = [(toys.prompt(i, 3 + 5 * i), Settings(9 + 4 * i, how, seed=i, rule=rule)) for i in range(REQUESTS)]
         with torch.inference_mode():
-            expected = decoded(batch(head, tree, requests), requests)
+            expected = [answer.tokens for answer in decoded(batch(head, tree, requests), requests)]
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             graphed = batch(head, tree, requests)
             assert graphed.device_step is not None
             {"compiled": compiled, "recorded": recorded}[way](graphed.device_step)
-            found = decoded(graphed, requests)
+            found = [answer.tokens for answer in decoded(graphed, requests)]
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         print(json.dumps({case: {"same": found == expected, "graphs": graphs}}), flush=True)
 

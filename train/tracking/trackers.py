@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eval.report.write import finite
+from eval.measures.results import finite
 from heads.common.errors import one_line
 from heads.common.untrusted import parse_json
 
