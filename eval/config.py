@@ -71,14 +71,15 @@ class TunerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Engine settings: whether the target's verification passes are compiled."""
+    """Engine settings: whether verification passes and drafts are compiled, or the drafts alone."""
 
     compile: bool
+    compile_drafts: bool
 
     @property
     def label(self) -> str:
         """The engine's name in reports."""
-        return "compiled" if self.compile else "eager"
+        return "compiled" if self.compile else "eager, drafts compiled" if self.compile_drafts else "eager"
 
 
 @dataclass(frozen=True)

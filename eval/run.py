@@ -210,8 +210,8 @@ def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
     """Load the target in a dtype, that of the weights that are not quantised, and compile it if the engine is to be."""
     check_alone(model.where, "an evaluation")
     target = Target.of(model, dtype)
-    if engine.compile:
-        target.compile()
+    if engine.compile or engine.compile_drafts:
+        target.compile(drafts_alone=not engine.compile)
     return target
 
 

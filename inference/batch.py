@@ -8,6 +8,7 @@ from inference.limits import check_size
 from inference.protocol import DraftBatch, Drafter, Proposal, fill_vacant, vacant
 from inference.session import TREE, Generation, Session, Settings
 from inference.step import DeviceStep, fits
+from inference.target.cache import roomy
 from inference.target.target import Target
 
 
@@ -56,7 +57,7 @@ class Batch:
         tree = TREE if self.drafts is None else max(TREE, self.drafts.nodes)
         self.cache.storage.reserve(capacity + tree if capacity else 0)
         if self.drafts is not None:
-            self.drafts.reserve(self.cache.storage.capacity)
+            self.drafts.reserve(roomy(self.cache.storage.capacity))
 
     def release(self) -> None:
         """Let finished sequences go; the next ones to be admitted take their slots."""

@@ -124,6 +124,10 @@ class DraftBatch(Protocol):
         """Take note of how many rows any sequence may have, before one starts."""
         ...
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors beside the weights that drafting reads or writes in place."""
+        ...
+
     def hold(self, longest: int) -> None:
         """Take note of how many rows the longest sequence has, or may have."""
         ...

@@ -9,15 +9,17 @@ against, and the way of the sources and rules that `fits` does not name.
 import struct
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from heads.base import Features
 from heads.modules.top_k import argmax
 from inference.drafters.policy import Roots
+from inference.graphs import Graphs, Stage, compiled
 from inference.laps import Laps
 from inference.limits import check_size
 from inference.protocol import DraftBatch
@@ -87,6 +89,29 @@ def fits(target: Target, sessions: Sequence[Session]) -> bool:
     return one.rule in GREEDY_RULES if one.sampling.temperature == 0 else one.rule == verify.COUPLED
 
 
+class Drafted(NamedTuple):
+    """What was drafted for B sequences.
+
+    Attributes:
+        tree: their trees "B N".
+        above: each node's ancestors, itself included.
+        depth: of each node.
+        noise: of the P positions below the roots, if the sequences are coupled.
+    """
+
+    tree: DraftTree
+    above: Bool[Tensor, "#B N N"]
+    depth: Int[Tensor, "B N"]
+    noise: Float[Tensor, "B P V"] | None
+
+    def first(self, count: int) -> "Drafted":
+        """Return what was drafted for the first sequences."""
+        (token, parent), above, depth, noise = self
+        some = above if len(above) == 1 else above[:count]
+        tree = DraftTree(token[:count], parent[:count])
+        return Drafted(tree, some, depth[:count], None if noise is None else noise[:count])
+
+
 class DeviceStep:
     """The steps of a batch whose drafts grow on the device.
 
@@ -94,38 +119,55 @@ class DeviceStep:
         static: whether shapes stay the same from step to step, as graphs want it: attention reads up to a stride's end,
             all slots take part, and the host reads what was committed when everything is done. Else it reads first,
             and no more is computed than was committed.
+        compiles: whether the head's stages are compiled. Their shapes then stay the same too, and take in all slots.
+        graphs: what captures the stages, None: they run as they are.
     """
 
     def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, static: bool | None = None) -> None:
         self.target, self.cache, self.drafts = target, cache, drafts
-        self.static = target.device.type == "cuda" if static is None else static
+        on_cuda = target.device.type == "cuda"
+        self.static = on_cuda if static is None else static
+        self.compiles = target.compiles_drafts and drafts.deepest > 0
+        self.graphs = Graphs() if on_cuda else None
         self.slots: Slots | None = None
-        self.ends: Tensor | None = None  # which tokens "V" end an answer, where one may not end at once
+        self.ends: Tensor | None = None  # which tokens "V" end an answer
+        self.late = False  # whether an answer of these may not end at once
         self.current: list[Session] = []  # whose state the slots hold
+        self.addresses: list[int] = []  # of the buffers, as the graphs know them
 
     def enter(self, sessions: Sequence[Session]) -> None:
         """Write the state of sequences to the slots: others came or left, or these were decoded in another way."""
         check_size(self.target, self.drafts.nodes, sessions[0].drafter.name)
-        size, on = self.cache.storage.size, self.target.device
         texts = [session.seen() for session in sessions]
-        vocab = 0 if texts[0] is None else len(texts[0])
-        if self.slots is None or self.slots.seen.shape[1] != vocab:
-            seen = torch.zeros(size, vocab, dtype=torch.bool, device=on)
-            root, length, room, lacking, active, key = torch.zeros(6, size, dtype=torch.long, device=on)
-            self.slots = Slots(root, length, room, lacking, active, key, seen)
+        slots = self.buffers(0 if texts[0] is None else len(texts[0]))
         values = [[s.context[-1], s.cache.length, *s.left, 1, key_of(s.settings.seed)] for s in sessions]
-        values += [[0, 1, 0, 0, 0, 0]] * (size - len(values))  # what is idle sees one entry: none at all would be NaN
-        for buffer, column in zip(self.slots[:6], torch.tensor(values, device=on).T, strict=True):
+        values += [[0, 1, 0, 0, 0, 0]] * (len(slots.root) - len(values))  # idle: of no entry at all came NaN
+        for buffer, column in zip(slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
             buffer.copy_(column)
         for slot, seen_tokens in enumerate(texts):
             if seen_tokens is not None:
-                self.slots.seen[slot] = seen_tokens
-        self.ends = None
-        if self.target.eos and any(session.settings.min_new_tokens for session in sessions):
-            self.ends = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
-            self.ends[sorted(self.target.eos)] = True
+                slots.seen[slot] = seen_tokens
+        self.late = bool(self.target.eos) and any(session.settings.min_new_tokens for session in sessions)
         self.drafts.catch_up([session.cache.length for session in sessions])
         self.current = list(sessions)
+        if self.graphs is not None:
+            kept = [*slots, *self.cache.storage.blocks, *self.drafts.tensors()]
+            if self.addresses != (addresses := [tensor.data_ptr() for tensor in kept]):
+                self.graphs.clear()
+                self.addresses = addresses
+
+    def buffers(self, vocab: int) -> Slots:
+        """Return the slots, which note `vocab` seen tokens, and have what ends an answer at hand."""
+        on = self.target.device
+        if self.slots is None or self.slots.seen.shape[1] != vocab:
+            with torch.inference_mode(False):  # compiled stages write to no inference tensor
+                numbers = torch.zeros(6, self.cache.storage.size, dtype=torch.long, device=on)
+                seen = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
+                self.slots = Slots(*numbers, seen)
+        if self.ends is None:
+            self.ends = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
+            self.ends[sorted(self.target.eos)] = True
+        return self.slots
 
     @torch.inference_mode()
     def step(self, sessions: Sequence[Session]) -> None:
@@ -137,14 +179,15 @@ class DeviceStep:
         laps.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
-        result, tree, out, accepted = self.run(slots, self.reach(longest), settings, laps)
+        result, out, accepted = self.run(slots, self.reach(longest), settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
         steps = [self.emit(session, row) for session, row in zip(sessions, rows, strict=False)]
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
             laps.mark(None)  # what the host did since is counted by its own clock
-            self.commit(slots, tree, out, accepted, max(row[0] for row in rows), laps)
+            most = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
+            self.commit(slots, out, accepted, most, (), laps)
         seconds = laps.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
         for session, step in zip(sessions, steps, strict=True):
@@ -158,42 +201,37 @@ class DeviceStep:
         end, capacity = longest + self.drafts.nodes, self.cache.storage.capacity
         return end if end > capacity else min(roomy(end), capacity)
 
+    def launch(self, key: tuple[Any, ...], stage: Stage, *args: Any) -> Any:
+        """Run a stage of a step that this key tells from others of other shapes."""
+        run = compiled(stage) if self.compiles and stage in HEADS_OWN else stage
+        return run(self, *args) if self.graphs is None else self.graphs((stage, *key), run, self, *args)
+
     def run(
         self, slots: Slots, reach: int, settings: Settings, laps: Laps
-    ) -> tuple[Int[Tensor, "B X"], DraftTree, TargetOutput, Accepted]:
+    ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step on the device; return what the host reads, and what is left to commit."""
-        self.drafts.hold(reach)
-        noise = self.noise(slots, settings.sampling)
-        roots = SlotRoots(slots, settings.sampling, noise)
-        tree, above = self.drafts.ranked(roots, slots.room, waits=not self.static)
+        key = (reach, settings.sampling, settings.gaps, self.late)
+        # Of compiled shapes there are few: a head reads all columns that its rows may come to.
+        held = roomy(self.cache.storage.capacity) if self.compiles and not self.static else reach
+        drafted = self.launch(key, DeviceStep.draft, self.slots if self.compiles else slots, held, settings.sampling)
+        drafted = drafted.first(len(slots.root))
         laps.mark("draft")
-        depth = (above.sum(-1) - 1).expand_as(tree.token)
-        out = self.forward(slots, tree, above, depth, reach)
-        scores = self.processed(slots, tree, above, depth, out, settings)
+        out, scores = self.launch(key, DeviceStep.score, slots, drafted, reach, settings.sampling)
         laps.mark("verify")
-        if noise is None:
-            best = argmax(scores)
-        else:
-            race = noise.gather(1, depth[..., None].expand(-1, -1, noise.shape[2]))
-            best = (distribution(scores, settings.sampling) / race).argmax(-1)
-        if not self.drafts.deepest:  # nothing to accept
-            root = torch.zeros_like(best)
-            accepted = Accepted(root, slots.active, best)
-            results = [slots.active[:, None], root, best, root]
-        else:
-            accepted = device.follow(tree, above, best, slots.room, self.drafts.deepest)
-            accepted = accepted._replace(committed=accepted.committed * slots.active)
-            drafted = ((depth <= slots.room[:, None]) & (tree.token >= 0)).sum(1) - 1
-            ranks = device.ranks(tree).gather(1, accepted.path)
-            results = [accepted.committed[:, None], drafted[:, None], accepted.token, ranks]
-        if settings.gaps:
-            best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
-            results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
-        result = torch.cat(results, 1)
+        result, accepted = self.launch(key, DeviceStep.accept, slots, drafted, scores, settings)
         laps.mark("other")
         if self.static:
-            self.commit(slots, tree, out, accepted, accepted.path.shape[1], laps)
-        return result, tree, out, accepted
+            self.commit(slots, out, accepted, accepted.path.shape[1], key, laps)
+        return result, out, accepted
+
+    def draft(self, slots: Slots, reach: int, sampling: Sampling) -> Drafted:
+        """Draft a tree for each sequence."""
+        self.drafts.hold(reach)
+        noise = self.noise(slots, sampling)
+        tree, above = self.drafts.ranked(
+            SlotRoots(slots, sampling, noise), slots.room, waits=not (self.static or self.compiles)
+        )
+        return Drafted(tree, above, (above.sum(-1) - 1).expand_as(tree.token), noise)
 
     def noise(self, slots: Slots, sampling: Sampling) -> Float[Tensor, "B P V"] | None:
         """Return the noise of the positions below the roots, if the sequences are coupled."""
@@ -202,10 +240,16 @@ class DeviceStep:
         position = slots.length[:, None] + 1 + torch.arange(self.drafts.deepest + 1, device=slots.root.device)
         return noise_at(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
-    def forward(
-        self, slots: Slots, tree: DraftTree, above: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], reach: int
-    ) -> TargetOutput:
+    def score(
+        self, slots: Slots, drafted: Drafted, reach: int, sampling: Sampling
+    ) -> tuple[TargetOutput, Float[Tensor, "B N V"]]:
+        """Run the target over the trees; return its output, and the logits as each node's own prefix has them."""
+        out = self.forward(slots, drafted, reach)
+        return out, self.processed(slots, drafted, out, sampling)
+
+    def forward(self, slots: Slots, drafted: Drafted, reach: int) -> TargetOutput:
         """Run the target over the trees, whose entries come behind each sequence's own."""
+        tree, above, depth, _ = drafted
         count, size = tree.token.shape
         # What lies beyond the context is run at its last position, and never accepted.
         position = (slots.length[:, None] + depth).clamp_max(self.target.context - 1)
@@ -218,38 +262,77 @@ class DeviceStep:
         end = reach if self.static else reach + size
         columns = slots.length[:, None] + torch.arange(size, device=token.device)
         seen, column = _layout(slots.length, above, depth, end)
-        return self.target.run(token, position, seen, self.cache.over(columns, end), layers, column)
+        rows = self.cache.over(columns, end)._replace(steady=self.static)
+        return self.target.run(token, position, seen, rows, layers, column)
 
     def processed(
-        self,
-        slots: Slots,
-        tree: DraftTree,
-        above: Bool[Tensor, "#B N N"],
-        depth: Int[Tensor, "B N"],
-        out: TargetOutput,
-        settings: Settings,
+        self, slots: Slots, drafted: Drafted, out: TargetOutput, sampling: Sampling
     ) -> Float[Tensor, "B N V"]:
         """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
         logits = self.target.embeddings.logits(out.last)
         if slots.seen.shape[1]:
-            path = torch.where(above, tree.token[:, None], slots.root[:, None, None])  # the root is seen in any case
+            # The root is seen in any case.
+            path = torch.where(drafted.above, drafted.tree.token[:, None], slots.root[:, None, None])
             seen = slots.seen[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
-            logits = penalize(logits, seen, settings.sampling)
-        if self.ends is not None:
-            early = (depth < slots.lacking[:, None])[..., None]
+            logits = penalize(logits, seen, sampling)
+        if self.late:
+            early = (drafted.depth < slots.lacking[:, None])[..., None]
             logits = logits.masked_fill(early & self.ends, float("-inf"))
         return logits
 
+    def accept(
+        self, slots: Slots, drafted: Drafted, scores: Float[Tensor, "B N V"], settings: Settings
+    ) -> tuple[Int[Tensor, "B X"], Accepted]:
+        """Return what the host reads of a step, and the accepted paths."""
+        tree, above, depth, noise = drafted
+        if noise is None:
+            best = argmax(scores)
+        else:
+            race = noise.gather(1, depth[..., None].expand(-1, -1, noise.shape[2]))
+            best = (distribution(scores, settings.sampling) / race).argmax(-1)
+        if not self.drafts.deepest:  # nothing to accept
+            root = torch.zeros_like(best)
+            accepted = Accepted(root, slots.active, best)
+            results = [slots.active[:, None], root, best, root]
+        else:
+            accepted = device.follow(tree, above, best, slots.room, self.drafts.deepest)
+            accepted = accepted._replace(committed=accepted.committed * slots.active)
+            count = ((depth <= slots.room[:, None]) & (tree.token >= 0)).sum(1) - 1
+            ranks = device.ranks(tree).gather(1, accepted.path)
+            results = [accepted.committed[:, None], count[:, None], accepted.token, ranks]
+        if settings.gaps:
+            best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
+            results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
+        return torch.cat(results, 1), accepted
+
     def commit(
-        self, slots: Slots, tree: DraftTree, out: TargetOutput, accepted: Accepted, most: int, laps: Laps
+        self,
+        slots: Slots,
+        out: TargetOutput,
+        accepted: Accepted,
+        most: int,
+        key: tuple[Any, ...],
+        laps: Laps,
     ) -> None:
-        """Compact the cache to the accepted paths, move the slots on, and hand the drafts the accepted rows.
+        """Move the slots on by what was accepted, and hand the drafts their rows.
 
         `most` is at least how many tokens any sequence commits.
         """
-        step = torch.arange(most, device=tree.token.device)
-        row = torch.arange(len(tree.token), device=step.device)[:, None]
+        features, count = self.launch(key, DeviceStep.advance, slots, out, accepted, most), accepted.committed
+        laps.mark("other")
+        if not self.drafts.deepest:
+            return
+        if (idle := self.cache.storage.size - len(count)) and self.compiles:
+            features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features))
+            count = pad(count, (0, idle))
+        self.launch(key, DeviceStep.extend, features, count)
+        laps.mark("draft")
+
+    def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, most: int) -> Features:
+        """Compact the cache to the accepted paths and move the slots on; return the accepted rows."""
+        step = torch.arange(most, device=accepted.path.device)
         path, token = accepted.path[:, :most], accepted.token[:, :most]
+        row = torch.arange(len(path), device=step.device)[:, None]
         if not self.drafts.chain:
             first = slots.length[:, None]
             self.cache.storage.compact(row, first + path, first + step)
@@ -260,12 +343,11 @@ class DeviceStep:
         slots.lacking.sub_(accepted.committed)
         if slots.seen.shape[1]:
             slots.seen.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
-        laps.mark("other")
-        if not self.drafts.deepest:
-            return
-        rows = Features(token, out.hidden[row, path], out.last[row, path], torch.zeros_like(token))
-        self.drafts.extend(rows, token, accepted.committed)
-        laps.mark("draft")
+        return Features(token, out.hidden[row, path], out.last[row, path], torch.zeros_like(token))
+
+    def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Hand the drafts the accepted rows."""
+        self.drafts.extend(features, features.token, count)
 
     def emit(self, session: Session, row: list[int]) -> Step:
         """Emit what a sequence has committed; return its step, without seconds."""
@@ -296,3 +378,6 @@ def _layout(
     on_path = above.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
     seen = (column < 0)[:, None] | (within[:, None] & on_path)
     return seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
+
+
+HEADS_OWN = (DeviceStep.draft, DeviceStep.extend)  # the stages that run the head, and can be compiled

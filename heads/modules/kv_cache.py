@@ -36,7 +36,8 @@ class KVCache:
     def __init__(self, size: int, window: int | None, device: torch.device, capacity: int = 0, tree: int = 0) -> None:
         self.size, self.window, self.first = size, window, 0
         self.ring = UNBOUNDED if window is None else window + SPARE
-        self.length = torch.zeros(size, dtype=torch.long, device=device)
+        with torch.inference_mode(False):  # a compiled step writes to no inference tensor
+            self.length = torch.zeros(size, dtype=torch.long, device=device)
         self.longest, self.fresh = 0, True
         self.reserved = min(capacity, self.ring) + tree
         self.layers: list[KeyValue] = []
@@ -87,6 +88,10 @@ class KVCache:
             buffer[self.first : self.first + len(new), :, begin:end] = new.detach()
         return self._first(layer, len(key), end)
 
+    def tensors(self) -> list[Tensor]:
+        """Return all buffers."""
+        return [self.length, *(half for pair in self.layers for half in pair)]
+
     def drafted(self, layer: int, sequences: int, count: int) -> KeyValue:
         """Return copies of the first drafted rows."""
         key, value = self._first(layer, sequences, self.columns + count)
@@ -118,4 +123,5 @@ class KVCache:
     def _buffer(self, like: Tensor, end: int) -> Tensor:
         # Zeros: what was never written is masked, but a NaN there would come through all the same.
         columns = self.reserved if end <= self.reserved else max(end, min(2 * end, self.ring) + SPARE)
-        return like.new_zeros((self.size, like.shape[1], columns, like.shape[3]))
+        with torch.inference_mode(False):
+            return like.new_zeros((self.size, like.shape[1], columns, like.shape[3]))

@@ -12,6 +12,8 @@ SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }  # the kinds by their names in config.json, with their numbers
 
+LEAST = 4096  # positions of a table: one that is made anew changes what is compiled or captured
+
 
 def scaling_of(parameters: dict[str, Any]) -> dict[str, Any] | None:
     """Return a head's `rope_scaling` from a config.json's `rope_scaling` or `rope_parameters`."""
@@ -81,7 +83,7 @@ class Rotary:
         """Rotate queries or keys to their positions, of which `last` is an upper bound."""
         if last >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
             with torch.inference_mode(False):  # a table built while decoding may be needed in training
-                angle = torch.arange(2 * last + 64, dtype=torch.float64)[:, None] * self.frequency
+                angle = torch.arange(max(2 * last, LEAST), dtype=torch.float64)[:, None] * self.frequency
                 angle = torch.cat([angle, angle], -1)
                 self.table = torch.stack([angle.cos(), angle.sin()]).to(x.device, x.dtype)
         cos, sin = self.table[:, position][:, :, None]

@@ -13,6 +13,7 @@ from heads.base import DraftHead, Features, Level
 from heads.common.typed import typed
 from heads.formats.hub import load_found, tree_of
 from heads.modules.kv_cache import KVCache
+from heads.modules.layers import Attention
 from inference.drafters.policy import CONFIDENT, TreeConfig, check_masks, check_tree, expanded, grow, most_nodes, ranked
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, fill_vacant, vacant
 from inference.target.target import Target
@@ -137,7 +138,8 @@ class HeadBatch:
         cache = None if self.cache is None else self.cache.alone(slot)
         _, level = self.head.extend(cache, features, token)
         if self.buffers is None:
-            self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
+            with torch.inference_mode(False):  # compiled stages write to no inference tensor
+                self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
         self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
         self.states[slot : slot + 1] = [state]
 
@@ -184,12 +186,19 @@ class HeadBatch:
         """Take note of how many rows any sequence may have, before one enters."""
         self.capacity = max(self.capacity, capacity)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the KV cache's buffers, the roots' level, and the rotary tables."""
+        assert self.buffers is not None
+        own: Any = self.head
+        tables = [module.rotary.table for module in own.modules() if isinstance(module, Attention)]
+        level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
+        return [*level, *tables, *([] if self.cache is None else self.cache.tensors())]
+
     def hold(self, longest: int) -> None:
         """Tell the KV cache how long the longest sequence is."""
         if self.cache is not None:
             self.cache.longest = longest
 
-    @torch.inference_mode()
     def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
         """Commit rows of all sequences; the level of one that has none stays."""
         _, level = self.head.extend(self.cache, features, token, count)

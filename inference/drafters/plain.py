@@ -54,6 +54,10 @@ class PlainBatch(DraftBatch):
     def reserve(self, capacity: int) -> None:
         """Do nothing: there is no state."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return none."""
+        return []
+
     def hold(self, longest: int) -> None:
         """Do nothing: there is no state."""
 

@@ -155,12 +155,16 @@ class BatchLayer(DynamicLayer):
 
 
 class BatchPass(NamedTuple):
-    """One pass over the first sequences of a batch: all buffers, the columns to write, and where the entries end."""
+    """One pass over the first sequences of a batch: all buffers, the columns to write, and where the entries end.
+
+    It is `steady` if it is one of many of the same shapes, which a graph holds.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
     columns: Int[Tensor, "B N"]
     end: int
+    steady: bool = False
 
     @property
     def hf(self) -> Cache:

@@ -2,9 +2,13 @@
 
 On a CPU two graphs serve all passes of one sequence, one for a single token and one for trees of any size, and two
 more those of a batch: the numbers of nodes, rows and sequences are symbols in them. On a GPU every launch costs, so
-each pass is a CUDA graph: of few sizes, to which nodes, rows and sequences are padded.
+each pass is a CUDA graph: of few sizes, to which nodes, rows and sequences are padded. A device step captures its
+passes itself, in shapes that stay: there only the decoder layers are compiled.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,6 +54,11 @@ class Compiled:
         batch, count = token.shape
         if seen is None:
             seen = torch.ones(batch, count, rows.end, dtype=torch.bool, device=token.device)
+        if rows.steady:
+            with self.compiled_layers():
+                return self.target.forward(
+                    token, position, self.target.attention_mask(seen, position, column), rows, layers
+                )
         if self.static:
             token, position, seen, rows, column = padded(token, position, seen, rows, column)
         mask = self.target.attention_mask(seen, position, column)
@@ -61,6 +70,29 @@ class Compiled:
         torch.compiler.cudagraph_mark_step_begin()
         hidden, last = self.call(token, position, mask, rows, layers)
         return hidden[:batch, :count].clone(), last[:batch, :count].clone()  # the next pass writes over them
+
+    @cached_property
+    def layer_calls(self) -> list[Any]:
+        """The decoder layers' calls, each compiled by itself: what inductor makes of one serves all that are alike."""
+        calls, limits = [], torch._dynamo.config
+        most = GRAPHS * len(self.target.decoder_layers)  # all layers share one code
+        limits.recompile_limit = max(limits.recompile_limit, most)
+        limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, most)
+        for layer in self.target.decoder_layers:
+            layer.compile(fullgraph=True, backend=BACKEND)
+            calls.append(layer._compiled_call_impl)
+        return calls
+
+    @contextmanager
+    def compiled_layers(self) -> Iterator[None]:
+        """Let the decoder layers run compiled for a while: prompts, of any length, run as they are."""
+        for layer, call in zip(self.target.decoder_layers, self.layer_calls, strict=True):
+            layer._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            for layer in self.target.decoder_layers:
+                layer._compiled_call_impl = None
 
     def call(
         self, token: Tensor, position: Tensor, mask: Any, rows: BatchPass, layers: tuple[int, ...]

@@ -123,6 +123,7 @@ class TargetModel:
             sequence at a time. `Target` proves it.
         objection: why not.
         compiled: what runs the passes that verify in its place; None: nothing.
+        compiles_drafts: whether what a head drafts for it is compiled.
         switch: where its rope switches; None where it does not.
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
@@ -157,6 +158,7 @@ class TargetModel:
         self.spec = TargetSpec(name, *sizes, digest, attached)
         note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Compiler | None = None
+        self.compiles_drafts = False
         self.pool = Pool({})
         self.packing: Packing | None = None
         self.switch = switch_of(model)

@@ -95,10 +95,12 @@ class Target(TargetModel):
         """Its decoder stack in parts, for drafting with some of them."""
         return Parts(self)
 
-    def compile(self) -> None:
-        """Compile the passes that verify; those that take in prompts stay as they are.
+    def compile(self, *, drafts_alone: bool = False) -> None:
+        """Compile what heads draft for it, and the passes that verify; those that take in prompts stay as they are.
 
         Raises:
             ValueError: its attention takes no mask of ours, without which the passes have too many forms.
         """
-        self.compiled = Compiled(self)
+        self.compiles_drafts = True
+        if not drafts_alone:
+            self.compiled = Compiled(self)

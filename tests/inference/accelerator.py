@@ -111,7 +111,7 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
     slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
     settings = Settings(40, how, rule=rule, gaps=True)
-    step.ends = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME)
+    step.ends, step.late = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
         step.run(slots, step.reach(PROMPT), settings, Laps(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)

@@ -6,25 +6,34 @@ The tests' shape checks, which dynamo cannot trace, are not installed here. It p
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves, tree_map
 
+from inference import graphs as launching
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
+from inference.graphs import Graphs
 from inference.laps import Laps
 from inference.step import DeviceStep
+from inference.target import compiled as passes
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 
 REQUESTS = 7
-SAMPLINGS = {"greedy": (GREEDY, "auto"), "coupled": (Sampling(0.8, 0, 0.9), "coupled")}
+SAMPLINGS = {
+    "greedy": (GREEDY, "auto"),
+    "coupled": (Sampling(0.8, 0, 0.9), "coupled"),
+    "penalised": (Sampling(0.0, 0, 1.0, repetition_penalty=1.5), "auto"),
+}
 
 
 class Silent(Laps):
@@ -90,26 +99,89 @@ def recorded(step: DeviceStep) -> None:
     original, graphs = step.run, list[Any]()
 
     def run(slots: Any, reach: int, settings: Settings) -> Any:
-        kept = [*slots, *step.cache.storage.blocks, *_state(step)]
+        kept = [*slots, *step.cache.storage.blocks, *step.drafts.tensors()]
         if not graphs:
 
             def traced(*_: Tensor) -> Tensor:
                 return original(slots, reach, settings, Silent(step.target.device))[0]
 
             saved = [tensor.clone() for tensor in kept]
-            graphs.append(make_fx(traced)(*kept))
+            graphs.append(operations_of(traced, kept))
             for tensor, before in zip(kept, saved, strict=True):
                 tensor.copy_(before)
-        return graphs[0](*kept), None, None, None
+        return graphs[0](*kept), None, None
 
     replace_run(step, run)
 
 
-def _state(step: DeviceStep) -> list[Tensor]:
-    drafts: Any = step.drafts
-    if getattr(drafts, "cache", None) is None:
-        return []
-    return [drafts.cache.length, *drafts.buffers[:2], *(half for pair in drafts.cache.layers for half in pair)]
+def operations_of(function: Any, inputs: list[Tensor]) -> Any:
+    """Return the operations of a function, as a function."""
+    with patch.object(torch.compiler, "is_compiling", lambda: True):  # on a CPU a nucleus looks at its probs
+        return make_fx(function)(*inputs)
+
+
+class Replay(NamedTuple):
+    """A recorded stage that writes its results where they were first, as a CUDA graph does."""
+
+    operations: Any
+    inputs: list[Tensor]
+    results: list[Tensor]
+
+    def replay(self) -> None:
+        """Run the operations."""
+        for result, new in zip(self.results, self.operations(*self.inputs), strict=True):
+            result.copy_(new)
+
+
+class Recorded(Graphs):
+    """Captures stages by recording their operations: numbers that the host knew stay what they were."""
+
+    def __init__(self, step: DeviceStep) -> None:
+        super().__init__()
+        self.step, self.replays = step, 0
+
+    def __call__(self, key: Any, stage: Any, *args: Any) -> Any:
+        """Count what is replayed."""
+        self.replays += key in self.captured
+        return super().__call__(key, stage, *args)
+
+    def capture(self, stage: Any, *args: Any) -> tuple[Any, Any]:
+        """Record a stage without a trace of its having run."""
+        step, leaves = self.step, [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
+        assert step.slots is not None
+        assert step.ends is not None
+        kept = [*step.slots, step.ends, *step.cache.storage.blocks, *step.drafts.tensors(), *leaves]
+        inputs, returned = list({id(tensor): tensor for tensor in kept}.values()), list[Any]()
+
+        def traced(*_: Tensor) -> list[Tensor]:
+            returned.append(stage(*args))
+            return [leaf for leaf in tree_leaves(returned[-1]) if isinstance(leaf, Tensor)]
+
+        saved = [tensor.clone() for tensor in inputs]
+        operations = operations_of(traced, inputs)
+        for tensor, before in zip(inputs, saved, strict=True):
+            tensor.copy_(before)
+        result = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, returned[-1])
+        return Replay(operations, inputs, [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]), result
+
+
+def captured(step: DeviceStep) -> None:
+    """Capture the stages of the step as they come."""
+    step.graphs = Recorded(step)
+
+
+def drafts_compiled(step: DeviceStep) -> None:
+    """Compile the head's stages alone, as on a CPU: all slots take part in them, and the rest is as wide as it must be."""
+    step.static, step.compiles, launching.BACKEND = False, True, "eager"
+
+
+def layers_compiled(step: DeviceStep) -> None:
+    """Compile the target's decoder layers."""
+    passes.BACKEND = "eager"
+    step.target.compile()
+
+
+WAYS = {"layers": layers_compiled, "compiled": compiled, "recorded": recorded, "captured": captured, "drafts": drafts_compiled}
 
 
 def main() -> None:
@@ -124,10 +196,13 @@ def main() -> None:
             torch._dynamo.utils.counters.clear()
             graphed = batch(head, tree, requests)
             assert graphed.device_step is not None
-            {"compiled": compiled, "recorded": recorded}[way](graphed.device_step)
+            WAYS[way](graphed.device_step)
             found = [answer.tokens for answer in decoded(graphed, requests)]
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        print(json.dumps({case: {"same": found == expected, "graphs": graphs}}), flush=True)
+            graphed.device_step.target.compiled = None
+        count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if isinstance(graphed.device_step.graphs, Recorded):
+            assert graphed.device_step.graphs.replays > REQUESTS, "hardly a stage was replayed"
+        print(json.dumps({case: {"same": found == expected, "graphs": count}}), flush=True)
 
 
 if __name__ == "__main__":
