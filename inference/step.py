@@ -161,9 +161,11 @@ class DeviceStep:
         on = self.target.device
         if self.slots is None or self.slots.seen.shape[1] != vocab:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
-                numbers = torch.zeros(6, self.cache.storage.size, dtype=torch.long, device=on)
+                root, length, room, lacking, active, key = torch.zeros(
+                    6, self.cache.storage.size, dtype=torch.long, device=on
+                )
                 seen = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
-                self.slots = Slots(*numbers, seen)
+                self.slots = Slots(root, length, room, lacking, active, key, seen)
         if self.ends is None:
             self.ends = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
             self.ends[sorted(self.target.eos)] = True
@@ -276,6 +278,7 @@ class DeviceStep:
             seen = slots.seen[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
             logits = penalize(logits, seen, sampling)
         if self.late:
+            assert self.ends is not None
             early = (drafted.depth < slots.lacking[:, None])[..., None]
             logits = logits.masked_fill(early & self.ends, float("-inf"))
         return logits

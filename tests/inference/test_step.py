@@ -26,7 +26,7 @@ from tests.inference import accelerator, step_graph
 from tests.inference.step_graph import decoded
 
 DOUBLE = torch.float64
-COPY = 1  # what a batch of one has more or less: what is broadcast from one sequence is copied or is none
+COPY = 2  # what a batch of one has more or less: what is broadcast from one sequence is copied or is none
 PENALISED = Sampling(0.8, 0, 0.9, repetition_penalty=1.3)
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "__array__")
 # Every head and tree, and every way of sampling, once.
