@@ -3,7 +3,7 @@
 At temperature 0 the target's distribution is one-hot and every lossless rule is the same walk along its best tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ class Rule:
 
 RULES = {
     "match": Rule(blind(rules.match), False, False, None, False),
-    "point_mass": Rule(blind(rules.point_mass), False, False, None, False),
+    "point_mass": Rule(blind(rules.match), False, False, None, False),
     "token": Rule(partial(rules.recursive, replacement=False), True, True, None, False),
     "block": Rule(partial(rules.traversal, replacement=False), True, True, None, False),
     "recursive": Rule(partial(rules.recursive, replacement=False), True, False, False, False),
@@ -135,7 +135,7 @@ def decide(
     if len(tree.token) == 1:
         rule, shown = "match", NOTHING
     else:
-        rule = fitting(rule, tree, q is not None, replacement, sampling.temperature == 0)
+        rule = fitting(rule, is_chain(tree.parent.tolist()), q is not None, replacement, sampling.temperature == 0)
         shown = label(rule)
     entry = RULES[rule]
     if sampling.temperature > 0:
@@ -156,10 +156,16 @@ def verify(
     replacement: bool = False,
 ) -> Chosen:
     """Verify a draft by the target's probs p after each node; otherwise as `decide`."""
-    return RULES[fitting(rule, tree, q is not None, replacement, False)].walk(tree, p, q, rng)
+    chain = is_chain(tree.parent.tolist())
+    return RULES[fitting(rule, chain, q is not None, replacement, False)].walk(tree, p, q, rng)
 
 
-def fitting(rule: str, tree: DraftTree, sampled: bool, replacement: bool, greedy: bool) -> str:
+def is_chain(parents: Sequence[int]) -> bool:
+    """Return whether a tree with these parents has no siblings."""
+    return list(parents) == list(range(-1, len(parents) - 1))
+
+
+def fitting(rule: str, chain: bool, sampled: bool, replacement: bool, greedy: bool) -> str:
     """Return the rule for a draft: the one that accepts most for auto (`benchmarks/rules.py` measures them).
 
     Raises:
@@ -167,7 +173,6 @@ def fitting(rule: str, tree: DraftTree, sampled: bool, replacement: bool, greedy
     """
     if rule == AUTO and not sampled:
         return "point_mass"
-    chain = tree.parent.tolist() == list(range(-1, len(tree.parent) - 1))
     if rule == AUTO:
         return "block" if chain else "traversal_replacement" if replacement else "traversal"
     entry = RULES[rule]
