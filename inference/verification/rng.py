@@ -41,7 +41,7 @@ class Rng(Protocol):
 
 
 class Generator:
-    """A seeded torch generator on the device of the probs, and coins on the host: of any number of samples at a root."""
+    """A seeded torch generator on the device of the probs, and coins on the host, for many samples at one root."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -183,8 +183,8 @@ class Samples:
         """
         if count == 1:
             return self.picked(probs)[..., None]
-        noise = noise_at(*torch.broadcast_tensors(self.root[:, None], self._numbers(probs.shape[1])), probs.shape[-1])
-        return finishers(probs / noise.to(probs.dtype), count)
+        root, number = torch.broadcast_tensors(self.root[:, None], self._numbers(probs.shape[1]))
+        return finishers(probs / noise_at(root, number, probs.shape[-1]).to(probs.dtype), count)
 
     def _numbers(self, count: int) -> Int[Tensor, "K"]:
         first = self.take(count)

@@ -49,8 +49,8 @@ def match(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:
     """Sample and match: sample the target's own token at each node and follow it while it was drafted.
 
     Right for all drafts that do not depend on what is sampled here. Of drafts chosen without sampling each is accepted
-    with its probability under p, as speculative sampling does from point masses. With coupled noise it is right for all,
-    and drafter-invariant decoding (arXiv 2408.07978).
+    with its probability under p, as speculative sampling does from point masses. With coupled noise it is right for
+    all, and drafter-invariant decoding (arXiv 2408.07978).
     """
     return follow(tree, lambda node, depth: rng.sample(p[node][None], depth)[0])
 

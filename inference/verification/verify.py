@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heads.modules.top_k import argmax
-from inference.verification import rules
+from inference.verification import device, rules
 from inference.verification.rng import Generator, Rng
 from inference.verification.rules import Chosen, Distributions
 from inference.verification.sample import Sampling, distribution
@@ -41,6 +41,7 @@ class Rule:
         chain: whether it takes at most one child a node.
         replacement: how siblings must have been sampled, with replacement or without; None where it does not matter.
         lossy: whether it changes the target's distribution.
+        on_device: the same for a whole batch, of a rule that reads q; the other lossless ones are `device.follow`.
     """
 
     walk: Walk
@@ -48,17 +49,22 @@ class Rule:
     chain: bool
     replacement: bool | None
     lossy: bool
+    on_device: Callable[[device.Sampled, Tensor, Tensor], device.Chosen] | None = None  # of drafts, p, coins
 
 
 RULES = {
     "match": Rule(blind(rules.match), False, False, None, False),
     "point_mass": Rule(blind(rules.match), False, False, None, False),
-    "token": Rule(partial(rules.recursive, replacement=False), True, True, None, False),
-    "block": Rule(partial(rules.traversal, replacement=False), True, True, None, False),
-    "recursive": Rule(partial(rules.recursive, replacement=False), True, False, False, False),
-    "recursive_replacement": Rule(partial(rules.recursive, replacement=True), True, False, True, False),
-    "traversal": Rule(partial(rules.traversal, replacement=False), True, False, False, False),
-    "traversal_replacement": Rule(partial(rules.traversal, replacement=True), True, False, True, False),
+    "token": Rule(partial(rules.recursive, replacement=False), True, True, None, False, device.recursive),
+    "block": Rule(partial(rules.traversal, replacement=False), True, True, None, False, device.traversal),
+    "recursive": Rule(partial(rules.recursive, replacement=False), True, False, False, False, device.recursive),
+    "recursive_replacement": Rule(
+        partial(rules.recursive, replacement=True), True, False, True, False, device.recursive
+    ),
+    "traversal": Rule(partial(rules.traversal, replacement=False), True, False, False, False, device.traversal),
+    "traversal_replacement": Rule(
+        partial(rules.traversal, replacement=True), True, False, True, False, device.traversal
+    ),
     "coupled": Rule(blind(rules.match), False, False, None, False),
     "typical": Rule(blind(rules.typical), False, False, None, True),
     "threshold": Rule(blind(rules.threshold), False, False, None, True),

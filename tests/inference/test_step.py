@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,8 +38,19 @@ CASES = [
     "eagle:deep:greedy:llama",
     "eagle3:few:coupled:llama", "mtp:scant:greedy:llama", "block:chain:penalised:qwen3",
     "eagle3 injected:dynamic:greedy:llama", "plain:chain:coupled:llama",
+    "eagle:chain:sampled:llama", "eagle3:dynamic:sampled:gpt2",
+    "mtp:sampled:warm:mistral", "plain:chain:sampled:llama",
+    "hass:independent:sampled:llama", "eagle:sampled:recursive:llama",
+    "block:independent:recursive with replacement:llama", "medusa:static:warm:llama",
+    "hydra:chain:token:llama", "mlp:sampled:match:llama",
+    "eagle:independent:coupled:llama", "hass:wide:warm:llama",
+    "eagle3:sampled:traversal at T0:llama", "mtp:best_first:point_mass:llama",
 ]  # fmt: skip
+WARM = Sampling(1.2, 0, 1.0)
 WAYS: dict[str, tuple[Sampling, str]] = {
+    "sampled": (PENALISED, "auto"), "warm": (WARM, "auto"), "token": (WARM, "token"), "match": (WARM, "match"),
+    "recursive": (PENALISED, "recursive"), "recursive with replacement": (WARM, "recursive_replacement"),
+    "traversal at T0": (GREEDY, "traversal"), "point_mass": (PENALISED, "point_mass"),
     "greedy": (GREEDY, "auto"), "coupled": (PENALISED, "coupled"),
     "penalised": (Sampling(0.0, 0, 1.0, repetition_penalty=1.5), "auto"),
 }  # fmt: skip
@@ -49,6 +61,8 @@ TREES = toys.TREES | {
     "deep": TreeConfig("chain", 70, 0, 0, [], []),
     "few": TreeConfig("dynamic", 6, 3, 4, [], []),
     "scant": TreeConfig("best_first", 6, 0, 5, [], []),
+    "independent": TreeConfig("independent", 0, 0, 0, [], [3, 2, 1]),
+    "wide": TreeConfig("sampled", 0, 0, 0, [], [toys.VOCAB + 2, 1]),  # more children than there are tokens
 }
 
 
@@ -112,7 +126,30 @@ def test_what_is_sampled_otherwise_goes_the_references_way_and_comes_back() -> N
     found = speculate(target, drafter, prompts, settings, batch_size=2)
     for i in (0, 2, 3):
         assert facts(found[i])[0] == reference(target, drafter, *requests[i]).tokens
+    assert facts(found[1]) == facts(reference(target, drafter, *requests[1]))
     assert {step.rule for step in found[1].steps} - {"none"} == {"point_mass"}
+
+
+@pytest.mark.parametrize("tree", ["static", "dynamic", "best_first", "plain"])
+def test_what_is_ranked_without_noise_leaves_the_coupled_text(tree: str) -> None:
+    """Both follow the target's token under the noise of its position, and coupled drafts meet it more often."""
+    target = toys.target("llama", DOUBLE)
+    drafter = source("plain" if tree == "plain" else "eagle", tree, target)
+    accepted = {"auto": 0, "coupled": 0}
+    for seed in range(4):
+        request = toys.prompt(seed, 5), Settings(30, WARM, seed=seed)
+        made = {rule: speculate(target, drafter, request[0], replace(request[1], rule=rule)) for rule in accepted}
+        assert made["auto"].tokens == made["coupled"].tokens
+        accepted = {rule: count + sum(step.accepted for step in made[rule].steps) for rule, count in accepted.items()}
+    assert accepted["auto"] <= accepted["coupled"]
+    assert tree == "plain" or 0 < accepted["auto"] < accepted["coupled"]
+
+
+def test_a_rule_that_is_not_for_the_drafts_is_refused() -> None:
+    target = toys.target("llama", DOUBLE)
+    for tree, rule, how in (("dynamic", "traversal", WARM), ("sampled", "block", WARM), ("static", "token", GREEDY)):
+        with pytest.raises(ValueError, match=f"rule={rule} .*choose rule=auto"):
+            speculate(target, source("eagle", tree, target), toys.prompt(1, 5), Settings(9, how, rule=rule))
 
 
 @contextmanager
