@@ -232,7 +232,7 @@ class DeviceStep:
         draft = device.Sampled(*self.drafts.sampled, tree.token, present, q)
         p, coins = distribution(scores, settings.sampling), keyed(keyed(slots.key, COINS), slots.length + 1)
         point = uniform(coins[:, None], torch.arange(p.shape[1], device=p.device))
-        last, probs = on_device(draft, p, point)
+        last, probs = on_device(draft, p, point, not self.static)
         position = slots.length + above.sum(-1).expand_as(present).gather(1, last[:, None])[:, 0]
         token = (probs / noise_at(slots.key, position, p.shape[-1])).argmax(-1)
         return device.accepted(tree, above, last, token, self.drafts.deepest)

@@ -255,7 +255,8 @@ def ranked(
             scores = scores.masked_fill(growth.depths() > room[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
-    samples, q = None if config.kind == "static" else roots.samples, list[Tensor]()
+    samples = None if config.kind == "static" else roots.samples
+    q: list[Tensor] = []
     growth = Growth(head, state, level, roots, full=samples is not None)
     fill = partial(_ranks, growth) if samples is None else partial(_sampled, growth, samples, config, q)
     paths = _paths(config, head.max_depth)

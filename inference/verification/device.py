@@ -1,7 +1,8 @@
 """Acceptance on the device: what rules.py walks on the host, for the trees of a whole batch at once.
 
-Nothing here is read by the host. The shapes depend on the trees' sizes alone. What the rules of sampled drafts walk is
-a fixed shape, which the host knows: it visits all nodes, and masks say which of them each sequence comes to.
+Nothing here is read by the host unless it may (`waits`). The shapes depend on the trees' sizes alone. What the rules
+of sampled drafts walk is a fixed shape, which the host knows: it visits all nodes, and masks say which of them each
+sequence comes to.
 """
 
 from collections.abc import Iterator, Sequence
@@ -102,32 +103,36 @@ class Coins:
 
     def toss(self, probability: Float[Tensor, "B"], asked: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
         """Return true with the given probability where asked, else false."""
-        point = self.point.gather(1, self.tossed[:, None].clamp_max(self.point.shape[1] - 1))[:, 0]
+        point = self.point.gather(1, self.tossed[:, None])[:, 0]
         self.tossed = self.tossed + asked
         return asked & (point < probability)
 
 
-def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"]) -> Chosen:
+def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], waits: bool = False) -> Chosen:
     """Recursive rejection, as `rules.recursive`: siblings in sampled order, each against what rejections have left.
 
     Args:
         draft: the sampled drafts.
         p: the target's probs after each node.
         point: uniform numbers, as many as there are nodes.
+        waits: whether the host may read, to leave out what no sequence comes to.
     """
     coins, rows = Coins(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, target, left = torch.zeros_like(coins.tossed), p[:, 0], draft.q[:, 0]
+    tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
-        token = draft.token[:, node, None].clamp_min(0)
+        token = tokens[:, node, None]
         asked = (last == parent) & draft.present[:, node]
+        if waits and not asked.any():
+            continue
         stands = coins.toss(_ratio(target, left, token), asked)
         rejected, stand = (asked & ~stands)[:, None], stands[:, None]
         target = torch.where(stand, p[:, node], torch.where(rejected, _residual(target, left), target))
-        if not draft.replacement:
+        if not draft.replacement and more[node]:
             left = torch.where(rejected, _without(left, token), left)
         if node in rows:
             left = torch.where(stand, draft.q[:, rows[node]], left)
-        last = torch.where(stands, node, last)
+        last = last.masked_fill(stands, node)
     return Chosen(last, target)
 
 
@@ -136,21 +141,19 @@ class Frame:
     """A node on the path that traversal verification looks at, for B sequences; see `rules.Frame`.
 
     Attributes:
-        entered: which sequences have come to it.
-        token: the node's.
+        entered: which sequences come to it, or would if they had not accepted a path before.
         alpha: the probability with which the path up to here is accepted, given what was rejected below it.
         target: what is left of p after rejections.
         left: what is left of q; of a node without children nothing.
     """
 
     entered: Bool[Tensor, "B"]
-    token: Int[Tensor, "B 1"]
     alpha: Float[Tensor, "B"]
     target: Float[Tensor, "B V"]
     left: Float[Tensor, "B V"] | None
 
-    def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], replacement: bool) -> None:
-        """Take into account that the child with a token, and all below it, was rejected."""
+    def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
+        """Take into account that the child with a token, and all below it, was rejected; maybe others must differ."""
         assert self.left is not None
         rest = (self.alpha[:, None] * self.target - self.left).clamp_min(0)
         mass = rest.sum(-1)
@@ -158,35 +161,44 @@ class Frame:
         alpha = torch.where(mass > 0, mass / (mass + (1 - self.alpha)), (self.alpha >= 1).to(mass.dtype))
         self.target = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.target)
         self.alpha = torch.where(rejected, alpha, self.alpha)
-        if not replacement:
+        if distinct:
             self.left = torch.where(rejected[:, None], _without(self.left, token), self.left)
 
 
-def traversal(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"]) -> Chosen:
+def traversal(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], waits: bool = False) -> Chosen:
     """Traversal verification, as `rules.traversal`: from the leaves up; arguments as of `recursive`."""
     coins, rows = Coins(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, probs = torch.zeros_like(coins.tossed), p[:, 0]
-    done = torch.zeros_like(draft.present[:, 0])
+    tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
+    undecided = draft.present[:, 0]
     frames: list[Frame] = []
     for node, entering in _walk(draft.parents):
-        if entering:
-            token = draft.token[:, node, None].clamp_min(0)
-            entered, alpha = draft.present[:, node] & ~done, torch.ones_like(p[:, 0, 0])
-            if frames:
-                top = frames[-1]
-                assert top.left is not None
-                alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
-                entered = entered & top.entered & (alpha > 0)
-            left = draft.q[:, rows[node]] if node in rows else None
-            frames.append(Frame(entered, token, alpha, p[:, node], left))
-            continue
-        frame = frames.pop()
-        stands = coins.toss(frame.alpha, frame.entered & ~done)
-        probs = torch.where(stands[:, None], frame.target, probs)
-        last, done = torch.where(stands, node, last), done | stands
-        if frames:  # what was not even entered is rejected too
-            frames[-1].reject(frame.token, frames[-1].entered & draft.present[:, node] & ~done, draft.replacement)
+        token, left = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
+        if entering and not frames:
+            frames.append(Frame(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], left))
+        elif entering:
+            top = frames[-1]
+            assert top.left is not None
+            alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
+            entered = draft.present[:, node] & top.entered & (alpha > 0)
+            frames.append(Frame(entered, alpha, p[:, node], left))
+        else:
+            frame = frames.pop()
+            stands = coins.toss(frame.alpha, frame.entered & undecided)
+            if not waits or stands.any():
+                probs = torch.where(stands[:, None], frame.target, probs)
+            last, undecided = last.masked_fill(stands, node), undecided & ~stands
+            if not frames or (waits and not undecided.any()):
+                break
+            rejected = frames[-1].entered & draft.present[:, node] & undecided  # what was not even entered is too
+            if not waits or rejected.any():
+                frames[-1].reject(token, rejected, not draft.replacement and more[node])
     return Chosen(last, probs)
+
+
+def _followed(parents: Sequence[int]) -> list[bool]:
+    """Return which nodes have siblings behind them."""
+    return [parent in parents[node + 1 :] for node, parent in enumerate(parents)]
 
 
 def _rows(parents: Sequence[int]) -> dict[int, int]:

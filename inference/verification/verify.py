@@ -49,7 +49,7 @@ class Rule:
     chain: bool
     replacement: bool | None
     lossy: bool
-    on_device: Callable[[device.Sampled, Tensor, Tensor], device.Chosen] | None = None  # of drafts, p, coins
+    on_device: Callable[[device.Sampled, Tensor, Tensor, bool], device.Chosen] | None = None
 
 
 RULES = {

@@ -24,7 +24,12 @@ from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 
 REQUESTS = 7
-SAMPLINGS = {"greedy": (GREEDY, "auto"), "coupled": (Sampling(0.8, 0, 0.9), "coupled")}
+SAMPLINGS = {
+    "greedy": (GREEDY, "auto"),
+    "coupled": (Sampling(0.8, 0, 1.0), "coupled"),  # top-p looks at its tokens on a CPU unless it is compiled
+    "sampled": (Sampling(1.2, 0, 1.0), "auto"),
+    "recursive": (Sampling(1.2, 0, 0.9), "recursive"),
+}
 
 
 class Silent(Laps):

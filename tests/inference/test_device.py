@@ -7,7 +7,7 @@ from torch import Tensor
 from inference.drafters.policy import TreeConfig, sampled_shape
 from inference.verification import device
 from inference.verification.device import Sampled
-from inference.verification.rng import COINS, Coupled, Samples, key_of, keyed, noise_at, uniform
+from inference.verification.rng import COINS, DRAFTS, Coupled, Drafting, Samples, key_of, keyed, noise_at, uniform
 from inference.verification.tree import DraftTree, ancestors, keep
 from inference.verification.verify import RULES
 from tests import enumeration
@@ -76,17 +76,18 @@ def reference(rule: str, draft: Sampled, p: Tensor, seed: int, b: int) -> tuple[
     return index[path].tolist(), token
 
 
-def on_device(rule: str, draft: Sampled, p: Tensor, seed: int) -> list[tuple[list[int], int]]:
+def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, waits: bool) -> list[tuple[list[int], int]]:
     """Return the same of all drafts."""
     key = torch.tensor([key_of(seed + b) for b in range(B)])
     point = uniform(keyed(keyed(key, COINS), START + 1)[:, None], torch.arange(p.shape[1]))
     walk = RULES[rule].on_device
     assert walk is not None
-    last, left = walk(draft, p, point)
+    last, left = walk(draft, p, point, waits)
     tree = DraftTree(draft.token, torch.tensor(draft.parents).expand_as(draft.token))
     count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
     token = (left / noise_at(key, START + count, V)).argmax(-1)
-    path, committed, tokens = device.accepted(tree, ancestors(tree), last, token, int(ancestors(tree).sum(-1).max()) - 1)
+    deepest = int(ancestors(tree).sum(-1).max()) - 1
+    path, committed, tokens = device.accepted(tree, ancestors(tree), last, token, deepest)
     assert committed.equal(count)
     assert tokens.gather(1, count[:, None] - 1)[:, 0].equal(token)
     assert all(draft.token[b, path[b, 1:n]].equal(tokens[b, : n - 1]) for b, n in enumerate(count.tolist()))
@@ -101,8 +102,9 @@ def test_every_rule_takes_the_references_path_and_token(shape: str, rule: str, f
     for seed in range(3):
         p, q = probs(family, len(parents), seed)
         draft = drafted(SHAPES[shape], q, seed)
-        found = on_device(rule, draft, p, 100 * seed)
-        assert found == [reference(rule, draft, p, 100 * seed, b) for b in range(B)]
+        expected = [reference(rule, draft, p, 100 * seed, b) for b in range(B)]
+        found = on_device(rule, draft, p, 100 * seed, waits=False)
+        assert found == on_device(rule, draft, p, 100 * seed, waits=True) == expected
         lengths |= {len(path) for path, _ in found}
     assert len(lengths) > 1 or family == "disjoint"
 
@@ -111,3 +113,101 @@ def test_every_rule_that_reads_q_is_compared() -> None:
     reading = {name for name, rule in RULES.items() if rule.on_device is not None}
     assert {name for name, rule in RULES.items() if rule.sampled} == reading
     assert {rule for fitting in FITTING.values() for rule in fitting} == reading
+
+
+COUNT = 20_000
+LIMIT = 39.3  # 99.9 % point at 15 degrees of freedom is 37.7; the seeds are fixed
+
+
+def along(table: list[Tensor], parents: tuple[int, ...], token: Tensor) -> Tensor:
+    """Return probs "B N V" after each node of a shape, from tables of probs after no token, one, and two."""
+    rows = []
+    paths: list[list[Tensor]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*paths[parent], token[:, node]] if node else [])
+        rows.append(table[len(paths[node])][tuple(paths[node])] if node else table[0].expand(len(token), -1))
+    return torch.stack(rows, 1)
+
+
+def pairs(rule: str, config: TreeConfig, wrong: str = "") -> Tensor:
+    """Return the counts of the first two tokens of many seeds, with their expectations."""
+    generator = torch.Generator().manual_seed(5)
+    p, q = ([torch.randn(*[4] * (n + 1), generator=generator).softmax(-1) for n in range(3)] for _ in range(2))
+    parents, replacement = sampled_shape(config, 9) or ((), False)
+    key = torch.tensor([key_of(seed) for seed in range(COUNT)])
+    samples, q_rows = Samples(keyed(keyed(key, DRAFTS), START + 1)), list[Tensor]()
+    token = torch.zeros(COUNT, len(parents), dtype=torch.long)
+    for node in sorted({*parents} - {-1}):
+        below = [child for child, parent in enumerate(parents) if parent == node]
+        law = along(q, parents, token)[:, node, None]
+        q_rows.append(law[:, 0])
+        many = law.expand(-1, len(below), -1)
+        token[:, below] = samples.picked(many) if replacement else samples.distinct(law, len(below))[:, 0]
+    if wrong == "q of another node":
+        q_rows = q_rows[::-1]
+    present = torch.ones_like(token, dtype=torch.bool)
+    draft = Sampled(parents, replacement or wrong == "replacement", token, present, torch.stack(q_rows, 1))
+    point = uniform(keyed(keyed(key, COINS), START + 1)[:, None], torch.arange(len(parents)))
+    walk = RULES[rule].on_device
+    assert walk is not None
+    last, left = walk(draft, along(p, parents, token), point, False)
+    tree = DraftTree(token, torch.tensor(parents).expand_as(token))
+    count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
+    after = (left / noise_at(key, START + count, 4)).argmax(-1)
+    text = device.accepted(tree, ancestors(tree), last, after, 2).token
+    more = (p[1][text[:, 0]] / noise_at(key, torch.full_like(key, START + 2), 4)).argmax(-1)
+    found = torch.bincount(text[:, 0] * 4 + torch.where(count > 1, text[:, 1], more), minlength=16)
+    return torch.stack([found, COUNT * (p[0][:, None] * p[1]).flatten()])
+
+
+def statistic(counts: Tensor) -> float:
+    """Return chi-square."""
+    found, expected = counts
+    return float(((found - expected) ** 2 / expected).sum())
+
+
+SMALL = {"chain": enumeration.TREES["chain"], "sampled": enumeration.TREES["sampled"], "ragged": SHAPES["ragged"]}
+SMALL["independent"] = enumeration.TREES["independent"]
+
+
+@pytest.mark.parametrize(("shape", "rule"), [(shape, rule) for shape in SMALL for rule in FITTING[shape]])
+def test_texts_of_many_seeds_have_the_targets_distribution(shape: str, rule: str) -> None:
+    """With the numbers that decoding takes: drafts, coins and noise depend on the seed alone, and not on each other."""
+    assert statistic(pairs(rule, SMALL[shape])) < LIMIT
+
+
+@pytest.mark.parametrize("wrong", ["q of another node", "replacement"])
+def test_what_is_wrong_is_seen(wrong: str) -> None:
+    assert statistic(pairs("traversal", SMALL["sampled"], wrong)) > 3 * LIMIT
+
+
+def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
+    """Tokens of every pair of numbers that one text reads, over many seeds, against the product of their laws."""
+    law, count = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), 3000
+    rows: list[list[int]] = []
+    for seed in range(count):
+        text = list(range(7))
+        drafts, verified = Drafting(seed, CPU, text), Coupled(seed, CPU, text)
+        row = [*drafts.distinct(law.expand(2, -1), 2)[:, 0].tolist(), *drafts.sample(law.expand(2, -1))]
+        row += [*verified.sample(law), 2 * verified.accept(0.5) + verified.accept(0.5)]
+        text.append(0)
+        rows.append([*row, int(drafts.distinct(law, 2)[0, 0]), *drafts.sample(law), *verified.sample(law)])
+    columns = torch.tensor(rows).T
+    laws = [law[0]] * 5 + [torch.full((4,), 0.25)] + [law[0]] * 3
+    for i, one in enumerate(columns):
+        for j, other in enumerate(columns[:i]):
+            found, expected = torch.bincount(4 * one + other, minlength=16), count * laws[i][:, None] * laws[j]
+            assert statistic(torch.stack([found, expected.flatten()])) < 45, (i, j)
+
+
+def test_a_batch_samples_what_every_sequence_samples_alone() -> None:
+    probs = torch.rand(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    probs[1, :, 3:] = 0
+    rngs = [Drafting(seed, CPU, range(11)) for seed in range(3)]
+    key = torch.tensor([key_of(seed) for seed in range(3)])
+    samples = Samples(keyed(keyed(key, DRAFTS), 11))
+    for count in (1, 6, 2):
+        found = samples.distinct(probs, count)
+        assert found.equal(torch.stack([rng.distinct(row, count) for rng, row in zip(rngs, probs, strict=True)]))
+        assert samples.picked(probs).tolist() == [rng.sample(row) for rng, row in zip(rngs, probs, strict=True)]
+    assert (samples.distinct(probs, 6)[1, :, 3:] == -1).all()

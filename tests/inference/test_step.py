@@ -172,18 +172,19 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield noted
 
 
-def full(target: Target, drafter: Drafter, size: int = 2) -> Batch:
-    batch = batch_of(target, drafter, size, [([0] * 9, Settings(60, GREEDY))])
+def full(target: Target, drafter: Drafter, size: int = 2, sampling: Sampling = GREEDY) -> Batch:
+    batch = batch_of(target, drafter, size, [([0] * 9, Settings(60, sampling))])
     assert batch.device_step is not None
     batch.device_step.static = True
     for slot in range(size):
-        batch.admit(slot, toys.prompt(slot, 5 + slot), Settings(60, GREEDY))
+        batch.admit(slot, toys.prompt(slot, 5 + slot), Settings(60, sampling))
     return batch
 
 
-@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "best_first"])
-def test_the_host_reads_once_a_step(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = full(toys.target("llama"), source("eagle3", tree, toys.target("llama")))
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "best_first", "sampled", "independent"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0, 1.0)], ids=["T0", "T0.9"])
+def test_the_host_reads_once_a_step(tree: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = full(toys.target("llama"), source("eagle3", tree, toys.target("llama")), sampling=sampling)
     batch.step()
     with reads(monkeypatch) as noted:
         for _ in range(3):
@@ -274,7 +275,9 @@ def counts() -> dict[str, dict[str, int]]:
     trees = ("chain", "static", "dynamic", "best_first")
     heads = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "block", "hass")
     cases = [f"{head}:{tree}:2:greedy:llama" for head in heads for tree in trees]
-    cases += [f"{case}:{way}:llama" for case in ("eagle:static:1", "eagle:static:32") for way in ("greedy", "coupled")]
+    cases += [f"{head}:{tree}:2:sampled:llama" for head in heads for tree in ("chain", "sampled")]
+    cases += [f"eagle:static:{size}:{way}:llama" for size in (1, 32) for way in ("greedy", "coupled", "sampled")]
+    cases += [f"eagle3:sampled:{size}:{way}:llama" for size in (1, 32) for way in ("sampled", "recursive")]
     cases += ["eagle3:dynamic:1:coupled:mistral", "eagle3:dynamic:32:coupled:mistral"]
     cases += ["medusa:best_first:1:greedy:gpt2", "medusa:best_first:32:greedy:gpt2"]
     run = subprocess.run([sys.executable, accelerator.__file__, *cases], capture_output=True, text=True, check=True)
@@ -291,7 +294,7 @@ def test_no_head_and_no_tree_makes_the_host_wait(counts: dict[str, Any]) -> None
 
 def test_the_work_does_not_depend_on_the_batch(counts: dict[str, Any]) -> None:
     pairs = [(case, case.replace(":1:", ":32:")) for case in counts if ":1:" in case]
-    assert len(pairs) == 4
+    assert len(pairs) == 7
     for one, many in pairs:
         for name, count in counts[one].items():
             assert abs(count - counts[many][name]) <= COPY, f"{one}: {name}"
@@ -312,10 +315,11 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        ["eagle3:dynamic:coupled:compiled", "medusa:best_first:greedy:recorded"],
+        ["eagle3:dynamic:coupled:compiled", "medusa:best_first:greedy:recorded", "eagle3:sampled:sampled:compiled"],
         pytest.param(
             [f"{head}:{way}" for head in ("eagle", "hass", "mtp", "hydra", "mlp", "block", "plain")
-             for way in ("chain:greedy:compiled", "static:coupled:recorded", "best_first:greedy:compiled")],
+             for way in ("chain:greedy:compiled", "static:coupled:recorded", "best_first:greedy:compiled",
+                         "chain:sampled:recorded", "dynamic:sampled:compiled", "sampled:recursive:compiled")],
             marks=pytest.mark.slow,
         ),
     ],
