@@ -139,14 +139,13 @@ class DeviceStep:
         assert self.slots is not None
         laps, settings = Laps(self.target.device), sessions[0].settings
         rule = self.rule(settings)
-        if settings.sampling.temperature == 0:
-            rule = verify.GREEDY_WALK
         laps.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
         result, tree, out, accepted = self.run(slots, self.reach(longest), settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
+        rule = verify.GREEDY_WALK if settings.sampling.temperature == 0 else rule
         steps = [self.emit(session, row, rule) for session, row in zip(sessions, rows, strict=False)]
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
@@ -178,16 +177,15 @@ class DeviceStep:
         out = self.forward(slots, tree, above, depth, reach)
         scores = self.processed(slots, tree, above, depth, out, settings)
         laps.mark("verify")
-        follows = settings.sampling.temperature == 0 or noise is not None
-        best = _best(scores, depth, noise, settings.sampling) if follows else None
         if not self.drafts.deepest:  # nothing to accept
-            assert best is not None
+            best = _best(scores, depth, noise, settings.sampling)
             root = torch.zeros_like(best)
             accepted = Accepted(root, slots.active, best)
             results = [slots.active[:, None], root, best, root]
         else:
             present = device.present(tree, above, depth, slots.room)
-            if best is not None:
+            if q is None or noise is not None:
+                best = _best(scores, depth, noise, settings.sampling)
                 accepted = device.follow(tree, above, present, best, self.drafts.deepest)
             else:
                 accepted = self.verified(slots, tree, above, present, scores, q, settings)
@@ -221,13 +219,12 @@ class DeviceStep:
         above: Bool[Tensor, "#B N N"],
         present: Bool[Tensor, "B N"],
         scores: Float[Tensor, "B N V"],
-        q: Float[Tensor, "B M V"] | None,
+        q: Float[Tensor, "B M V"],
         settings: Settings,
     ) -> Accepted:
         """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
         on_device = verify.RULES[self.rule(settings)].on_device
         assert self.drafts.sampled is not None
-        assert q is not None
         assert on_device is not None
         draft = device.Sampled(*self.drafts.sampled, tree.token, present, q)
         p, coins = distribution(scores, settings.sampling), keyed(keyed(slots.key, COINS), slots.length + 1)

@@ -96,16 +96,16 @@ def accepted(
 
 @dataclass
 class Coins:
-    """Coins "B N" by number: each sequence tosses its next one where it is asked."""
+    """Coins "B N" by number: each sequence tosses its next one where it is asked to."""
 
     point: Float[Tensor, "B N"]
     tossed: Int[Tensor, "B"]
 
-    def toss(self, probability: Float[Tensor, "B"], asked: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
-        """Return true with the given probability where asked, else false."""
+    def toss(self, probability: Float[Tensor, "B"], tossing: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
+        """Return true with the given probability where it tosses, else false."""
         point = self.point.gather(1, self.tossed[:, None])[:, 0]
-        self.tossed = self.tossed + asked
-        return asked & (point < probability)
+        self.tossed = self.tossed + tossing
+        return tossing & (point < probability)
 
 
 def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], waits: bool = False) -> Chosen:
@@ -122,11 +122,11 @@ def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
         token = tokens[:, node, None]
-        asked = (last == parent) & draft.present[:, node]
-        if waits and not asked.any():
+        tossing = (last == parent) & draft.present[:, node]
+        if waits and not tossing.any():
             continue
-        stands = coins.toss(_ratio(target, left, token), asked)
-        rejected, stand = (asked & ~stands)[:, None], stands[:, None]
+        stands = coins.toss(_ratio(target, left, token), tossing)
+        rejected, stand = (tossing & ~stands)[:, None], stands[:, None]
         target = torch.where(stand, p[:, node], torch.where(rejected, _residual(target, left), target))
         if not draft.replacement and more[node]:
             left = torch.where(rejected, _without(left, token), left)
