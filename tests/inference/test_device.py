@@ -210,3 +210,28 @@ def test_a_batch_samples_what_every_sequence_samples_alone() -> None:
         assert found.equal(torch.stack([rng.distinct(row, count) for rng, row in zip(rngs, probs, strict=True)]))
         assert samples.picked(probs).tolist() == [rng.sample(row) for rng, row in zip(rngs, probs, strict=True)]
     assert (samples.distinct(probs, 6)[1, :, 3:] == -1).all()
+
+
+class Strict(Coupled):
+    """Rejects whatever is not certain, and notes what the next token is sampled from."""
+
+    def accept(self, probability: float) -> bool:
+        return probability >= 1
+
+    def sample(self, probs: Tensor, depth: int = 1) -> list[int]:
+        self.left = probs[0]
+        return super().sample(probs, depth)
+
+
+def test_an_alpha_of_one_stays_one() -> None:
+    """As in the reference: mass / (mass + 1 - 1) is not 1 for every mass, and a rejected root would leave p."""
+    p, q = torch.rand(2, 200, 4, 3, generator=torch.Generator().manual_seed(0)).add(1e-3).unbind()
+    p, q = p / p.sum(-1, keepdim=True), (q / q.sum(-1, keepdim=True))[:, :1]
+    token, parents = torch.tensor([0, 0, 1, 2]).expand(200, -1), (-1, 0, 0, 0)
+    draft = Sampled(parents, False, token, torch.ones_like(token, dtype=torch.bool), q)
+    last, left = device.traversal(draft, p, torch.full((200, 4), 1 - 2.0**-53, dtype=torch.float64))
+    for b in range(200):
+        rng = Strict(0, CPU, range(1))
+        path, _ = RULES["traversal"].walk(DraftTree(token[b], torch.tensor(parents)), p[b], q[b].expand(4, -1), rng)
+        assert path[-1] == last[b]
+        torch.testing.assert_close(left[b], rng.left)
