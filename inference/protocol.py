@@ -50,6 +50,13 @@ class Proposal(NamedTuple):
     expected: float = 0.0
 
 
+class SampledShape(NamedTuple):
+    """The parents of a fixed shape's nodes, the root's -1, and whether siblings are sampled with replacement."""
+
+    parents: tuple[int, ...]
+    replacement: bool
+
+
 class Verified(NamedTuple):
     """A verified proposal: tree, accepted path from the root on, the target's logits at nodes and look-ahead tokens."""
 
@@ -99,19 +106,25 @@ class DraftBatch(Protocol):
         deepest: the depth of the deepest node of any tree.
         nodes: the most nodes of a tree, the root included.
         chain: whether all trees are chains, so that an accepted path is their beginning.
+        sampled: the shape whose children are sampled where roots say so; None where all trees are filled by rank.
     """
 
     feature_layers: tuple[int, ...]
     deepest: int
     nodes: int
     chain: bool
+    sampled: SampledShape | None
 
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Draft for all, each sampled in its own way."""
         ...
 
-    def ranked(self, roots: Any, room: Int[Tensor, "B"], *, waits: bool) -> tuple[DraftTree, Bool[Tensor, "#B N N"]]:
-        """Return trees "B N" that are filled by rank, for sequences that are ranked alike, and their ancestors.
+    def ranked(
+        self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
+    ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
+        """Return trees "B N" for sequences that are ranked alike, their ancestors, and q if children were sampled.
+
+        The M rows of q are those of the nodes with children.
 
         Args:
             roots: `inference.drafters.policy.Roots`.

@@ -14,7 +14,7 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Generator, Rng
+from inference.verification.rng import Coupled, Drafting, Rng
 from inference.verification.sample import Sampling, penalize
 from inference.verification.tree import DraftTree
 from inference.verification.verify import COUPLED, check_rule, decide
@@ -109,9 +109,10 @@ class Session:
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
         self.cache = target.cache(len(prompt) + self.limit + TREE) if cache is None else cache
         self.context = list(prompt)
-        self.rng: Rng = Generator(settings.seed, target.device)
-        if settings.rule == COUPLED:
-            self.rng = Coupled(settings.seed, target.device, self.context)
+        self.rng = Coupled(settings.seed, target.device, self.context)  # of verification
+        self.drafting: Rng = self.rng
+        if settings.rule != COUPLED:
+            self.drafting = Drafting(settings.seed, target.device, self.context)
         self._seen: Tensor | None = None
         self._noted = 0  # tokens of the context that `_seen` holds
         self.generation = Generation()
@@ -144,7 +145,7 @@ class Session:
         self.prefix = self.cache.length
         if self.target.switch is not None:
             room = self.target.switch.room(self.prefix, room)
-        return Context(self.context, self.settings.sampling, self.rng, room, self.cache)
+        return Context(self.context, self.settings.sampling, self.drafting, room, self.cache)
 
     def draft(self) -> Proposal:
         """Let the drafter propose what the next target pass scores."""

@@ -3,7 +3,7 @@
 What a step decides stays on the device, in buffers of all slots that are written in place, and its shapes follow from
 the tree's policy and the sizes at hand alone. The host reads one small tensor a step: how many tokens each sequence
 commits, and which. `Session` with the rules of inference/verification/rules.py is the reference that this is tested
-against, and the way of the sources and rules that `fits` does not name.
+against, and the way of the sources and settings that `fits` does not name. Both read the same counter-based numbers.
 """
 
 import struct
@@ -29,11 +29,9 @@ from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import device, verify
 from inference.verification.device import Accepted
-from inference.verification.rng import key_of, noise_at
+from inference.verification.rng import COINS, DRAFTS, Samples, key_of, keyed, noise_at, uniform
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
-
-GREEDY_RULES = (verify.AUTO, "match", "point_mass", verify.COUPLED)  # at temperature 0 one walk
 
 
 class Slots(NamedTuple):
@@ -45,7 +43,7 @@ class Slots(NamedTuple):
         room: drafted tokens that may still be accepted.
         lacking: tokens before which no end of the answer may come.
         active: 1 of a sequence, 0 of an idle slot.
-        key: of the coupled noise.
+        key: of all randomness.
         seen: which tokens stand in the text, where a penalty asks for it; else of no tokens.
     """
 
@@ -59,12 +57,17 @@ class Slots(NamedTuple):
 
 
 class SlotRoots(Roots):
-    """The roots of sequences that are sampled alike, under the noise of the positions below them if coupled."""
+    """The roots of sequences that are sampled alike: under the noise of the positions below them if coupled."""
 
-    def __init__(self, slots: Slots, sampling: Sampling, noise: Float[Tensor, "B P V"] | None) -> None:
-        self.token, self.sampling, self.noise = slots.root[:, None], sampling, noise
+    sampling: Sampling
+
+    def __init__(self, slots: Slots, settings: Settings, noise: Float[Tensor, "B P V"] | None) -> None:
+        self.token, self.sampling, self.noise = slots.root[:, None], settings.sampling, noise
         self.seen = slots.seen[:, None] if slots.seen.shape[1] else None
-        self.noisy = noise is not None
+        random = settings.sampling.temperature > 0
+        self.noisy = random and settings.rule == verify.COUPLED
+        if random and not self.noisy:
+            self.samples = Samples(keyed(keyed(slots.key, DRAFTS), slots.length + 1))
 
     def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Penalise all sequences' logits alike."""
@@ -77,16 +80,17 @@ class SlotRoots(Roots):
 
 
 def fits(target: Target, sessions: Sequence[Session]) -> bool:
-    """Return whether sequences are decoded by steps on the device: all sampled alike, greedily or coupled.
+    """Return whether sequences are decoded by steps on the device: all sampled alike, by a lossless rule.
 
-    The target must take a batch's masks, and its positions must mean the same at every length.
+    The target must take a batch's masks, and its positions must mean the same at every length. What does not fit
+    decodes the same tokens by itself.
     """
     one, *others = [session.settings for session in sessions]
     if not target.takes_trees or target.switch is not None:
         return False
     if any((other.sampling, other.rule, other.gaps) != (one.sampling, one.rule, one.gaps) for other in others):
         return False
-    return one.rule in GREEDY_RULES if one.sampling.temperature == 0 else one.rule == verify.COUPLED
+    return not verify.is_lossy(one.rule)
 
 
 class Drafted(NamedTuple):
@@ -96,20 +100,21 @@ class Drafted(NamedTuple):
         tree: their trees "B N".
         above: each node's ancestors, itself included.
         depth: of each node.
-        noise: of the P positions below the roots, if the sequences are coupled.
+        noise: of the P positions below the roots, where the target's tokens there are followed.
+        q: the probs that children were sampled from, of the M nodes that have some.
     """
 
     tree: DraftTree
     above: Bool[Tensor, "#B N N"]
     depth: Int[Tensor, "B N"]
     noise: Float[Tensor, "B P V"] | None
+    q: Float[Tensor, "B M V"] | None
 
     def first(self, count: int) -> "Drafted":
         """Return what was drafted for the first sequences."""
-        (token, parent), above, depth, noise = self
-        some = above if len(above) == 1 else above[:count]
-        tree = DraftTree(token[:count], parent[:count])
-        return Drafted(tree, some, depth[:count], None if noise is None else noise[:count])
+        above = self.above if len(self.above) == 1 else self.above[:count]
+        noise, q = (None if rows is None else rows[:count] for rows in (self.noise, self.q))
+        return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), above, self.depth[:count], noise, q)
 
 
 class DeviceStep:
@@ -178,13 +183,15 @@ class DeviceStep:
             self.enter(sessions)
         assert self.slots is not None
         laps, settings = Laps(self.target.device), sessions[0].settings
+        rule = self.rule(settings)
         laps.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
         result, out, accepted = self.run(slots, self.reach(longest), settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
-        steps = [self.emit(session, row) for session, row in zip(sessions, rows, strict=False)]
+        rule = verify.GREEDY_WALK if settings.sampling.temperature == 0 else rule
+        steps = [self.emit(session, row, rule) for session, row in zip(sessions, rows, strict=False)]
         emitting = time.perf_counter() - begin
         if not self.static and not all(session.generation.finish for session in sessions):
             laps.mark(None)  # what the host did since is counted by its own clock
@@ -212,10 +219,10 @@ class DeviceStep:
         self, slots: Slots, reach: int, settings: Settings, laps: Laps
     ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step on the device; return what the host reads, and what is left to commit."""
-        key = (reach, settings.sampling, settings.gaps, self.late)
+        key = (reach, settings.sampling, settings.rule, settings.gaps, self.late)
         # Of compiled shapes there are few: a head reads all columns that its rows may come to.
         held = roomy(self.cache.storage.capacity) if self.compiles and not self.static else reach
-        drafted = self.launch(key, DeviceStep.draft, self.slots if self.compiles else slots, held, settings.sampling)
+        drafted = self.launch(key, DeviceStep.draft, self.slots if self.compiles else slots, held, settings)
         drafted = drafted.first(len(slots.root))
         laps.mark("draft")
         out, scores = self.launch(key, DeviceStep.score, slots, drafted, reach, settings.sampling)
@@ -226,18 +233,49 @@ class DeviceStep:
             self.commit(slots, out, accepted, accepted.path.shape[1], key, laps)
         return result, out, accepted
 
-    def draft(self, slots: Slots, reach: int, sampling: Sampling) -> Drafted:
+    def draft(self, slots: Slots, reach: int, settings: Settings) -> Drafted:
         """Draft a tree for each sequence."""
         self.drafts.hold(reach)
-        noise = self.noise(slots, sampling)
-        tree, above = self.drafts.ranked(
-            SlotRoots(slots, sampling, noise), slots.room, waits=not (self.static or self.compiles)
-        )
-        return Drafted(tree, above, (above.sum(-1) - 1).expand_as(tree.token), noise)
+        noise, waits = self.noise(slots, settings), not (self.static or self.compiles)
+        tree, above, q = self.drafts.ranked(SlotRoots(slots, settings, noise), slots.room, waits=waits)
+        return Drafted(tree, above, (above.sum(-1) - 1).expand_as(tree.token), noise, q)
 
-    def noise(self, slots: Slots, sampling: Sampling) -> Float[Tensor, "B P V"] | None:
-        """Return the noise of the positions below the roots, if the sequences are coupled."""
-        if sampling.temperature == 0:
+    def rule(self, settings: Settings) -> str:
+        """Return the key of the rule that drafts are verified by."""
+        greedy, drafts = settings.sampling.temperature == 0, self.drafts
+        shape = None if greedy or settings.rule == verify.COUPLED else drafts.sampled
+        if not drafts.deepest:
+            return "match"
+        if shape is None:
+            return verify.fitting(settings.rule, drafts.chain, sampled=False, replacement=False, greedy=greedy)
+        chain = verify.is_chain(shape.parents)
+        return verify.fitting(settings.rule, chain, sampled=True, replacement=shape.replacement, greedy=False)
+
+    def verified(
+        self,
+        slots: Slots,
+        drafted: Drafted,
+        present: Bool[Tensor, "B N"],
+        scores: Float[Tensor, "B N V"],
+        settings: Settings,
+    ) -> Accepted:
+        """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
+        on_device = verify.RULES[self.rule(settings)].on_device
+        tree, above = drafted.tree, drafted.above
+        assert self.drafts.sampled is not None
+        assert drafted.q is not None
+        assert on_device is not None
+        draft = device.Sampled(*self.drafts.sampled, tree.token, present, drafted.q)
+        p, coins = distribution(scores, settings.sampling), keyed(keyed(slots.key, COINS), slots.length + 1)
+        point = uniform(coins[:, None], torch.arange(p.shape[1], device=p.device))
+        last, probs = on_device(draft, p, point, not self.static)
+        position = slots.length + above.sum(-1).expand_as(present).gather(1, last[:, None])[:, 0]
+        token = (probs / noise_at(slots.key, position, p.shape[-1])).argmax(-1)
+        return device.accepted(tree, above, last, token, self.drafts.deepest)
+
+    def noise(self, slots: Slots, settings: Settings) -> Float[Tensor, "B P V"] | None:
+        """Return the noise of the positions below the roots, where the target's tokens there are followed."""
+        if settings.sampling.temperature == 0 or verify.RULES[self.rule(settings)].sampled:
             return None
         position = slots.length[:, None] + 1 + torch.arange(self.drafts.deepest + 1, device=slots.root.device)
         return noise_at(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
@@ -251,7 +289,7 @@ class DeviceStep:
 
     def forward(self, slots: Slots, drafted: Drafted, reach: int) -> TargetOutput:
         """Run the target over the trees, whose entries come behind each sequence's own."""
-        tree, above, depth, _ = drafted
+        tree, above, depth, *_ = drafted
         count, size = tree.token.shape
         # What lies beyond the context is run at its last position, and never accepted.
         position = (slots.length[:, None] + depth).clamp_max(self.target.context - 1)
@@ -287,22 +325,22 @@ class DeviceStep:
         self, slots: Slots, drafted: Drafted, scores: Float[Tensor, "B N V"], settings: Settings
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
-        tree, above, depth, noise = drafted
-        if noise is None:
-            best = argmax(scores)
-        else:
-            race = noise.gather(1, depth[..., None].expand(-1, -1, noise.shape[2]))
-            best = (distribution(scores, settings.sampling) / race).argmax(-1)
+        tree, above, depth, noise, q = drafted
         if not self.drafts.deepest:  # nothing to accept
+            best = _best(scores, depth, noise, settings.sampling)
             root = torch.zeros_like(best)
             accepted = Accepted(root, slots.active, best)
             results = [slots.active[:, None], root, best, root]
         else:
-            accepted = device.follow(tree, above, best, slots.room, self.drafts.deepest)
+            present = device.present(tree, above, depth, slots.room)
+            if q is None or noise is not None:
+                best = _best(scores, depth, noise, settings.sampling)
+                accepted = device.follow(tree, above, present, best, self.drafts.deepest)
+            else:
+                accepted = self.verified(slots, drafted, present, scores, settings)
             accepted = accepted._replace(committed=accepted.committed * slots.active)
-            count = ((depth <= slots.room[:, None]) & (tree.token >= 0)).sum(1) - 1
             ranks = device.ranks(tree).gather(1, accepted.path)
-            results = [accepted.committed[:, None], count[:, None], accepted.token, ranks]
+            results = [accepted.committed[:, None], present.sum(1, keepdim=True) - 1, accepted.token, ranks]
         if settings.gaps:
             best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
@@ -352,8 +390,8 @@ class DeviceStep:
         """Hand the drafts the accepted rows."""
         self.drafts.extend(features, features.token, count)
 
-    def emit(self, session: Session, row: list[int]) -> Step:
-        """Emit what a sequence has committed; return its step, without seconds."""
+    def emit(self, session: Session, row: list[int], rule: str) -> Step:
+        """Emit what a sequence has committed by a rule; return its step, without seconds."""
         (count, drafted), rest = row[:2], row[2:]
         size = self.drafts.deepest + 1
         token, ranks, bits = rest[:count], rest[size : 2 * size], rest[2 * size :][:count]
@@ -361,11 +399,18 @@ class DeviceStep:
         session.cache.set_length(len(session.context) - 1 + count)  # of which the last one is the next root
         committed = session.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
         accepted = min(count - 1, committed)
-        rule = verify.GREEDY_WALK
-        if session.settings.sampling.temperature > 0:
-            rule = verify.label(session.settings.rule)
         rule = rule if drafted else verify.NOTHING
         return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : accepted + 1]))
+
+
+def _best(
+    scores: Float[Tensor, "B N V"], depth: Int[Tensor, "B N"], noise: Float[Tensor, "B P V"] | None, sampling: Sampling
+) -> Int[Tensor, "B N"]:
+    """Return the target's own token after each node: its best, or the winner under the noise of the next position."""
+    if noise is None:
+        return argmax(scores)
+    race = noise.gather(1, depth[..., None].expand(-1, -1, noise.shape[2]))
+    return (distribution(scores, sampling) / race).argmax(-1)
 
 
 def _layout(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -14,7 +14,17 @@ from heads.common.typed import typed
 from heads.formats.hub import load_found, tree_of
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attention
-from inference.drafters.policy import CONFIDENT, TreeConfig, check_masks, check_tree, expanded, grow, most_nodes, ranked
+from inference.drafters.policy import (
+    CONFIDENT,
+    TreeConfig,
+    check_masks,
+    check_tree,
+    expanded,
+    grow,
+    most_nodes,
+    ranked,
+    sampled_shape,
+)
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, fill_vacant, vacant
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
@@ -116,6 +126,7 @@ class HeadBatch:
         self.feature_layers = head.feature_layers
         self.deepest, self.nodes = min(policy.deepest, head.max_depth), most_nodes(policy)
         self.chain, self.capacity = policy.kind == "chain", 0
+        self.sampled = sampled_shape(policy, head.max_depth)
         self.states: list[BatchedState | None] = []  # by slot
         self.cache: KVCache | None = None
         self.buffers: Level | None = None
@@ -165,8 +176,10 @@ class HeadBatch:
         self.hold(max(lengths))
         return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
 
-    def ranked(self, roots: Any, room: Int[Tensor, "B"], *, waits: bool) -> tuple[DraftTree, Bool[Tensor, "#B N N"]]:
-        """Grow a tree for each sequence by rank."""
+    def ranked(
+        self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
+    ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
+        """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         return ranked(self.head, self.cache, self.level(len(room)), self.policy, roots, room, waits=waits)
 
     def catch_up(self, lengths: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ class PlainBatch(DraftBatch):
     """No drafting for several sequences."""
 
     feature_layers: tuple[int, ...] = ()
-    deepest, nodes, chain = 0, 1, True
+    deepest, nodes, chain, sampled = 0, 1, True, None
 
     def __init__(self, plain: Plain) -> None:
         self.plain = plain
@@ -46,10 +46,12 @@ class PlainBatch(DraftBatch):
         """Return the roots alone."""
         return [self.plain.propose(context) for context in contexts]
 
-    def ranked(self, roots: Any, room: Int[Tensor, "B"], *, waits: bool) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
+    def ranked(
+        self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
+    ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
         """Return the roots alone."""
         token = roots.token
-        return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool)
+        return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool), None
 
     def reserve(self, capacity: int) -> None:
         """Do nothing: there is no state."""

@@ -10,31 +10,33 @@
 At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification
 is accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled
 noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
+For a batch on its device (`ranked`) the same trees grow as for one sequence after another (`grow`), token for token.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from heads.base import DraftVocabulary, Level
 from heads.modules.vocab import scatter_logits
 from heads.rows import of_parents
 from inference.limits import check_size
-from inference.protocol import Context, Proposal
+from inference.protocol import Context, Proposal, SampledShape
 from inference.target.target import Target
 from inference.tree_config import CONFIDENT, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Rng
-from inference.verification.sample import distribution, penalize
+from inference.verification.rng import Coupled, Rng, Samples
+from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
 
 __all__ = [
     "CONFIDENT", "Expander", "Growth", "Roots", "TreeConfig", "candidates", "check_masks", "check_tree", "expanded",
-    "grow", "most_nodes", "ranked",
+    "grow", "most_nodes", "ranked", "sampled_shape",
 ]  # fmt: skip
 
 
@@ -70,11 +72,15 @@ class Roots(Protocol):
         token: the roots' tokens.
         seen: which tokens stand in each prefix, where a penalty asks for it.
         noisy: whether tokens are ranked under coupled noise.
+        sampling: how all sequences are sampled, if they are alike.
+        samples: what the children of a fixed shape are sampled by, where they are.
     """
 
     token: Int[Tensor, "B 1"]
     seen: Bool[Tensor, "B 1 V"] | None
     noisy: bool
+    sampling: Sampling | None = None
+    samples: Samples | None = None
 
     def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Return logits with those of seen tokens pulled down."""
@@ -215,8 +221,9 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
         ]
     samples = [_samples(config, context) for context in contexts]
     growth = Growth(head, state, level, roots, full=any(samples))
-    shape = _levels(tuple(path for path in config.shape() if len(path) <= depth), level.logits.device)
-    probs = _fixed(growth, shape, contexts, samples, config.kind == "independent")
+    shape = _levels(_paths(config, depth), level.logits.device)
+    probs: list[list[Tensor]] = [[] for _ in samples]
+    _fixed(growth, shape, lambda width: _chosen(growth, width, contexts, samples, config.kind == "independent", probs))
     lacking = any(samples) or max(depth.width for depth in shape) > growth.logits().shape[-1]
     return [
         _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking, config.kind == "independent")
@@ -226,11 +233,11 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
 
 def ranked(
     head: Expander, state: Any, level: Level, config: TreeConfig, roots: Roots, room: Int[Tensor, "B"], *, waits: bool
-) -> tuple[DraftTree, Bool[Tensor, "#B N N"]]:
-    """Return the trees "B N" of B sequences that rank alike, filled by rank, and their nodes' ancestors.
+) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
+    """Return the trees "B N" of B sequences that rank alike, their nodes' ancestors, and q if children were sampled.
 
     What is deeper than a sequence has room for is drafted where nothing else is. A token of -1 is none: its level had
-    fewer.
+    fewer. The M rows of q are those of the nodes with children.
 
     Args:
         head: as in `grow`, as are the state, the roots' level and the policy.
@@ -247,11 +254,31 @@ def ranked(
         if not waits or bool((room < growth.deepest).any()):
             scores = scores.masked_fill(growth.depths() > room[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
-        return tree, trees.ancestors(tree)
-    growth = Growth(head, state, level, roots)
-    paths = tuple(path for path in config.shape() if len(path) <= head.max_depth)
-    _fixed(growth, _levels(paths, level.logits.device), (), (), replacement=False)
-    return growth.whole(), _ancestors(paths, level.logits.device)
+        return tree, trees.ancestors(tree), None
+    samples = None if config.kind == "static" else roots.samples
+    q: list[Tensor] = []
+    growth = Growth(head, state, level, roots, full=samples is not None)
+    fill = partial(_ranks, growth) if samples is None else partial(_sampled, growth, samples, config, q)
+    paths = _paths(config, head.max_depth)
+    _fixed(growth, _levels(paths, level.logits.device), fill)
+    return growth.whole(), _ancestors(paths, level.logits.device), torch.cat(q, 1) if q else None
+
+
+def sampled_shape(config: TreeConfig, max_depth: int) -> SampledShape | None:
+    """Return a policy's shape down to a depth if it is filled by sampling wherever there is a choice."""
+    if config.kind == "static" or config.kind in CONFIDENT:
+        return None
+    return SampledShape(_parents(_paths(config, max_depth)), config.kind == "independent")
+
+
+def _paths(config: TreeConfig, max_depth: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(path for path in config.shape() if len(path) <= max_depth)
+
+
+def _parents(paths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the parents of a fixed shape's nodes: of the root and then of `paths`."""
+    index = {path: node for node, path in enumerate(((), *paths))}
+    return (-1, *(index[path[:-1]] for path in paths))
 
 
 def _roots(head: Expander, level: Level, contexts: Sequence[Context]) -> ContextRoots:
@@ -305,40 +332,60 @@ def _levels(paths: tuple[tuple[int, ...], ...], device: torch.device) -> list[Sh
 @lru_cache(64)
 def _ancestors(paths: tuple[tuple[int, ...], ...], device: torch.device) -> Bool[Tensor, "1 N N"]:
     """Return the ancestors of a fixed shape's nodes, the root and then those of `paths`, which are made once."""
-    index = {path: node for node, path in enumerate(((), *paths))}
-    parent = torch.tensor([-1, *(index[path[:-1]] for path in paths)], device=device)
+    parent = torch.tensor(_parents(paths), device=device)
     return trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
 
 
-def _fixed(
-    growth: Growth,
-    shape: list[ShapeLevel],
-    contexts: Sequence[Context],
-    samples: Sequence[bool],
-    replacement: bool,
-) -> list[list[Tensor]]:
-    """Fill a fixed shape level by level, by rank or by sampling; return each sampled sequence's probs by level."""
-    probs: list[list[Tensor]] = [[] for _ in samples]
+def _fixed(growth: Growth, shape: list[ShapeLevel], fill: Callable[[int], Int[Tensor, "B K C"]]) -> None:
+    """Fill a fixed shape level by level: `fill` returns the children of the level's nodes, -1 where there is none."""
     for level in shape:
-        ranked = growth.nodes.new_full((*growth.nodes.shape, level.width), -1)
-        if not samples or not all(samples):
-            scores = growth.scores()
-            best = growth.tokens(scores.topk(min(level.width, scores.shape[-1])).indices)
-            ranked[..., : best.shape[-1]] = best
-        for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
-            probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
-            children = _sampled(probs[b][-1], level.width, growth.depth + 1, replacement, contexts[b].rng)
-            ranked[b, :, : children.shape[-1]] = children
-        token = ranked[:, level.parent, level.rank]
+        token = fill(level.width)[:, level.parent, level.rank]
         parent = level.parent.expand_as(token)
         nodes = growth.add(token, parent)
         if len(level.inner):
             growth.descend(token[:, level.inner].clamp_min(0), parent[:, level.inner], nodes[:, level.inner])
-    return probs
 
 
-def _sampled(probs: Float[Tensor, "K V"], width: int, depth: int, replacement: bool, rng: Rng) -> Int[Tensor, "K C"]:
-    """Sample each node's children, in order."""
+def _ranks(growth: Growth, width: int) -> Int[Tensor, "B K C"]:
+    """Return the children of the level's nodes by rank."""
+    scores = growth.scores()
+    return _padded(growth.tokens(scores.topk(min(width, scores.shape[-1])).indices), width)
+
+
+def _sampled(growth: Growth, samples: Samples, config: TreeConfig, q: list[Tensor], width: int) -> Int[Tensor, "B K C"]:
+    """Sample the children of the level's nodes, in order; append the probs they are sampled from to `q`."""
+    assert growth.roots.sampling is not None
+    q.append(distribution(growth.logits(), growth.roots.sampling))
+    if config.kind == "independent":
+        return samples.picked(q[-1].repeat_interleave(width, 1)).unflatten(1, (-1, width))
+    return _padded(samples.distinct(q[-1], width), width)
+
+
+def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
+    """Return children with -1 up to a width, for those that there are not."""
+    return functional.pad(tokens, (0, width - tokens.shape[-1]), value=-1)
+
+
+def _chosen(
+    growth: Growth,
+    width: int,
+    contexts: Sequence[Context],
+    samples: Sequence[bool],
+    replacement: bool,
+    probs: list[list[Tensor]],
+) -> Int[Tensor, "B K C"]:
+    """Return the children of the level's nodes by rank, or sampled; append each sampled sequence's probs to its own."""
+    nodes = growth.nodes
+    ranked = nodes.new_full((*nodes.shape, width), -1) if samples and all(samples) else _ranks(growth, width)
+    for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
+        probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
+        children = _sampled_by(contexts[b].rng, probs[b][-1], width, growth.depth + 1, replacement)
+        ranked[b, :, : children.shape[-1]] = children
+    return ranked
+
+
+def _sampled_by(rng: Rng, probs: Float[Tensor, "K V"], width: int, depth: int, replacement: bool) -> Tensor:
+    """Sample each node's children "K C", in order."""
     if not replacement:
         return rng.distinct(probs, width, depth)
     tokens = rng.sample(probs.repeat_interleave(width, 0), depth)

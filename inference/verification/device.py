@@ -1,12 +1,16 @@
-"""Acceptance on the device: what rules.follow walks on the host, for the trees of a whole batch at once.
+"""Acceptance on the device: what rules.py walks on the host, for the trees of a whole batch at once.
 
-Nothing here is read by the host. The shapes depend on the trees' sizes alone.
+Nothing here is read by the host unless it may (`waits`). The shapes depend on the trees' sizes alone. What the rules
+of sampled drafts walk is a fixed shape, which the host knows: it visits all nodes, and masks say which of them each
+sequence comes to.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from inference.verification.tree import DraftTree
@@ -26,33 +30,212 @@ class Accepted(NamedTuple):
     token: Int[Tensor, "B P"]
 
 
+class Sampled(NamedTuple):
+    """B drafts of one fixed shape whose children were sampled.
+
+    Attributes:
+        parents: of the shape's nodes; the root's is -1, and parents come before children.
+        replacement: whether siblings were sampled with replacement.
+        token: the nodes' tokens.
+        present: which nodes there are.
+        q: the probs that the children of the M nodes with children were sampled from, in the nodes' order.
+    """
+
+    parents: Sequence[int]
+    replacement: bool
+    token: Int[Tensor, "B N"]
+    present: Bool[Tensor, "B N"]
+    q: Float[Tensor, "B M V"]
+
+
+class Chosen(NamedTuple):
+    """Of each sequence the last accepted node, and the probs that the next token is sampled from."""
+
+    last: Int[Tensor, "B"]
+    probs: Float[Tensor, "B V"]
+
+
+def present(
+    tree: DraftTree, above: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], room: Int[Tensor, "B"]
+) -> Bool[Tensor, "B N"]:
+    """Return which nodes are drafted: a token of -1 is none, what hangs below none is none, nor what lies too deep."""
+    return ~(above & (tree.token < 0)[:, None]).any(-1) & (depth <= room[:, None])
+
+
 def follow(
-    tree: DraftTree, above: Bool[Tensor, "#B N N"], best: Int[Tensor, "B N"], room: Int[Tensor, "B"], deepest: int
+    tree: DraftTree, above: Bool[Tensor, "#B N N"], present: Bool[Tensor, "B N"], best: Int[Tensor, "B N"], deepest: int
 ) -> Accepted:
-    """Follow the target's token at each node while it was drafted; siblings are different tokens.
+    """Follow the target's token at each node while it was drafted; of equal siblings the one that leads deepest.
 
     Args:
         tree: the trees "B N".
         above: each node's ancestors, itself included.
+        present: which nodes are drafted.
         best: the target's own token after each node.
-        room: how many drafted tokens may be accepted; what lies deeper counts as not drafted.
         deepest: the depth of the deepest node.
     """
-    size, depth = tree.token.shape[-1], above.sum(-1) - 1
     right = (tree.token == best.gather(1, tree.parent.clamp_min(0))) | (tree.parent < 0)
-    alive = ~(above & ~right[:, None]).any(-1) & (depth <= room[:, None])
-    reached = torch.where(alive, depth, -1)
-    last = reached.argmax(1, keepdim=True)
+    alive = ~(above & ~right[:, None]).any(-1) & present
+    last = torch.where(alive, above.sum(-1) - 1, -1).argmax(1)
+    return accepted(tree, above, last, best.gather(1, last[:, None])[:, 0], deepest)
+
+
+def accepted(
+    tree: DraftTree, above: Bool[Tensor, "#B N N"], last: Int[Tensor, "B"], token: Int[Tensor, "B"], deepest: int
+) -> Accepted:
+    """Return the paths to the last accepted nodes, and their tokens with the `token` that comes next."""
+    size, last = tree.token.shape[-1], last[:, None]
     line = above.expand(len(last), -1, -1).take_along_dim(last[..., None], 1)[:, 0]
     node = torch.arange(size, device=line.device)
     path = torch.where(line, node, size).sort(1).values[:, : deepest + 1]  # parents come before children
-    path = torch.where(path < size, path, last)
-    count = reached.gather(1, last)[:, 0] + 1
+    path, count = torch.where(path < size, path, last), line.sum(1)
     after = torch.cat([tree.token.gather(1, path[:, 1:]), last], 1)
-    token = torch.where(
-        torch.arange(deepest + 1, device=line.device) == count[:, None] - 1, best.gather(1, last), after
-    )
-    return Accepted(path, count, token)
+    ends = torch.arange(deepest + 1, device=line.device) == count[:, None] - 1
+    return Accepted(path, count, torch.where(ends, token[:, None], after))
+
+
+@dataclass
+class Coins:
+    """Coins "B N" by number: each sequence tosses its next one where it is asked to."""
+
+    point: Float[Tensor, "B N"]
+    tossed: Int[Tensor, "B"]
+
+    def toss(self, probability: Float[Tensor, "B"], tossing: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
+        """Return true with the given probability where it tosses, else false."""
+        point = self.point.gather(1, self.tossed[:, None])[:, 0]
+        self.tossed = self.tossed + tossing
+        return tossing & (point < probability)
+
+
+def recursive(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], waits: bool = False) -> Chosen:
+    """Recursive rejection, as `rules.recursive`: siblings in sampled order, each against what rejections have left.
+
+    Args:
+        draft: the sampled drafts.
+        p: the target's probs after each node.
+        point: uniform numbers, as many as there are nodes.
+        waits: whether the host may read, to leave out what no sequence comes to.
+    """
+    coins, rows = Coins(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    last, target, left = torch.zeros_like(coins.tossed), p[:, 0], draft.q[:, 0]
+    tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
+    for node, parent in enumerate(draft.parents[1:], 1):
+        token = tokens[:, node, None]
+        tossing = (last == parent) & draft.present[:, node]
+        if waits and not tossing.any():
+            continue
+        stands = coins.toss(_ratio(target, left, token), tossing)
+        rejected, stand = (tossing & ~stands)[:, None], stands[:, None]
+        target = torch.where(stand, p[:, node], torch.where(rejected, _residual(target, left), target))
+        if not draft.replacement and more[node]:
+            left = torch.where(rejected, _without(left, token), left)
+        if node in rows:
+            left = torch.where(stand, draft.q[:, rows[node]], left)
+        last = last.masked_fill(stands, node)
+    return Chosen(last, target)
+
+
+@dataclass
+class Frame:
+    """A node on the path that traversal verification looks at, for B sequences; see `rules.Frame`.
+
+    Attributes:
+        entered: which sequences come to it, or would if they had not accepted a path before.
+        alpha: the probability with which the path up to here is accepted, given what was rejected below it.
+        target: what is left of p after rejections.
+        left: what is left of q; of a node without children nothing.
+    """
+
+    entered: Bool[Tensor, "B"]
+    alpha: Float[Tensor, "B"]
+    target: Float[Tensor, "B V"]
+    left: Float[Tensor, "B V"] | None
+
+    def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
+        """Take into account that the child with a token, and all below it, was rejected; maybe others must differ."""
+        assert self.left is not None
+        rest = (self.alpha[:, None] * self.target - self.left).clamp_min(0)
+        mass = rest.sum(-1)
+        # As in `rules`: an alpha of 1 stays at exactly 1; where nothing is left, p stays and alpha is 1 or 0.
+        alpha = torch.where(mass > 0, mass / (mass + (1 - self.alpha)), (self.alpha >= 1).to(mass.dtype))
+        self.target = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.target)
+        self.alpha = torch.where(rejected, alpha, self.alpha)
+        if distinct:
+            self.left = torch.where(rejected[:, None], _without(self.left, token), self.left)
+
+
+def traversal(draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], waits: bool = False) -> Chosen:
+    """Traversal verification, as `rules.traversal`: from the leaves up; arguments as of `recursive`."""
+    coins, rows = Coins(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    last, probs = torch.zeros_like(coins.tossed), p[:, 0]
+    tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
+    undecided = draft.present[:, 0]
+    frames: list[Frame] = []
+    for node, entering in _walk(draft.parents):
+        token, left = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
+        if entering and not frames:
+            frames.append(Frame(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], left))
+        elif entering:
+            top = frames[-1]
+            assert top.left is not None
+            alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
+            entered = draft.present[:, node] & top.entered & (alpha > 0)
+            frames.append(Frame(entered, alpha, p[:, node], left))
+        else:
+            frame = frames.pop()
+            stands = coins.toss(frame.alpha, frame.entered & undecided)
+            if not waits or stands.any():
+                probs = torch.where(stands[:, None], frame.target, probs)
+            last, undecided = last.masked_fill(stands, node), undecided & ~stands
+            if not frames or (waits and not undecided.any()):
+                break
+            rejected = frames[-1].entered & draft.present[:, node] & undecided  # what was not even entered is too
+            if not waits or rejected.any():
+                frames[-1].reject(token, rejected, not draft.replacement and more[node])
+    return Chosen(last, probs)
+
+
+def _followed(parents: Sequence[int]) -> list[bool]:
+    """Return which nodes have siblings behind them."""
+    return [parent in parents[node + 1 :] for node, parent in enumerate(parents)]
+
+
+def _rows(parents: Sequence[int]) -> dict[int, int]:
+    """Return the row of q of each node that has children."""
+    return {node: row for row, node in enumerate(sorted({*parents} - {-1}))}
+
+
+def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """Yield each node when a walk in depth comes to it, true, and when it leaves it, false."""
+    below: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], 1):
+        below[parent].append(node)
+    waiting = [(0, False), (0, True)]
+    while waiting:
+        node, entering = waiting.pop()
+        yield node, entering
+        if entering:
+            waiting += [visit for child in reversed(below[node]) for visit in ((child, False), (child, True))]
+
+
+def _ratio(target: Float[Tensor, "B V"], draft: Float[Tensor, "B V"], token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
+    """Return p / q of a token."""
+    return (target.gather(1, token) / draft.gather(1, token))[:, 0]
+
+
+def _residual(target: Float[Tensor, "B V"], draft: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+    """Return the residual of p after a rejected draft; p itself where nothing is left."""
+    left = (target - draft).clamp_min(0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, target)
+
+
+def _without(probs: Float[Tensor, "B V"], token: Int[Tensor, "B 1"]) -> Float[Tensor, "B V"]:
+    """Return the probs given that a token is not sampled; unchanged where nothing else is possible."""
+    left = probs.scatter(1, token, 0.0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, probs)
 
 
 def ranks(tree: DraftTree) -> Int[Tensor, "B N"]:

@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Sequence, Sized
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -41,7 +41,7 @@ class Rng(Protocol):
 
 
 class Generator:
-    """The Rng of real decoding: a seeded torch generator on the device of the probs, and coins on the host."""
+    """A seeded torch generator on the device of the probs, and coins on the host, for many samples at one root."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -66,10 +66,9 @@ class Generator:
         return Generator(hashed(f"{self.seed} draft {position}"), device)
 
     def pick(self, probs: Float[Tensor, "N V"]) -> Int[Tensor, "N"]:
-        """Sample one token from each row by its cumulative sum: one random number a row, where a race takes V."""
-        point = torch.rand(len(probs), 1, dtype=torch.float64, device=probs.device, generator=self.generator)
-        chunks = zip(probs.split(ROWS), point.split(ROWS), strict=True)
-        return torch.cat([_at(some.cumsum(-1, dtype=torch.float64), where) for some, where in chunks])
+        """Sample one token from each row."""
+        point = torch.rand(len(probs), dtype=torch.float64, device=probs.device, generator=self.generator)
+        return picked(probs, point)
 
     def race(self, probs: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
         """Return keys whose descending order is a sample without replacement; tokens of zero probability get zero."""
@@ -81,13 +80,14 @@ class Coupled:
 
     The target's token at a position is then a function of the text before it and the seed, whatever was drafted, and a
     draft that races its own probs against the same noise meets it often. argmax(log p + Gumbel) is argmax(p / Exp).
+    Verification reads it under every rule; where the rule is not `coupled`, drafts have a `Drafting` of their own.
     """
 
     def __init__(self, seed: int, device: torch.device, text: Sized) -> None:
         """Take the seed, the device of the probs, and the text before a draft, the root its last token."""
         self.seed, self.device, self.text = seed, device, text
         self.cached: dict[int, Tensor] = {}
-        self.coins = Generator(seed, device)
+        self.key, self.start, self.tossed = keyed(key_of(seed), COINS), -1, 0
 
     def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> list[int]:
         """Return each row's winner under the noise of the position; equal rows have equal winners."""
@@ -99,8 +99,11 @@ class Coupled:
         return finishers(self.race(probs, depth), count)
 
     def accept(self, probability: float) -> bool:
-        """Return true with the given probability; a drafter may ask, the coupled rule does not."""
-        return self.coins.accept(probability)
+        """Return true with the given probability: the coins of a root are numbered."""
+        if self.start != len(self.text):
+            self.start, self.tossed = len(self.text), 0
+        self.tossed += 1
+        return bool(uniform(keyed(self.key, self.start), self.tossed - 1) < probability)
 
     def at(self, position: int, device: torch.device) -> Rng:
         """Return the same noise from a position on."""
@@ -117,13 +120,96 @@ class Coupled:
         return probs / self.cached[position].to(probs.dtype)
 
 
+class Drafting:
+    """The Rng of drafts that are not coupled: it depends on seed, root and the number of samples taken there before.
+
+    It is independent of what verification reads and of what was drafted at other roots, so that every draft is a sample
+    of its q. It has no state but that number, so `Samples` takes those of a whole batch at once.
+    """
+
+    def __init__(self, seed: int, device: torch.device, text: Sized) -> None:
+        """Take the seed, the device of the probs, and the text before a draft, the root its last token."""
+        self.seed, self.device, self.text = seed, device, text
+        self.start, self.root = -1, 0
+        self.at_root: Samples
+
+    def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> list[int]:
+        """Sample one token from each row."""
+        tokens: list[int] = self.samples().picked(probs[None])[0].tolist()
+        return tokens
+
+    def distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
+        """Sample without replacement."""
+        return self.samples().distinct(probs[None], count)[0]
+
+    def accept(self, probability: float) -> bool:
+        """Return true with the given probability."""
+        return bool(uniform(self.root, self.samples().take(1)) < probability)
+
+    def at(self, position: int, device: torch.device) -> Rng:
+        """Return a generator of the position's own."""
+        return Generator(self.seed, device).at(position, device)
+
+    def samples(self) -> "Samples":
+        """Return the samples of the root at hand, of which some may have been taken."""
+        if self.start != len(self.text):
+            self.start = len(self.text)
+            self.root = keyed(keyed(key_of(self.seed), DRAFTS), self.start)
+            self.at_root = Samples(torch.tensor([self.root], device=self.device))
+        return self.at_root
+
+
+class Samples:
+    """Samples at the roots of B sequences, by number: the same ones of each sequence, whoever is beside it."""
+
+    def __init__(self, root: Int[Tensor, "B"]) -> None:
+        """Take the roots' keys."""
+        self.root, self.taken = root, 0
+
+    def take(self, count: int) -> int:
+        """Return the number of the first of the next `count` samples."""
+        self.taken += count
+        return self.taken - count
+
+    def picked(self, probs: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
+        """Sample one token from each row."""
+        point = uniform(self.root[:, None], self._numbers(probs.shape[1]))
+        return picked(probs.flatten(0, 1), point.flatten()).unflatten(0, point.shape)
+
+    def distinct(self, probs: Float[Tensor, "B K V"], count: int) -> Int[Tensor, "B K C"]:
+        """Sample `count` tokens from each row without replacement, in order; -1 once none is left.
+
+        By exponential races, equal to Gumbel top-k (Kool et al., 2019).
+        """
+        if count == 1:
+            return self.picked(probs)[..., None]
+        root, number = torch.broadcast_tensors(self.root[:, None], self._numbers(probs.shape[1]))
+        return finishers(probs / noise_at(root, number, probs.shape[-1]).to(probs.dtype), count)
+
+    def _numbers(self, count: int) -> Int[Tensor, "K"]:
+        first = self.take(count)
+        return torch.arange(first, first + count, device=self.root.device)
+
+
 BITS = 32
 MASK = (1 << BITS) - 1
+DRAFTS, COINS = MASK, MASK - 1  # the keys of other numbers than the noise of positions, which are smaller
 
 
 def key_of(seed: int) -> int:
-    """Return what coupled noise takes for a seed: those of neighbouring seeds have nothing in common."""
+    """Return what counter-based numbers take for a seed: those of neighbouring seeds have nothing in common."""
     return hashed(str(seed)) & MASK
+
+
+def keyed(key: Any, counter: Any) -> Any:
+    """Return a hash of a key and a counter, of 32 bits: a key again. Numbers or tensors that broadcast."""
+    return _mixed(key ^ _mixed(counter))
+
+
+def uniform(key: Any, counter: Any) -> Any:
+    """Return numbers between 0 and 1, exclusive, in fp64: a function of key and counter alone."""
+    bits = keyed(key, counter)
+    return ((bits.double() if isinstance(bits, Tensor) else bits) + 0.5) / (MASK + 1)
 
 
 def noise_at(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size: int) -> Float[Tensor, "*b V"]:
@@ -132,17 +218,21 @@ def noise_at(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size: int) -> 
     A hash of the three takes a generator's place, so that one call serves any number of sequences and positions, on
     every kind of device alike (Salmon et al., 2011, on counter-based random numbers).
     """
-    token = _mixed(torch.arange(size, device=position.device))
-    bits = _mixed(token ^ _mixed(key ^ _mixed(position))[..., None])
-    uniform = (bits.double() + 0.5) / (MASK + 1)
-    return -uniform.log().float()
+    token = torch.arange(size, device=position.device)
+    return -uniform(keyed(key, position)[..., None], token).log().float()
 
 
-def _mixed(x: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
+def _mixed(x: Any) -> Any:
     """Mix 32 bits (Wellons' hash of two rounds; both factors are below 2^31, so that no product overflows 63 bits)."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
     x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
     return x ^ (x >> 15)
+
+
+def picked(probs: Float[Tensor, "N V"], point: Float[Tensor, "N"]) -> Int[Tensor, "N"]:
+    """Return the token of each row at a point of its cumulative sum: one random number a row, where a race takes V."""
+    chunks = zip(probs.split(ROWS), point[:, None].split(ROWS), strict=True)
+    return torch.cat([_at(some.cumsum(-1, dtype=torch.float64), where) for some, where in chunks])
 
 
 def _at(total: Float[Tensor, "N V"], point: Float[Tensor, "N 1"]) -> Int[Tensor, "N"]:
@@ -155,7 +245,7 @@ def hashed(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
-def finishers(keys: Float[Tensor, "N V"], count: int) -> Tensor:
-    """Return the tokens of the `count` largest keys of each row in order, "N count"; -1 where a key is zero."""
+def finishers(keys: Float[Tensor, "*n V"], count: int) -> Int[Tensor, "*n C"]:
+    """Return the tokens of the `count` largest keys of each row in order; -1 where a key is zero."""
     best = keys.topk(min(count, keys.shape[-1]))
     return torch.where(best.values > 0, best.indices, -1)

@@ -48,32 +48,11 @@ def follow(tree: DraftTree, choose: Callable[[int, int], int]) -> Chosen:
 def match(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:
     """Sample and match: sample the target's own token at each node and follow it while it was drafted.
 
-    Right for all drafts. With coupled noise it is drafter-invariant decoding (arXiv 2408.07978).
+    Right for all drafts that do not depend on what is sampled here. Of drafts chosen without sampling each is accepted
+    with its probability under p, as speculative sampling does from point masses. With coupled noise it is right for
+    all, and drafter-invariant decoding (arXiv 2408.07978).
     """
     return follow(tree, lambda node, depth: rng.sample(p[node][None], depth)[0])
-
-
-def point_mass(tree: DraftTree, p: Distributions, rng: Rng) -> Chosen:
-    """Accept each child with the probability p has left for it, as if it were sampled from a point mass.
-
-    The same distribution and acceptance as `match`, but a whole vocabulary is sampled once, at the end of the path.
-    """
-    below, token = children(tree), tree.token.tolist()
-    path = [0]
-    while True:
-        probs = p[path[-1]]
-        tried: dict[int, int] = {}
-        for child in below[path[-1]]:
-            tried.setdefault(token[child], child)
-        tokens = list(tried)
-        left = 1.0
-        for x, weight in zip(tokens, probs[tokens].tolist() if tokens else [], strict=True):
-            if weight > 0 and rng.accept(weight / max(left, weight)):
-                path.append(tried[x])
-                break
-            left -= weight
-        else:
-            return path, rng.sample(_without(probs, tokens)[None])[0]
 
 
 def recursive(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: Rng, replacement: bool) -> Chosen:
@@ -94,7 +73,7 @@ def recursive(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: R
             target = _residual(target, draft)
             draft = draft if replacement else _without(draft, [x])
         else:
-            return path, rng.sample(target[None])[0]
+            return path, rng.sample(target[None], len(path))[0]
 
 
 @dataclass
@@ -120,7 +99,7 @@ def traversal(tree: DraftTree, p: Distributions, q: Float[Tensor, "N V"], rng: R
         top = frames[-1]
         if not top.waiting and rng.accept(top.alpha):
             probs = p[top.node] if top.target is None else top.target
-            return [frame.node for frame in frames], rng.sample(probs[None])[0]
+            return [frame.node for frame in frames], rng.sample(probs[None], len(frames))[0]
         if not top.waiting:
             frames.pop()
             _reject(frames[-1], token[top.node], replacement)
@@ -193,4 +172,4 @@ def _lenient(tree: DraftTree, p: Distributions, rng: Rng, bar: Callable[[Tensor]
             high = bar(probs)
             paths += [[*path, child] for child in below[path[-1]] if float(probs[token[child]]) > high]
     longest = max(paths, key=len)
-    return longest, rng.sample(p[longest[-1]][None])[0]
+    return longest, rng.sample(p[longest[-1]][None], len(longest))[0]

@@ -3,7 +3,7 @@
 At temperature 0 the target's distribution is one-hot and every lossless rule is the same walk along its best tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heads.modules.top_k import argmax
-from inference.verification import rules
+from inference.verification import device, rules
 from inference.verification.rng import Generator, Rng
 from inference.verification.rules import Chosen, Distributions
 from inference.verification.sample import Sampling, distribution
@@ -41,6 +41,7 @@ class Rule:
         chain: whether it takes at most one child a node.
         replacement: how siblings must have been sampled, with replacement or without; None where it does not matter.
         lossy: whether it changes the target's distribution.
+        on_device: the same for a whole batch, of a rule that reads q; the other lossless ones are `device.follow`.
     """
 
     walk: Walk
@@ -48,17 +49,22 @@ class Rule:
     chain: bool
     replacement: bool | None
     lossy: bool
+    on_device: Callable[[device.Sampled, Tensor, Tensor, bool], device.Chosen] | None = None
 
 
 RULES = {
     "match": Rule(blind(rules.match), False, False, None, False),
-    "point_mass": Rule(blind(rules.point_mass), False, False, None, False),
-    "token": Rule(partial(rules.recursive, replacement=False), True, True, None, False),
-    "block": Rule(partial(rules.traversal, replacement=False), True, True, None, False),
-    "recursive": Rule(partial(rules.recursive, replacement=False), True, False, False, False),
-    "recursive_replacement": Rule(partial(rules.recursive, replacement=True), True, False, True, False),
-    "traversal": Rule(partial(rules.traversal, replacement=False), True, False, False, False),
-    "traversal_replacement": Rule(partial(rules.traversal, replacement=True), True, False, True, False),
+    "point_mass": Rule(blind(rules.match), False, False, None, False),
+    "token": Rule(partial(rules.recursive, replacement=False), True, True, None, False, device.recursive),
+    "block": Rule(partial(rules.traversal, replacement=False), True, True, None, False, device.traversal),
+    "recursive": Rule(partial(rules.recursive, replacement=False), True, False, False, False, device.recursive),
+    "recursive_replacement": Rule(
+        partial(rules.recursive, replacement=True), True, False, True, False, device.recursive
+    ),
+    "traversal": Rule(partial(rules.traversal, replacement=False), True, False, False, False, device.traversal),
+    "traversal_replacement": Rule(
+        partial(rules.traversal, replacement=True), True, False, True, False, device.traversal
+    ),
     "coupled": Rule(blind(rules.match), False, False, None, False),
     "typical": Rule(blind(rules.typical), False, False, None, True),
     "threshold": Rule(blind(rules.threshold), False, False, None, True),
@@ -135,7 +141,7 @@ def decide(
     if len(tree.token) == 1:
         rule, shown = "match", NOTHING
     else:
-        rule = fitting(rule, tree, q is not None, replacement, sampling.temperature == 0)
+        rule = fitting(rule, is_chain(tree.parent.tolist()), q is not None, replacement, sampling.temperature == 0)
         shown = label(rule)
     entry = RULES[rule]
     if sampling.temperature > 0:
@@ -156,10 +162,16 @@ def verify(
     replacement: bool = False,
 ) -> Chosen:
     """Verify a draft by the target's probs p after each node; otherwise as `decide`."""
-    return RULES[fitting(rule, tree, q is not None, replacement, False)].walk(tree, p, q, rng)
+    chain = is_chain(tree.parent.tolist())
+    return RULES[fitting(rule, chain, q is not None, replacement, False)].walk(tree, p, q, rng)
 
 
-def fitting(rule: str, tree: DraftTree, sampled: bool, replacement: bool, greedy: bool) -> str:
+def is_chain(parents: Sequence[int]) -> bool:
+    """Return whether a tree with these parents has no siblings."""
+    return list(parents) == list(range(-1, len(parents) - 1))
+
+
+def fitting(rule: str, chain: bool, sampled: bool, replacement: bool, greedy: bool) -> str:
     """Return the rule for a draft: the one that accepts most for auto (`benchmarks/rules.py` measures them).
 
     Raises:
@@ -167,7 +179,6 @@ def fitting(rule: str, tree: DraftTree, sampled: bool, replacement: bool, greedy
     """
     if rule == AUTO and not sampled:
         return "point_mass"
-    chain = tree.parent.tolist() == list(range(-1, len(tree.parent) - 1))
     if rule == AUTO:
         return "block" if chain else "traversal_replacement" if replacement else "traversal"
     entry = RULES[rule]

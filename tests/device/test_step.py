@@ -11,19 +11,20 @@ from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
 from inference.laps import Laps
 from inference.target.target import Target
-from inference.verification.sample import GREEDY
+from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 
 pytestmark = pytest.mark.gpu
 On = Callable[[str, torch.dtype], Target]
 
 
-@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "best_first"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0, 0.9)], ids=["T0", "T0.9"])
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "best_first", "sampled"])
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "block"])
-def test_nothing_of_a_step_waits(name: str, tree: str, target_on: On, device: torch.device) -> None:
+def test_nothing_of_a_step_waits(name: str, tree: str, sampling: Sampling, target_on: On, device: torch.device) -> None:
     target = target_on("llama", torch.float32)
     head: Any = toys.head(name, target).to(device)
-    requests = [(toys.prompt(slot, 5 + slot), Settings(40, GREEDY)) for slot in range(2)]
+    requests = [(toys.prompt(slot, 5 + slot), Settings(40, sampling)) for slot in range(2)]
     batch = batch_of(target, HeadDrafter(head, toys.TREES[tree], name), 2, requests)
     step: Any = batch.device_step
     step.static = True

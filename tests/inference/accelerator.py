@@ -35,7 +35,11 @@ from tests import toys
 
 NAME = "dummy"
 CAPACITY, PROMPT = 96, 11
-SAMPLINGS = {"greedy": (GREEDY, "auto"), "coupled": (Sampling(0.8, 0, 0.9, repetition_penalty=1.2), "coupled")}
+WARM = Sampling(0.8, 0, 0.9, repetition_penalty=1.2)
+SAMPLINGS = {
+    "greedy": (GREEDY, "auto"), "coupled": (WARM, "coupled"), "sampled": (WARM, "auto"),
+    "recursive": (WARM, "recursive"),
+}  # fmt: skip
 
 
 class Watch(TorchDispatchMode):

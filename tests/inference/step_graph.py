@@ -33,6 +33,8 @@ SAMPLINGS = {
     "greedy": (GREEDY, "auto"),
     "coupled": (Sampling(0.8, 0, 0.9), "coupled"),
     "penalised": (Sampling(0.0, 0, 1.0, repetition_penalty=1.5), "auto"),
+    "sampled": (Sampling(1.2, 0, 1.0), "auto"),
+    "recursive": (Sampling(1.2, 0, 0.9), "recursive"),
 }
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,8 +38,19 @@ CASES = [
     "eagle:deep:greedy:llama",
     "eagle3:few:coupled:llama", "mtp:scant:greedy:llama", "block:chain:penalised:qwen3",
     "eagle3 injected:dynamic:greedy:llama", "plain:chain:coupled:llama",
+    "eagle:chain:sampled:llama", "eagle3:dynamic:sampled:gpt2",
+    "mtp:sampled:warm:mistral", "plain:chain:sampled:llama",
+    "hass:independent:sampled:llama", "eagle:sampled:recursive:llama",
+    "block:independent:recursive with replacement:llama", "medusa:static:warm:llama",
+    "hydra:chain:token:llama", "mlp:sampled:match:llama",
+    "eagle:independent:coupled:llama", "hass:wide:warm:llama",
+    "eagle3:sampled:traversal at T0:llama", "mtp:best_first:point_mass:llama",
 ]  # fmt: skip
+WARM = Sampling(1.2, 0, 1.0)
 WAYS: dict[str, tuple[Sampling, str]] = {
+    "sampled": (PENALISED, "auto"), "warm": (WARM, "auto"), "token": (WARM, "token"), "match": (WARM, "match"),
+    "recursive": (PENALISED, "recursive"), "recursive with replacement": (WARM, "recursive_replacement"),
+    "traversal at T0": (GREEDY, "traversal"), "point_mass": (PENALISED, "point_mass"),
     "greedy": (GREEDY, "auto"), "coupled": (PENALISED, "coupled"),
     "penalised": (Sampling(0.0, 0, 1.0, repetition_penalty=1.5), "auto"),
 }  # fmt: skip
@@ -49,6 +61,8 @@ TREES = toys.TREES | {
     "deep": TreeConfig("chain", 70, 0, 0, [], []),
     "few": TreeConfig("dynamic", 6, 3, 4, [], []),
     "scant": TreeConfig("best_first", 6, 0, 5, [], []),
+    "independent": TreeConfig("independent", 0, 0, 0, [], [3, 2, 1]),
+    "wide": TreeConfig("sampled", 0, 0, 0, [], [toys.VOCAB + 2, 1]),  # more children than there are tokens
 }
 
 
@@ -112,7 +126,30 @@ def test_what_is_sampled_otherwise_goes_the_references_way_and_comes_back() -> N
     found = speculate(target, drafter, prompts, settings, batch_size=2)
     for i in (0, 2, 3):
         assert facts(found[i])[0] == reference(target, drafter, *requests[i]).tokens
+    assert facts(found[1]) == facts(reference(target, drafter, *requests[1]))
     assert {step.rule for step in found[1].steps} - {"none"} == {"point_mass"}
+
+
+@pytest.mark.parametrize("tree", ["static", "dynamic", "best_first", "plain"])
+def test_what_is_ranked_without_noise_leaves_the_coupled_text(tree: str) -> None:
+    """Both follow the target's token under the noise of its position, and coupled drafts meet it more often."""
+    target = toys.target("llama", DOUBLE)
+    drafter = source("plain" if tree == "plain" else "eagle", tree, target)
+    accepted = {"auto": 0, "coupled": 0}
+    for seed in range(4):
+        request = toys.prompt(seed, 5), Settings(30, WARM, seed=seed)
+        made = {rule: speculate(target, drafter, request[0], replace(request[1], rule=rule)) for rule in accepted}
+        assert made["auto"].tokens == made["coupled"].tokens
+        accepted = {rule: count + sum(step.accepted for step in made[rule].steps) for rule, count in accepted.items()}
+    assert accepted["auto"] <= accepted["coupled"]
+    assert tree == "plain" or 0 < accepted["auto"] < accepted["coupled"]
+
+
+def test_a_rule_that_is_not_for_the_drafts_is_refused() -> None:
+    target = toys.target("llama", DOUBLE)
+    for tree, rule, how in (("dynamic", "traversal", WARM), ("sampled", "block", WARM), ("static", "token", GREEDY)):
+        with pytest.raises(ValueError, match=f"rule={rule} .*choose rule=auto"):
+            speculate(target, source("eagle", tree, target), toys.prompt(1, 5), Settings(9, how, rule=rule))
 
 
 @contextmanager
@@ -135,18 +172,19 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield noted
 
 
-def full(target: Target, drafter: Drafter, size: int = 2) -> Batch:
-    batch = batch_of(target, drafter, size, [([0] * 9, Settings(60, GREEDY))])
+def full(target: Target, drafter: Drafter, size: int = 2, sampling: Sampling = GREEDY) -> Batch:
+    batch = batch_of(target, drafter, size, [([0] * 9, Settings(60, sampling))])
     assert batch.device_step is not None
     batch.device_step.static = True
     for slot in range(size):
-        batch.admit(slot, toys.prompt(slot, 5 + slot), Settings(60, GREEDY))
+        batch.admit(slot, toys.prompt(slot, 5 + slot), Settings(60, sampling))
     return batch
 
 
-@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "best_first"])
-def test_the_host_reads_once_a_step(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = full(toys.target("llama"), source("eagle3", tree, toys.target("llama")))
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic", "best_first", "sampled", "independent"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0, 1.0)], ids=["T0", "T0.9"])
+def test_the_host_reads_once_a_step(tree: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = full(toys.target("llama"), source("eagle3", tree, toys.target("llama")), sampling=sampling)
     batch.step()
     with reads(monkeypatch) as noted:
         for _ in range(3):
@@ -238,7 +276,9 @@ def counts() -> dict[str, dict[str, int]]:
     trees = ("chain", "static", "dynamic", "best_first")
     heads = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "block", "hass")
     cases = [f"{head}:{tree}:2:greedy:llama" for head in heads for tree in trees]
-    cases += [f"{case}:{way}:llama" for case in ("eagle:static:1", "eagle:static:32") for way in ("greedy", "coupled")]
+    cases += [f"{head}:{tree}:2:sampled:llama" for head in heads for tree in ("chain", "sampled")]
+    cases += [f"eagle:static:{size}:{way}:llama" for size in (1, 32) for way in ("greedy", "coupled", "sampled")]
+    cases += [f"eagle3:sampled:{size}:{way}:llama" for size in (1, 32) for way in ("sampled", "recursive")]
     cases += ["eagle3:dynamic:1:coupled:mistral", "eagle3:dynamic:32:coupled:mistral"]
     cases += ["medusa:best_first:1:greedy:gpt2", "medusa:best_first:32:greedy:gpt2"]
     run = subprocess.run([sys.executable, accelerator.__file__, *cases], capture_output=True, text=True, check=True)
@@ -255,7 +295,7 @@ def test_no_head_and_no_tree_makes_the_host_wait(counts: dict[str, Any]) -> None
 
 def test_the_work_does_not_depend_on_the_batch(counts: dict[str, Any]) -> None:
     pairs = [(case, case.replace(":1:", ":32:")) for case in counts if ":1:" in case]
-    assert len(pairs) == 4
+    assert len(pairs) == 7
     for one, many in pairs:
         for name, count in counts[one].items():
             assert abs(count - counts[many][name]) <= COPY, f"{one}: {name}"
@@ -276,12 +316,14 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        ["eagle3:dynamic:coupled:compiled", "medusa:best_first:greedy:recorded", "eagle:dynamic:penalised:captured",
-         "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers"],
+        ["eagle3:dynamic:coupled:compiled", "medusa:best_first:greedy:recorded", "eagle3:sampled:sampled:compiled",
+         "eagle:dynamic:penalised:captured", "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers"],
         pytest.param(
             [f"{head}:{way}" for head in ("eagle", "hass", "mtp", "hydra", "mlp", "block", "plain")
              for way in ("chain:greedy:compiled", "static:coupled:recorded", "best_first:greedy:compiled",
-                         "dynamic:coupled:captured", "dynamic:greedy:layers")],
+                         "chain:sampled:recorded", "dynamic:sampled:compiled", "sampled:recursive:compiled",
+                         "dynamic:coupled:captured", "chain:sampled:captured", "sampled:recursive:captured",
+                         "dynamic:greedy:layers", "chain:sampled:drafts")],
             marks=pytest.mark.slow,
         ),
     ],

@@ -10,7 +10,7 @@ from inference.verification import rules, verify
 from inference.verification.rng import Generator
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
-from inference.verification.verify import RULES, decide, fitting
+from inference.verification.verify import RULES, decide, fitting, is_chain
 from tests import toys
 
 CHAIN = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 1]))
@@ -30,7 +30,7 @@ T1 = Sampling(1.0, 0, 1.0)
     ],
 )
 def test_auto_takes_the_rule_that_accepts_most(tree: DraftTree, drawn: bool, replacement: bool, rule: str) -> None:
-    assert fitting("auto", tree, drawn, replacement, greedy=False) == rule
+    assert fitting("auto", is_chain(tree.parent.tolist()), drawn, replacement, greedy=False) == rule
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,15 @@ def test_auto_takes_the_rule_that_accepts_most(tree: DraftTree, drawn: bool, rep
 )
 def test_a_wrong_pairing_is_refused(rule: str, tree: DraftTree, drawn: bool, replacement: bool, named: str) -> None:
     with pytest.raises(ValueError, match=named) as error:
-        fitting(rule, tree, drawn, replacement, greedy=False)
+        fitting(rule, is_chain(tree.parent.tolist()), drawn, replacement, greedy=False)
     assert f"rule={rule}" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_at_temperature_0_any_choice_of_drafts_will_do() -> None:
-    assert fitting("traversal", TREE, False, True, greedy=True) == "traversal"
+    assert fitting("traversal", False, False, True, greedy=True) == "traversal"
     with pytest.raises(ValueError, match="verifies chains"):
-        fitting("block", TREE, False, False, greedy=True)
+        fitting("block", False, False, False, greedy=True)
 
 
 @pytest.mark.parametrize(

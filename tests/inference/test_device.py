@@ -1,0 +1,237 @@
+"""Acceptance on the device against the reference rules, whose laws are enumerated, on the same coins and noise."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference.drafters.policy import TreeConfig, sampled_shape
+from inference.verification import device
+from inference.verification.device import Sampled
+from inference.verification.rng import COINS, DRAFTS, Coupled, Drafting, Samples, key_of, keyed, noise_at, uniform
+from inference.verification.tree import DraftTree, ancestors, keep
+from inference.verification.verify import RULES
+from tests import enumeration
+
+CPU = torch.device("cpu")
+B, V, START = 64, 6, 9
+SHAPES = {
+    "chain": TreeConfig("chain", 4, 0, 0, [], []),
+    "sampled": TreeConfig("sampled", 0, 0, 0, [], [3, 2, 1]),
+    "ragged": enumeration.TREES["ragged"],
+    "independent": TreeConfig("independent", 0, 0, 0, [], [3, 2, 1]),
+}
+FITTING = {
+    "chain": ("token", "block", "recursive_replacement", "traversal_replacement"),
+    "sampled": ("recursive", "traversal"),
+    "ragged": ("recursive", "traversal"),
+    "independent": ("recursive_replacement", "traversal_replacement"),
+}
+FAMILIES = ("mild", "close", "equal", "zeros", "disjoint", "one")
+
+
+def probs(family: str, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return p and q "B N V", in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q, holes = torch.randn(3, B, size, V, generator=generator, dtype=torch.float64)
+    if family in ("close", "equal"):
+        q = p + (0.4 * q if family == "close" else 0)
+    if family in ("zeros", "disjoint"):
+        first = torch.arange(V) < V // 2
+        p = p.masked_fill((holes > 0.3) & ~first if family == "zeros" else ~first, float("-inf"))
+        q = q.masked_fill((holes < -0.3) & first if family == "zeros" else first, float("-inf"))
+    if family == "one":  # all probability on one token, often the same
+        p, q = 1e3 * p, 1e3 * torch.where(holes > 0, p, q)
+    return p.softmax(-1), q.softmax(-1)
+
+
+def drafted(config: TreeConfig, q: Tensor, seed: int) -> Sampled:
+    """Sample B drafts of a shape, and leave out what is deeper than their room."""
+    shape = sampled_shape(config, 9)
+    assert shape is not None
+    parents, replacement = shape
+    samples = Samples(torch.arange(B) + 1000 * seed)
+    token = torch.zeros(B, len(parents), dtype=torch.long)
+    inner = sorted({*parents} - {-1})
+    for row, node in enumerate(inner):
+        below = [child for child, parent in enumerate(parents) if parent == node]
+        if replacement:
+            token[:, below] = samples.picked(q[:, [row]].expand(-1, len(below), -1))
+        else:
+            children = samples.distinct(q[:, [row]], len(below))[:, 0]
+            token[:, below] = torch.nn.functional.pad(children, (0, len(below) - children.shape[1]), value=-1)
+    tree = DraftTree(token, torch.tensor(parents).expand_as(token))
+    above = ancestors(tree)
+    room = torch.randint(5, (B,), generator=torch.Generator().manual_seed(seed))
+    present = device.present(tree, above, above.sum(-1) - 1, room)
+    return Sampled(parents, replacement, token, present, q[:, : len(inner)])
+
+
+def reference(rule: str, draft: Sampled, p: Tensor, seed: int, b: int) -> tuple[list[int], int]:
+    """Walk one draft by the reference rule; return the accepted nodes, numbered as in the shape, and the next token."""
+    whole = DraftTree(draft.token[b], torch.tensor(draft.parents))
+    q = torch.zeros(len(draft.parents), V, dtype=p.dtype)
+    q[sorted({*draft.parents} - {-1})] = draft.q[b]
+    tree, index = keep(whole, draft.present[b])
+    path, token = RULES[rule].walk(tree, p[b][index], q[index], Coupled(seed + b, CPU, range(START + 1)))
+    return index[path].tolist(), token
+
+
+def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, waits: bool) -> list[tuple[list[int], int]]:
+    """Return the same of all drafts."""
+    key = torch.tensor([key_of(seed + b) for b in range(B)])
+    point = uniform(keyed(keyed(key, COINS), START + 1)[:, None], torch.arange(p.shape[1]))
+    walk = RULES[rule].on_device
+    assert walk is not None
+    last, left = walk(draft, p, point, waits)
+    tree = DraftTree(draft.token, torch.tensor(draft.parents).expand_as(draft.token))
+    count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
+    token = (left / noise_at(key, START + count, V)).argmax(-1)
+    deepest = int(ancestors(tree).sum(-1).max()) - 1
+    path, committed, tokens = device.accepted(tree, ancestors(tree), last, token, deepest)
+    assert committed.equal(count)
+    assert tokens.gather(1, count[:, None] - 1)[:, 0].equal(token)
+    assert all(draft.token[b, path[b, 1:n]].equal(tokens[b, : n - 1]) for b, n in enumerate(count.tolist()))
+    return [(path[b, :n].tolist(), int(token[b])) for b, n in enumerate(count.tolist())]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("shape", "rule"), [(shape, rule) for shape, fitting in FITTING.items() for rule in fitting])
+def test_every_rule_takes_the_references_path_and_token(shape: str, rule: str, family: str) -> None:
+    parents = (sampled_shape(SHAPES[shape], 9) or ((),))[0]
+    lengths = set()
+    for seed in range(3):
+        p, q = probs(family, len(parents), seed)
+        draft = drafted(SHAPES[shape], q, seed)
+        expected = [reference(rule, draft, p, 100 * seed, b) for b in range(B)]
+        found = on_device(rule, draft, p, 100 * seed, waits=False)
+        assert found == on_device(rule, draft, p, 100 * seed, waits=True) == expected
+        lengths |= {len(path) for path, _ in found}
+    assert len(lengths) > 1 or family == "disjoint"
+
+
+def test_every_rule_that_reads_q_is_compared() -> None:
+    reading = {name for name, rule in RULES.items() if rule.on_device is not None}
+    assert {name for name, rule in RULES.items() if rule.sampled} == reading
+    assert {rule for fitting in FITTING.values() for rule in fitting} == reading
+
+
+COUNT = 20_000
+LIMIT = 39.3  # 99.9 % point at 15 degrees of freedom is 37.7; the seeds are fixed
+
+
+def along(table: list[Tensor], parents: tuple[int, ...], token: Tensor) -> Tensor:
+    """Return probs "B N V" after each node of a shape, from tables of probs after no token, one, and two."""
+    rows = []
+    paths: list[list[Tensor]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*paths[parent], token[:, node]] if node else [])
+        rows.append(table[len(paths[node])][tuple(paths[node])] if node else table[0].expand(len(token), -1))
+    return torch.stack(rows, 1)
+
+
+def pairs(rule: str, config: TreeConfig, wrong_q: bool = False) -> Tensor:
+    """Return the counts of the first two tokens of many seeds, with their expectations."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = ([torch.randn(*[4] * (n + 1), generator=generator).mul(0.6).softmax(-1) for n in range(3)] for _ in range(2))
+    parents, replacement = sampled_shape(config, 9) or ((), False)
+    key = torch.tensor([key_of(seed) for seed in range(COUNT)])
+    samples, q_rows = Samples(keyed(keyed(key, DRAFTS), START + 1)), list[Tensor]()
+    token = torch.zeros(COUNT, len(parents), dtype=torch.long)
+    for node in sorted({*parents} - {-1}):
+        below = [child for child, parent in enumerate(parents) if parent == node]
+        law = along(q, parents, token)[:, node, None]
+        q_rows.append(law[:, 0])
+        many = law.expand(-1, len(below), -1)
+        token[:, below] = samples.picked(many) if replacement else samples.distinct(law, len(below))[:, 0]
+    if wrong_q:
+        q_rows = q_rows[::-1]
+    present = torch.ones_like(token, dtype=torch.bool)
+    draft = Sampled(parents, replacement, token, present, torch.stack(q_rows, 1))
+    point = uniform(keyed(keyed(key, COINS), START + 1)[:, None], torch.arange(len(parents)))
+    walk = RULES[rule].on_device
+    assert walk is not None
+    last, left = walk(draft, along(p, parents, token), point, False)
+    tree = DraftTree(token, torch.tensor(parents).expand_as(token))
+    count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
+    after = (left / noise_at(key, START + count, 4)).argmax(-1)
+    text = device.accepted(tree, ancestors(tree), last, after, 2).token
+    more = (p[1][text[:, 0]] / noise_at(key, torch.full_like(key, START + 2), 4)).argmax(-1)
+    found = torch.bincount(text[:, 0] * 4 + torch.where(count > 1, text[:, 1], more), minlength=16)
+    return torch.stack([found, COUNT * (p[0][:, None] * p[1]).flatten()])
+
+
+def statistic(counts: Tensor) -> float:
+    """Return chi-square."""
+    found, expected = counts
+    return float(((found - expected) ** 2 / expected).sum())
+
+
+SMALL = {"chain": enumeration.TREES["chain"], "sampled": enumeration.TREES["sampled"], "ragged": SHAPES["ragged"]}
+SMALL["independent"] = enumeration.TREES["independent"]
+
+
+@pytest.mark.parametrize(("shape", "rule"), [(shape, rule) for shape in SMALL for rule in FITTING[shape]])
+def test_texts_of_many_seeds_have_the_targets_distribution(shape: str, rule: str) -> None:
+    """With the numbers that decoding takes: drafts, coins and noise depend on the seed alone, and not on each other."""
+    assert statistic(pairs(rule, SMALL[shape])) < LIMIT
+
+
+def test_the_q_of_another_node_is_seen() -> None:
+    assert statistic(pairs("traversal", SMALL["sampled"], wrong_q=True)) > 3 * LIMIT
+
+
+def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
+    """Tokens of every pair of numbers that one text reads, over many seeds, against the product of their laws."""
+    law, count = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), 2000
+    rows: list[list[int]] = []
+    for seed in range(count):
+        text = list(range(7))
+        drafts, verified = Drafting(seed, CPU, text), Coupled(seed, CPU, text)
+        row = [*drafts.distinct(law.expand(2, -1), 2)[:, 0].tolist(), *drafts.sample(law.expand(2, -1))]
+        row += [*verified.sample(law), 2 * verified.accept(0.5) + verified.accept(0.5)]
+        text.append(0)
+        rows.append([*row, int(drafts.distinct(law, 2)[0, 0]), *drafts.sample(law), *verified.sample(law)])
+    columns = torch.tensor(rows).T
+    laws = [law[0]] * 5 + [torch.full((4,), 0.25)] + [law[0]] * 3
+    for i, one in enumerate(columns):
+        for j, other in enumerate(columns[:i]):
+            found, expected = torch.bincount(4 * one + other, minlength=16), count * laws[i][:, None] * laws[j]
+            assert statistic(torch.stack([found, expected.flatten()])) < 45, (i, j)
+
+
+def test_a_batch_samples_what_every_sequence_samples_alone() -> None:
+    probs = torch.rand(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    probs[1, :, 3:] = 0
+    rngs = [Drafting(seed, CPU, range(11)) for seed in range(3)]
+    key = torch.tensor([key_of(seed) for seed in range(3)])
+    samples = Samples(keyed(keyed(key, DRAFTS), 11))
+    for count in (1, 6, 2):
+        found = samples.distinct(probs, count)
+        assert found.equal(torch.stack([rng.distinct(row, count) for rng, row in zip(rngs, probs, strict=True)]))
+        assert samples.picked(probs).tolist() == [rng.sample(row) for rng, row in zip(rngs, probs, strict=True)]
+    assert (samples.distinct(probs, 6)[1, :, 3:] == -1).all()
+
+
+class Strict(Coupled):
+    """Rejects whatever is not certain, and notes what the next token is sampled from."""
+
+    def accept(self, probability: float) -> bool:
+        return probability >= 1
+
+    def sample(self, probs: Tensor, depth: int = 1) -> list[int]:
+        self.left = probs[0]
+        return super().sample(probs, depth)
+
+
+def test_an_alpha_of_one_stays_one() -> None:
+    """As in the reference: mass / (mass + 1 - 1) is not 1 for every mass, and a rejected root would leave p."""
+    p, q = torch.rand(2, 200, 4, 3, generator=torch.Generator().manual_seed(0)).add(1e-3).unbind()
+    p, q = p / p.sum(-1, keepdim=True), (q / q.sum(-1, keepdim=True))[:, :1]
+    token, parents = torch.tensor([0, 0, 1, 2]).expand(200, -1), (-1, 0, 0, 0)
+    draft = Sampled(parents, False, token, torch.ones_like(token, dtype=torch.bool), q)
+    last, left = device.traversal(draft, p, torch.full((200, 4), 1 - 2.0**-53, dtype=torch.float64))
+    for b in range(200):
+        rng = Strict(0, CPU, range(1))
+        path, _ = RULES["traversal"].walk(DraftTree(token[b], torch.tensor(parents)), p[b], q[b].expand(4, -1), rng)
+        assert path[-1] == last[b]
+        torch.testing.assert_close(left[b], rng.left)
