@@ -141,6 +141,7 @@ def read_table(table: Callable[[], Iterable[Raw]], name: str, remedy: str) -> It
     """
     import datasets
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is said by the error
     read = 0
     try:
         for record in table():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import lzma
 import os
 from collections.abc import Callable, Iterator
@@ -222,6 +223,20 @@ def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, m
         read(str(tmp_path / name), "")
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_table_that_cannot_be_read_logs_no_lines_beside_the_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    logger = logging.getLogger("datasets")  # hands nothing on to the root
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(ValueError, match="record 0 cannot be read"):
+            read(str(tmp_path / "a.parquet"), "")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.records == []
 
 
 def test_a_pipe_is_no_data(tmp_path: Path) -> None:
