@@ -85,26 +85,41 @@ def counted(batch: Batch) -> tuple[Counter[str], int]:
     return parts.parts, reads.total()
 
 
+def embedded() -> Target:
+    """Return the embedded target in fp32, on the CPU."""
+    return Target.load(str(ROOT / "examples" / "tiny"), dtype="float32", device="cpu")
+
+
+def head_of(kind: str, target: Target) -> Any:
+    """Return a head of random weights, as its YAML configures it."""
+    values = yaml.safe_load((ROOT / "conf" / "head" / f"{kind}.yaml").read_text(encoding="utf-8"))["head"]
+    values = {name: 512 if name == "length" else value for name, value in values.items()}
+    return HEADS[kind](head_config(values), target.embeddings).eval()
+
+
+def batch_of_size(target: Target, source: Drafter, size: int) -> Batch:
+    """Return a full batch."""
+    requests = [(list(range(1, 12 + slot)), Settings(64, GREEDY)) for slot in range(size)]
+    batch = batch_of(target, source, size, requests)
+    for number, request in enumerate(requests):
+        batch.admit(number, *request)
+    return batch
+
+
 def main() -> None:
     """Count and print."""
     parser = argparse.ArgumentParser(description="Operations and host reads of one decoding step.")
     parser.add_argument("--head", default="eagle3", choices=list(HEADS))
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
     asked = parser.parse_args()
-    target = Target.load(str(ROOT / "examples" / "tiny"), dtype="float32", device="cpu")
-    values = yaml.safe_load((ROOT / "conf" / "head" / f"{asked.head}.yaml").read_text(encoding="utf-8"))["head"]
-    values = {name: 512 if name == "length" else value for name, value in values.items()}
-    head: Any = HEADS[asked.head](head_config(values), target.embeddings).eval()
+    target = embedded()
+    head = head_of(asked.head, target)
     sources: dict[str, Drafter] = {"baseline": Plain(target.device)}
     sources |= {name: HeadDrafter(head, tree, name) for name, tree in TREES.items()}
     print(f"{'':32}{'batch':>6}{'draft':>7}{'verify':>8}{'other':>7}{'all':>6}{'reads':>7}")
     for name, source in sources.items():
         for size in asked.batches:
-            requests = [(list(range(1, 12 + slot)), Settings(64, GREEDY)) for slot in range(size)]
-            batch = batch_of(target, source, size, requests)
-            for number, request in enumerate(requests):
-                batch.admit(number, *request)
-            parts, reads = counted(batch)
+            parts, reads = counted(batch_of_size(target, source, size))
             kinds = [parts[kind] for kind in ("draft", "verify", "other")]
             print(f"{name:32}{size:6}{kinds[0]:7}{kinds[1]:8}{kinds[2]:7}{sum(kinds):6}{reads:7}", flush=True)
 
