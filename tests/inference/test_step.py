@@ -38,13 +38,13 @@ CASES = [
     "eagle:deep:greedy:llama",
     "eagle3:few:coupled:llama", "mtp:scant:greedy:llama", "block:chain:penalised:qwen3",
     "eagle3 injected:dynamic:greedy:llama", "plain:chain:coupled:llama",
-    "eagle:chain:sampled:llama", "eagle3:dynamic:sampled:gpt2",
+    "eagle3:dynamic:sampled:gpt2", "medusa:static:point_mass:llama",
     "mtp:sampled:warm:mistral", "plain:chain:sampled:llama",
-    "hass:independent:sampled:llama", "eagle:sampled:recursive:llama",
-    "block:independent:recursive with replacement:llama", "medusa:static:warm:llama",
-    "hydra:chain:token:llama", "mlp:sampled:match:llama",
-    "eagle:independent:coupled:llama", "hass:wide:warm:llama",
-    "eagle3:sampled:traversal at T0:llama", "mtp:best_first:point_mass:llama",
+    "eagle:independent:coupled:llama", "mlp:sampled:recursive:llama",
+    "block:independent:recursive with replacement:llama", "medusa:independent:sampled:llama",
+    "hydra:chain:token:llama", "eagle:chain:sampled:llama",
+    "eagle:sampled:match:llama", "hass:wide:warm:llama",
+    "eagle3:sampled:traversal at T0:llama",
 ]  # fmt: skip
 WARM = Sampling(1.2, 0, 1.0)
 WAYS: dict[str, tuple[Sampling, str]] = {
@@ -130,14 +130,14 @@ def test_what_is_sampled_otherwise_goes_the_references_way_and_comes_back() -> N
     assert {step.rule for step in found[1].steps} - {"none"} == {"point_mass"}
 
 
-@pytest.mark.parametrize("tree", ["static", "dynamic", "best_first", "plain"])
+@pytest.mark.parametrize("tree", ["static", "dynamic", pytest.param("best_first", marks=pytest.mark.slow), "plain"])
 def test_what_is_ranked_without_noise_leaves_the_coupled_text(tree: str) -> None:
     """Both follow the target's token under the noise of its position, and coupled drafts meet it more often."""
     target = toys.target("llama", DOUBLE)
     drafter = source("plain" if tree == "plain" else "eagle", tree, target)
     accepted = {"auto": 0, "coupled": 0}
-    for seed in range(4):
-        request = toys.prompt(seed, 5), Settings(30, WARM, seed=seed)
+    for seed in range(2):
+        request = toys.prompt(seed, 5), Settings(24, WARM, seed=seed)
         made = {rule: speculate(target, drafter, request[0], replace(request[1], rule=rule)) for rule in accepted}
         assert made["auto"].tokens == made["coupled"].tokens
         accepted = {rule: count + sum(step.accepted for step in made[rule].steps) for rule, count in accepted.items()}
@@ -276,7 +276,7 @@ def counts() -> dict[str, dict[str, int]]:
     trees = ("chain", "static", "dynamic", "best_first")
     heads = ("eagle", "eagle3", "medusa", "hydra", "mlp", "mtp", "block", "hass")
     cases = [f"{head}:{tree}:2:greedy:llama" for head in heads for tree in trees]
-    cases += [f"{head}:{tree}:2:sampled:llama" for head in heads for tree in ("chain", "sampled")]
+    cases += [f"{head}:sampled:2:sampled:llama" for head in heads] + ["eagle:chain:2:sampled:llama"]
     cases += [f"eagle:static:{size}:{way}:llama" for size in (1, 32) for way in ("greedy", "coupled", "sampled")]
     cases += [f"eagle3:sampled:{size}:{way}:llama" for size in (1, 32) for way in ("sampled", "recursive")]
     cases += ["eagle3:dynamic:1:coupled:mistral", "eagle3:dynamic:32:coupled:mistral"]
