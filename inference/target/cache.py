@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 STRIDE = 256  # of the sizes, in positions, that passes of a few sizes have
+GRAIN = 64  # of capacities: attention over all entries can then be split into a few equal pieces
 LEAST = 2048  # positions of a fixed storage: each time that it grows, the passes that write to it are captured anew
 
 
@@ -53,8 +54,7 @@ class Storage:
 
     def reserve(self, capacity: int) -> None:
         """Have room for at least so many entries a sequence."""
-        if self.fixed:
-            capacity = max(roomy(capacity), LEAST)
+        capacity = max(roomy(capacity), LEAST) if self.fixed else -(-capacity // GRAIN) * GRAIN
         if capacity > self.capacity:
             self.capacity, old = capacity, self.layers
             self.blocks, self.layers = [], {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from heads.modules import layers
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings
 from inference.drafters.head import HeadDrafter
@@ -85,6 +86,12 @@ def compiled(step: DeviceStep) -> None:
     )
 
 
+def split(step: DeviceStep) -> None:
+    """Compile the step with every attention under a mask split over its keys."""
+    layers.count_pieces = lambda _, key: 4 if key.shape[2] % 4 == 0 else 1
+    compiled(step)
+
+
 def recorded(step: DeviceStep) -> None:
     """Record the operations of the first step, and run these in all that follow."""
     original, graphs = step.run, list[Any]()
@@ -114,6 +121,7 @@ def _state(step: DeviceStep) -> list[Tensor]:
 
 def main() -> None:
     """Print the facts of every case in the arguments: head:tree:sampling:way."""
+    count_pieces = layers.count_pieces
     for case in sys.argv[1:]:
         head, tree, sampling, way = case.split(":")
         how, rule = SAMPLINGS[sampling]
@@ -124,8 +132,9 @@ def main() -> None:
             torch._dynamo.utils.counters.clear()
             graphed = batch(head, tree, requests)
             assert graphed.device_step is not None
-            {"compiled": compiled, "recorded": recorded}[way](graphed.device_step)
+            {"compiled": compiled, "recorded": recorded, "split": split}[way](graphed.device_step)
             found = [answer.tokens for answer in decoded(graphed, requests)]
+        layers.count_pieces = count_pieces
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         print(json.dumps({case: {"same": found == expected, "graphs": graphs}}), flush=True)
 
