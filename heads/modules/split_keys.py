@@ -17,8 +17,8 @@ ALIGNED = 8  # keys: of 16 bits, what the kernel reads of a mask at once
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # that it knows
 
 
-def count_pieces(query: Float[Tensor, "B G R E"], key: Float[Tensor, "B G S E"]) -> int:
-    """Return into how many pieces to cut the keys: a power of 2, as many as leave no unit of the device without work.
+def count_pieces(query: Tensor, key: Tensor) -> int:
+    """Return how many pieces to cut keys "B G S E" into: a power of 2, with which queries "B G R E" fill the device.
 
     It follows from shapes and device alone. 1 on a CPU, and where a gradient is wanted: the merge has none.
     """
