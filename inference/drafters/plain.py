@@ -37,7 +37,7 @@ class PlainBatch(DraftBatch):
     """No drafting for several sequences."""
 
     feature_layers: tuple[int, ...] = ()
-    deepest, nodes, chain = 0, 1, True
+    deepest, nodes, chain, nbytes = 0, 1, True, 0
 
     def __init__(self, plain: Plain) -> None:
         self.plain = plain

@@ -7,7 +7,7 @@ the same time a cache of its own, for its prefill.
 """
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,6 +34,11 @@ class Form(NamedTuple):
         """Return the form of keys or values."""
         return cls(states.shape[1], states.shape[3], states.dtype, states.device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one entry."""
+        return self.groups * self.width * self.dtype.itemsize
+
 
 Layout = dict[int, tuple[Form, Form]]  # of every layer with a cache, its keys' and values', as a first pass shows them
 
@@ -51,6 +56,14 @@ class Storage:
         self.size, self.layout, self.capacity, self.fixed = size, layout, capacity, fixed
         self.blocks: list[Tensor] = []
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def nbytes(self) -> Counter[torch.device]:
+        """Bytes of all layers' keys and values by device, whether they are allocated yet or not."""
+        total = Counter[torch.device]()
+        for form in (form for pair in self.layout.values() for form in pair):
+            total[form.device] += form.nbytes * self.size * self.capacity
+        return total
 
     def reserve(self, capacity: int) -> None:
         """Have room for at least so many entries a sequence."""
