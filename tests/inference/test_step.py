@@ -37,7 +37,8 @@ CASES = [
     "medusa:static:penalised:llama", "hydra:dynamic:greedy:llama", "mlp:best_first:coupled:llama",
     "eagle:deep:greedy:llama",
     "eagle3:few:coupled:llama", "mtp:scant:greedy:llama", "block:chain:penalised:qwen3",
-    "eagle3 injected:dynamic:greedy:llama", "plain:chain:coupled:llama",
+    "eagle3 injected:dynamic:greedy:llama", "plain:chain:coupled:llama", "hass:chain:coupled:mixtral",
+    "eagle:best_first:greedy:dynamic rope", "eagle:static:greedy:qwen3 moe",
 ]  # fmt: skip
 WAYS: dict[str, tuple[Sampling, str]] = {
     "greedy": (GREEDY, "auto"), "coupled": (PENALISED, "coupled"),
@@ -265,6 +266,7 @@ def counts() -> dict[str, dict[str, int]]:
     cases = [f"{head}:{tree}:2:greedy:llama" for head in heads for tree in trees]
     cases += [f"{case}:{way}:llama" for case in ("eagle:static:1", "eagle:static:32") for way in ("greedy", "coupled")]
     cases += ["eagle3:dynamic:1:coupled:mistral", "eagle3:dynamic:32:coupled:mistral"]
+    cases += [f"eagle:dynamic:2:coupled:{name}" for name in toys.ROUTED]
     cases += ["medusa:best_first:1:greedy:gpt2", "medusa:best_first:32:greedy:gpt2"]
     run = subprocess.run([sys.executable, accelerator.__file__, *cases], capture_output=True, text=True, check=True)
     found: dict[str, dict[str, int]] = {}
