@@ -98,6 +98,7 @@ def fix_rope(model: nn.Module) -> None:
 
     To find that out the host would read the positions of every pass from the device.
     """
+    module: Any
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic":
             module.rope_type = "default"

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from heads.modules import layers
 from inference.batch import Batch, batch_of
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.laps import Laps
 from inference.protocol import Drafter
-from inference.session import Session
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
@@ -59,15 +58,6 @@ def source(name: str, tree: str, target: Target) -> Drafter:
         return Plain(target.device)
     head: Any = toys.head(name, target)
     return HeadDrafter(head, TREES[tree], name)
-
-
-def reference(target: Target, drafter: Drafter, prompt: list[int], settings: Settings) -> Generation:
-    with torch.inference_mode():
-        session = Session(target, drafter, prompt, settings)
-        session.prefill()
-        while not session.generation.finish:
-            session.step()
-    return session.generation
 
 
 def facts(generation: Generation) -> list[Any]:
