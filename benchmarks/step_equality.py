@@ -11,7 +11,6 @@ a repetition penalty, and under coupled noise, by a chain and by a dynamic tree.
 import argparse
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +20,10 @@ sys.path[0] = str(ROOT)
 import torch
 import yaml
 
+from data.text.prompts import Prompt
 from eval.inputs.workloads import load_workload
-from eval.live.sampled import race_gap
-from eval.measures.losslessness import EPSILON, divergence
+from eval.live.sampled import coupled_check
+from eval.measures.losslessness import gate
 from heads import HEADS, head_config
 from heads.formats.hub import load_head
 from inference.batch import batch_of
@@ -88,19 +88,20 @@ def decoded(target: Target, drafter: HeadDrafter, requests: list[Request], size:
 
 
 def compare(target: Target, requests: list[Request], expected: list[Generation], answers: list[Generation]) -> Compared:
-    """Count texts that are equal, that part at a near tie, and that differ."""
+    """Count texts that are identical, that part at a near tie, and that differ, as the losslessness check does."""
     compared = Compared(Counter(tokens=sum(len(answer.tokens) for answer in answers)), [])
-    for (prompt, settings), ours, theirs in zip(requests, expected, answers, strict=True):
-        parted, kind = divergence(ours, theirs, str(settings.seed)), "equal"
-        if parted is not None:
-            if settings.sampling.temperature > 0 and None not in (parted.plain, parted.drafted):
-                parted = replace(parted, gap=race_gap(target, prompt, ours.tokens[: parted.position], settings))
-            kind = "near ties" if parted.gap is not None and parted.gap < EPSILON[target.dtype] else "unequal"
-        elif (ours.finish, ours.sources) != (theirs.finish, theirs.sources):
-            kind = "unequal"
+    for (prompt, how), ours, theirs in zip(requests, expected, answers, strict=True):
+        name = str(how.seed)
+        if how.sampling.temperature == 0:
+            verdict = gate([ours], [theirs], [name], target.dtype)
+        else:
+            verdict = coupled_check(target, [ours], [theirs], [Prompt(name, prompt, "")], how)
+        [kind], [where] = verdict.verdicts, [*verdict.ties, verdict.first][:1]
+        if where is None and (ours.finish, ours.sources) != (theirs.finish, theirs.sources):
+            kind = "failed"
         compared.counts[kind] += 1
-        if kind != "equal":
-            compared.first.append(f"{kind}: {parted or f'prompt {settings.seed} ends or was drafted otherwise'}")
+        if kind != "identical":
+            compared.first.append(f"{kind}: {where or f'prompt {name} ends or was drafted otherwise'}")
     return compared
 
 
@@ -128,7 +129,7 @@ def main() -> None:
             print(f"{way}, {tree.kind}: {dict(compared.counts)} {compared.first[:1] or ''}", flush=True)
         begin += 4 * asked.batch + 1
     print(f"in all: {dict(total)}")
-    sys.exit(bool(total["unequal"]))
+    sys.exit(bool(total["failed"]))
 
 
 if __name__ == "__main__":
