@@ -11,7 +11,8 @@ from eval.inputs.drafters import Drafters
 from eval.live.interleaved import HF, PLAIN, Runs, decoded_once, medians
 from eval.live.sampled import sampled_gates
 from eval.measures.losslessness import EPSILON, Gate, SampledGate, divergence, gate, labelled
-from inference.decode import Settings, autoregress
+from inference.decode import Settings, autoregress, reference
+from inference.drafters.plain import Plain
 from inference.target.target import Target
 from inference.verification.verify import is_lossy
 
@@ -21,19 +22,19 @@ def check(
 ) -> tuple[dict[str, Gate], list[SampledGate]]:
     """Return the losslessness check of each drafter at each batch size, and at each temperature above 0.
 
-    Greedily every prompt runs once. All are compared with autoregressive decoding of each prompt alone, the baseline;
-    so is the baseline in batches. Above 0 a chi-square test reveals a total variation of `total_variation`.
+    Greedily every prompt runs once. All are compared with autoregressive decoding of each prompt alone by the reference
+    engine; so is the baseline, which the drafters' engine decodes. Above 0 a chi-square test reveals a total variation
+    of `total_variation`.
     """
     sizes = config.batch_sizes()
     if not drafters and sizes == [1]:
         return {}, []
     settings, ids = config.settings(0.0, gaps=True), [prompt.id for prompt in prompts]
+    plain = Plain(target.device)
+    alone = [reference(target, plain, prompt.token, settings) for prompt in prompts]
     gates = {}
-    for size in sorted({1, *sizes}):
-        runs = decoded_once(target, drafters if size in sizes else {}, prompts, settings, size)
-        if size == 1:
-            alone = runs.pop(PLAIN)
-        for name, runs_of in runs.items():
+    for size in sorted(sizes):
+        for name, runs_of in decoded_once(target, drafters, prompts, settings, size).items():
             verdict = gate(alone, runs_of, ids, target.dtype)
             gates[labelled(name, size)] = replace(verdict, lossy=name != PLAIN and is_lossy(config.rule))
     hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []

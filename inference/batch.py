@@ -1,10 +1,13 @@
 """A continuous batch: sequences that enter and leave one by one, and one target pass over all that are in it."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from inference.limits import check_size
+import torch
+
+from inference.limits import check_memory, check_size
 from inference.protocol import DraftBatch, Drafter, Proposal, fill_vacant, vacant
 from inference.session import TREE, Generation, Session, Settings
 from inference.step import DeviceStep, fits
@@ -36,6 +39,15 @@ class Batch:
         self.device_step = None if drafts is None else DeviceStep(target, self.cache, drafts)
         self.slots: list[Running | None] = []
         self.reserve(capacity)
+        if not self.cache.storage.blocks:
+            check_memory(self.nbytes, target.name, len(drafters))
+
+    @property
+    def nbytes(self) -> Counter[torch.device]:
+        """Bytes by device of the target's and the head's keys and values, whether they are allocated yet or not."""
+        total = self.cache.storage.nbytes
+        total[self.target.device] += 0 if self.drafts is None else self.drafts.nbytes
+        return total
 
     @property
     def running(self) -> list[Running]:

@@ -10,10 +10,10 @@ from inference.batch import batch_of
 from inference.drafters.plain import Plain
 from inference.limits import check_prompt
 from inference.protocol import Drafter
-from inference.session import Generation, Settings, Step
+from inference.session import Generation, Session, Settings, Step
 from inference.target.target import Target
 
-__all__ = ["Generation", "Settings", "Step", "autoregress", "speculate"]
+__all__ = ["Generation", "Settings", "Step", "autoregress", "reference", "speculate"]
 
 OnTokens = Callable[[list[int], list[str]], None]  # new tokens and their sources: "prefill", "draft", "bonus"
 OnBatchTokens = Callable[[int, list[int], list[str]], None]  # the same, with the prompt's index before them
@@ -121,3 +121,17 @@ def _several(
 def autoregress(target: Target, prompt: list[int], settings: Settings, on_tokens: OnTokens | None = None) -> Generation:
     """Decode one prompt autoregressively, in the same engine."""
     return speculate(target, Plain(target.device), prompt, settings, on_tokens)
+
+
+@torch.inference_mode()
+def reference(target: Target, drafter: Drafter, prompt: list[int], settings: Settings) -> Generation:
+    """Decode one prompt with a draft source by `Session` alone: the engine whose tokens all others must give.
+
+    Raises:
+        ValueError: as `speculate`.
+    """
+    session = Session(target, drafter, prompt, settings)
+    session.prefill()
+    while not session.generation.finish:
+        session.step()
+    return session.generation

@@ -1,5 +1,9 @@
 """What fits into a target's context, and what does not: one line for the user, before anything is computed."""
 
+from collections.abc import Mapping
+
+import torch
+
 from inference.target.target import Target
 
 
@@ -35,3 +39,21 @@ def check_size(target: Target, nodes: int, name: str) -> None:
             f"{name}: a tree of {nodes} nodes is larger than the context of {target.name}, {target.context} tokens: "
             "draft fewer"
         )
+
+
+def check_memory(nbytes: Mapping[torch.device, int], name: str, size: int) -> None:
+    """Check that a batch's keys and values fit into what is free of each CUDA device's memory.
+
+    Raises:
+        ValueError: they do not; a mistake of the batch's size is then one of the first line, and not of the last.
+    """
+    for device, needed in nbytes.items():
+        if device.type != "cuda":
+            continue
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if needed > free:
+            raise ValueError(
+                f"{name}: the keys and values of a batch of {size} take {needed / 1e9:.1f} GB, and {device} has "
+                f"{free / 1e9:.1f} GB free: give a smaller batch_size, or fewer max_new_tokens"
+            )

@@ -115,6 +115,11 @@ class DraftBatch(Protocol):
     chain: bool
     sampled: SampledShape | None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its keys and values, on the target's device, for as many rows as `reserve` was told."""
+        ...
+
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Draft for all, each sampled in its own way."""
         ...

@@ -15,9 +15,11 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from heads import HEADS
@@ -42,6 +44,13 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
         eos_token_id=None, bos_token_id=None,
     ),
 }  # fmt: skip
+# Whose experts or positions follow from what is decoded; not among those that every test goes through.
+EXPERTS = ("mixtral", "qwen3 moe")
+ROUTED: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3 moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "dynamic rope": LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+}
 LAYER = {
     "length": 12, "num_heads": None, "num_kv_heads": None, "head_dim": None, "intermediate_size": None,
     "rope_theta": 10000.0, "rope_scaling": None, "norm_eps": 1e-5,
@@ -101,7 +110,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def target(name: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
     """Return a toy target of an architecture, the same weights every time."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name])
+    model = AutoModelForCausalLM.from_config((ARCHITECTURES | ROUTED)[name])
+    if name in EXPERTS and dtype == torch.float64:
+        model.set_experts_implementation("eager")  # their kernels take no fp64
     return Target(model.to(dtype), tokenizer(), name)
 
 

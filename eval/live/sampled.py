@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from data.text.prompts import Prompt
-from eval.live.interleaved import PLAIN, decoded_once
+from eval.live.interleaved import decoded_once
 from eval.measures import chi_square
 from eval.measures.chi_square import Cells, ChiSquareTest
 from eval.measures.losslessness import EPSILON, Divergence, Gate, SampledGate, divergence, gate_of, worst
-from inference.decode import Generation, Settings
+from inference.decode import Generation, Settings, reference
 from inference.drafters.plain import Plain
 from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.session import Session
@@ -66,14 +66,16 @@ def sampled_gates(
 ) -> list[SampledGate]:
     """Return the verdict on every drafter at the settings' temperature, which is above 0.
 
-    Coupled tokens are compared with autoregressive decoding of each prompt alone, at batch size 1 and at all `sizes`: a
-    token's noise depends on its text and the seed, not on the rest of the batch. The chi-square test samples one
-    sequence, and must detect a total variation of `tv`; the `tests` of a report share the error probability.
+    Coupled tokens are compared with autoregressive decoding of each prompt alone by the reference engine, at batch size
+    1 and at all `sizes`: a token's noise depends on its text and the seed, not on the rest of the batch. The chi-square
+    test samples one sequence, and must detect a total variation of `tv`; the `tests` of a report share the error
+    probability.
     """
     coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(target, drafters, prompts, coupled, size) for size in all_sizes}
-    plain, verdicts = runs[1][PLAIN], []
+    plain = [reference(target, Plain(target.device), prompt.token, coupled) for prompt in prompts]
+    verdicts = []
     candidates = texts(prompts, plain)
     for name, drafter in drafters.items():
         equal = {size: coupled_check(target, plain, run[name], prompts, coupled) for size, run in runs.items()}

@@ -2,6 +2,7 @@
 
 top_k.py           the target's distribution by its top-k tokens
 rope.py            rotary positions, scaled as published heads' are
+split_keys.py      masked attention split over its keys, where the device needs it
 layers.py          the decoder layer that heads share
 attention.py       training-time-test attention over packed sequences: exact, block-wise, in linear memory
 autoregressive.py  unroll, extend and expand of heads that draft one token after another

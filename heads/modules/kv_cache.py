@@ -10,9 +10,10 @@ from copy import copy
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.modules.attention import KeyValue
+from heads.modules.layers import Attention
 
 SPARE = 64  # rows of a ring beyond its window: so many may be written at once, and not all of them be verified
 UNBOUNDED = 1 << 40  # the ring of a cache without a window, which no text fills
@@ -47,6 +48,14 @@ class KVCache:
         one = copy(self)
         one.first, one.longest, one.length = slot, 0, self.length[slot : slot + 1].zero_()
         return one
+
+    def nbytes(self, head: nn.Module) -> int:
+        """Return the bytes of a head's keys and values that are reserved, whether they are allocated yet or not."""
+        layers = [layer for layer in head.modules() if isinstance(layer, Attention)]
+        entry = sum(
+            2 * layer.shape.num_kv_heads * layer.shape.head_dim * layer.k_proj.weight.itemsize for layer in layers
+        )
+        return entry * self.size * self.reserved
 
     @property
     def columns(self) -> int:

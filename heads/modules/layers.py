@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from heads.base import LayerShape
 from heads.modules.rope import Rope, Rotary
+from heads.modules.split_keys import count_pieces, split_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -63,7 +64,8 @@ def grouped_attention(
 ) -> Float[Tensor, "B H T F"]:
     """Attend where a boolean mask is true, or with an additive one, to all without one.
 
-    The query heads of a group become queries of one head: no key or value is copied, however many heads share it.
+    The query heads of a group become queries of one head: no key or value is copied, however many heads share it. On a
+    device that these do not fill, long keys are split.
     """
     heads, groups = query.shape[1], key.shape[1]
     if heads == groups:
@@ -71,7 +73,10 @@ def grouped_attention(
     folded = query.unflatten(1, (groups, -1)).flatten(2, 3)
     if mask is not None:
         mask = mask.expand(-1, heads // groups, -1, -1).flatten(1, 2)[:, None]
-    out = functional.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
+    if mask is not None and (pieces := count_pieces(folded, key)) > 1:
+        out = split_attention(folded, key, value, mask, scale, pieces)
+    else:
+        out = functional.scaled_dot_product_attention(folded, key, value, mask, scale=scale)
     return out.unflatten(2, (heads // groups, -1)).flatten(1, 2)
 
 

@@ -141,10 +141,7 @@ class HeadBatch:
         """Take a sequence into the first vacant slot."""
         token, slot = commit.token[None], vacant(self.states)
         if self.cache is None and self.head.keeps_rows:
-            # A tree's rows, or a block's slots, behind rows of which not all are accepted.
-            tree = max(expanded(self.policy), self.head.max_depth + 1) + self.deepest + 1
-            window = getattr(self.head.config, "length", None)
-            self.cache = KVCache(self.size, window, token.device, self.capacity, tree)
+            self.cache = self.new_cache(token.device)
         features = Features(token, *commit.features[:2], torch.zeros_like(token))
         cache = None if self.cache is None else self.cache.alone(slot)
         _, level = self.head.extend(cache, features, token)
@@ -153,6 +150,18 @@ class HeadBatch:
                 self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
         self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
         self.states[slot : slot + 1] = [state]
+
+    def new_cache(self, device: torch.device) -> KVCache:
+        """Return an empty cache with room for the texts' rows and a tree's."""
+        # A tree's rows, or a block's slots, behind rows of which not all are accepted.
+        tree = max(expanded(self.policy), self.head.max_depth + 1) + self.deepest + 1
+        return KVCache(self.size, getattr(self.head.config, "length", None), device, self.capacity, tree)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the head's keys and values, whether they are allocated yet or not."""
+        head: Any = self.head
+        return self.new_cache(torch.device("meta")).nbytes(head) if self.head.keeps_rows else 0
 
     def leave(self, state: BatchedState) -> None:
         """Let a sequence go."""

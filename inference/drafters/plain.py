@@ -37,7 +37,7 @@ class PlainBatch(DraftBatch):
     """No drafting for several sequences."""
 
     feature_layers: tuple[int, ...] = ()
-    deepest, nodes, chain, sampled = 0, 1, True, None
+    deepest, nodes, chain, nbytes, sampled = 0, 1, True, 0, None
 
     def __init__(self, plain: Plain) -> None:
         self.plain = plain

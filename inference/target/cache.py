@@ -7,7 +7,7 @@ the same time a cache of its own, for its prefill.
 """
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 STRIDE = 256  # of the sizes, in positions, that passes of a few sizes have
+GRAIN = 64  # of capacities: attention over all entries can then be split into a few equal pieces
 LEAST = 2048  # positions of a fixed storage: each time that it grows, the passes that write to it are captured anew
 
 
@@ -32,6 +33,11 @@ class Form(NamedTuple):
     def of(cls, states: Float[Tensor, "B G T E"]) -> "Form":
         """Return the form of keys or values."""
         return cls(states.shape[1], states.shape[3], states.dtype, states.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one entry."""
+        return self.groups * self.width * self.dtype.itemsize
 
 
 Layout = dict[int, tuple[Form, Form]]  # of every layer with a cache, its keys' and values', as a first pass shows them
@@ -51,10 +57,17 @@ class Storage:
         self.blocks: list[Tensor] = []
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def nbytes(self) -> Counter[torch.device]:
+        """Bytes of all layers' keys and values by device, whether they are allocated yet or not."""
+        total = Counter[torch.device]()
+        for form in (form for pair in self.layout.values() for form in pair):
+            total[form.device] += form.nbytes * self.size * self.capacity
+        return total
+
     def reserve(self, capacity: int) -> None:
         """Have room for at least so many entries a sequence."""
-        if self.fixed:
-            capacity = max(roomy(capacity), LEAST)
+        capacity = max(roomy(capacity), LEAST) if self.fixed else -(-capacity // GRAIN) * GRAIN
         if capacity > self.capacity:
             self.capacity, old = capacity, self.layers
             self.blocks, self.layers = [], {}

@@ -93,6 +93,17 @@ def switch_of(model: "transformers.PreTrainedModel") -> Switch | None:
     return Switch(min(lengths), renews and hasattr(config, "original_max_position_embeddings"))
 
 
+def fix_rope(model: nn.Module) -> None:
+    """Let dynamic NTK scaling keep its frequencies, which change beyond the context alone, where no text of ours goes.
+
+    To find that out the host would read the positions of every pass from the device.
+    """
+    module: Any
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"
+
+
 class LayerOutputs:
     """Notes what the decoder layers give, one after the other, while there is a list to note it in.
 
@@ -146,6 +157,7 @@ class TargetModel:
         self.base: nn.Module = model.base_model
         self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
         use_kernels(self.device)
+        fix_rope(model)
         if getattr(model, "_supports_attention_backend", False):
             group_attention(self.config)
         self._cache_argument = cache_argument(self.base)

@@ -1,9 +1,19 @@
 """The gate tells rounding from defects."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from data.text.prompts import Prompt
+from eval.gates import check
 from eval.measures.losslessness import UNCHECKED, Gate, gate
+from inference import step
+from inference.drafters.head import HeadDrafter
+from tests import toys
+from tests.eval.small import small
 from tests.eval.stubs import generation
 
 PLAIN = generation([5, 6, 7, 8], gaps=[2.0, 3.0, 1e-6, 4.0])
@@ -83,3 +93,27 @@ def test_nothing_checked_is_not_passed() -> None:
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="gate_dtype"):
         verdict([5], dtype=torch.float8_e5m2)
+
+
+def checked(runs: Path, out: Path) -> dict[str, Gate]:
+    target = toys.target()
+    head: Any = toys.head("eagle", target)
+    drafters: Any = {"eagle": HeadDrafter(head, toys.TREES["dynamic"], "eagle")}
+    prompts = [Prompt(f"p{i}", toys.prompt(i, 12), "") for i in range(3)]
+    return check(target, drafters, prompts, small(runs, out, batch_size=[1, 2]), 0.3)[0]
+
+
+def test_the_baseline_is_one_more_engine_beside_the_reference(runs: Path, tmp_path: Path) -> None:
+    found = checked(runs, tmp_path)
+    assert list(found) == ["plain", "eagle", "plain x2", "eagle x2"]
+    assert all(verdict == Gate(3, 3, 0, 0) for verdict in found.values())
+
+
+def test_a_wrong_step_fails_though_the_baseline_takes_it_too(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def second(scores: Tensor) -> Tensor:
+        return scores.topk(2).indices[..., 1]
+
+    monkeypatch.setattr(step, "argmax", second)
+    assert [verdict.failed for verdict in checked(runs, tmp_path).values()] == [3] * 4

@@ -11,10 +11,12 @@ from eval.live import interleaved, sampled
 from eval.live.sampled import coupled_check, race_gap, sampled_gates
 from eval.measures.chi_square import ChiSquareTest
 from eval.measures.losslessness import Divergence, Gate, SampledGate, verdict_of, worst
+from inference import step
 from inference.decode import Generation, Settings, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.protocol import Drafter
+from inference.verification.rng import key_of
 from inference.verification.sample import Sampling
 from inference.verification.verify import COUPLED, Verdict, decide
 from tests import toys
@@ -43,6 +45,13 @@ def test_right_rules_pass_and_the_control_is_caught() -> None:
         assert (found.distribution.tv, found.distribution.alpha) == (TV, 1e-3 / 2)
         assert "broken control caught" in str(found)
         assert found.as_dict()["law"]["control_caught"] is True
+
+
+def test_a_wrong_step_fails_though_the_baseline_takes_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise of another key, for the baseline as for all: the reference engine knows better."""
+    monkeypatch.setattr(step, "key_of", lambda seed: key_of(seed + 1))
+    (found,) = sampled_gates(toys.target(), heads("dynamic"), PROMPTS, HOT, TV, 1)
+    assert found.coupled.failed == 3
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])

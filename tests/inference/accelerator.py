@@ -75,7 +75,10 @@ def on_dummy(module: nn.Module) -> None:
 
 def real(head: str, tree: str, architecture: str) -> tuple[Target, HeadDrafter]:
     """Return a toy target and a head of values."""
-    target: Any = toys.target.__wrapped__(architecture)  # its parameters are replaced
+    dtype = (
+        torch.bfloat16 if architecture in toys.EXPERTS else torch.float32
+    )  # in others the host asks for their tokens
+    target: Any = toys.target.__wrapped__(architecture, dtype)  # its parameters are replaced
     own: Any = toys.head(head, target)
     return target, HeadDrafter(own, toys.TREES[tree], head)
 
@@ -96,7 +99,9 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     _, batch = drafter.clones(size)
     width, layers = target.embeddings.hidden_size, len(batch.feature_layers)
     token = torch.empty(size, 1, dtype=torch.long, device=NAME)
-    hidden, last = torch.empty(size, 1, layers, width, device=NAME), torch.empty(size, 1, width, device=NAME)
+    hidden, last = (
+        torch.empty(size, 1, *rest, dtype=target.dtype, device=NAME) for rest in ((layers, width), (width,))
+    )
     if batch.head.keeps_rows:
         batch.cache = KVCache(size, getattr(batch.head.config, "length", None), target.device)
     batch.hold(PROMPT)  # the rows of a prompt are not a step's, and need not run here

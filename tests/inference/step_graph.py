@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from heads.modules import layers
 from inference import graphs as launching
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, Settings
@@ -94,6 +95,12 @@ def compiled(step: DeviceStep) -> None:
             backend="eager",
         ),
     )
+
+
+def split(step: DeviceStep) -> None:
+    """Compile the step with every attention under a mask split over its keys."""
+    layers.count_pieces = lambda _, key: 4 if key.shape[2] % 4 == 0 else 1
+    compiled(step)
 
 
 def recorded(step: DeviceStep) -> None:
@@ -194,6 +201,7 @@ WAYS = {
 
 def main() -> None:
     """Print the facts of every case in the arguments: head:tree:sampling:way."""
+    count_pieces = layers.count_pieces
     for case in sys.argv[1:]:
         head, tree, sampling, way = case.split(":")
         how, rule = SAMPLINGS[sampling]
@@ -208,6 +216,7 @@ def main() -> None:
             WAYS[way](graphed.device_step)
             found = [answer.tokens for answer in decoded(graphed, requests)]
             graphed.device_step.target.compiled = None
+        layers.count_pieces = count_pieces
         count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         if isinstance(graphed.device_step.graphs, Recorded):
             assert graphed.device_step.graphs.replays > REQUESTS, "hardly a stage was replayed"

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.modules import layers
 from inference.batch import Batch, batch_of
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, Settings, reference, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.laps import Laps
 from inference.protocol import Drafter
-from inference.session import Session
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
@@ -45,6 +45,7 @@ CASES = [
     "hydra:chain:token:llama", "eagle:chain:sampled:llama",
     "eagle:sampled:match:llama", "hass:wide:warm:llama",
     "eagle3:sampled:traversal at T0:llama",
+    "hass:chain:coupled:mixtral", "eagle:best_first:greedy:dynamic rope", "eagle:static:greedy:qwen3 moe",
 ]  # fmt: skip
 WARM = Sampling(1.2, 0, 1.0)
 WAYS: dict[str, tuple[Sampling, str]] = {
@@ -71,15 +72,6 @@ def source(name: str, tree: str, target: Target) -> Drafter:
         return Plain(target.device)
     head: Any = toys.head(name, target)
     return HeadDrafter(head, TREES[tree], name)
-
-
-def reference(target: Target, drafter: Drafter, prompt: list[int], settings: Settings) -> Generation:
-    with torch.inference_mode():
-        session = Session(target, drafter, prompt, settings)
-        session.prefill()
-        while not session.generation.finish:
-            session.step()
-    return session.generation
 
 
 def facts(generation: Generation) -> list[Any]:
@@ -113,6 +105,31 @@ def test_alone_in_batches_and_in_static_shapes_the_reference_is_met(case: str) -
         for found, wanted in zip(other, expected, strict=True):
             torch.testing.assert_close(torch.tensor(found.gaps), torch.tensor(wanted.gaps), rtol=1e-4, atol=1e-5)
     assert any(toys.lively(found.tokens) for found in expected)
+
+
+@pytest.mark.parametrize(("name", "tree", "way"), [("plain", "chain", "coupled"), ("eagle3", "dynamic", "greedy")])
+def test_attention_split_over_keys_gives_the_same_tokens(
+    name: str, tree: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = toys.target("llama", DOUBLE)
+    drafter, (sampling, rule) = source(name, tree, target), WAYS[way]
+    requests = [(toys.prompt(i, 3 + 7 * i), Settings(9 + 6 * i, sampling, seed=i, rule=rule)) for i in range(5)]
+    expected = [reference(target, drafter, *request) for request in requests]
+    split: list[int] = []
+    attend = layers.split_attention
+
+    def noting(query: Tensor, key: Tensor, *others: Any) -> Tensor:
+        split.append(key.shape[2])
+        return attend(query, key, *others)
+
+    monkeypatch.setattr(layers, "split_attention", noting)
+    monkeypatch.setattr(layers, "count_pieces", lambda _, key: 4 if key.shape[2] % 4 == 0 else 1)
+    for size in (1, 3):
+        batch = batch_of(target, drafter, size, requests)
+        assert batch.device_step is not None
+        batch.device_step.static = True
+        assert [facts(generation) for generation in decoded(batch, requests)] == [facts(each) for each in expected]
+        assert batch.cache.storage.capacity in split, "every pass of the target reads so far"
 
 
 def test_what_is_sampled_otherwise_goes_the_references_way_and_comes_back() -> None:
@@ -280,6 +297,7 @@ def counts() -> dict[str, dict[str, int]]:
     cases += [f"eagle:static:{size}:{way}:llama" for size in (1, 32) for way in ("greedy", "coupled", "sampled")]
     cases += [f"eagle3:sampled:{size}:{way}:llama" for size in (1, 32) for way in ("sampled", "recursive")]
     cases += ["eagle3:dynamic:1:coupled:mistral", "eagle3:dynamic:32:coupled:mistral"]
+    cases += [f"eagle:dynamic:2:coupled:{name}" for name in toys.ROUTED]
     cases += ["medusa:best_first:1:greedy:gpt2", "medusa:best_first:32:greedy:gpt2"]
     run = subprocess.run([sys.executable, accelerator.__file__, *cases], capture_output=True, text=True, check=True)
     found: dict[str, dict[str, int]] = {}
@@ -317,7 +335,8 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
     "cases",
     [
         ["eagle3:dynamic:coupled:compiled", "medusa:best_first:greedy:recorded", "eagle3:sampled:sampled:compiled",
-         "eagle:dynamic:penalised:captured", "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers"],
+         "eagle:dynamic:penalised:captured", "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers",
+         "eagle:chain:greedy:split"],
         pytest.param(
             [f"{head}:{way}" for head in ("eagle", "hass", "mtp", "hydra", "mlp", "block", "plain")
              for way in ("chain:greedy:compiled", "static:coupled:recorded", "best_first:greedy:compiled",
@@ -335,6 +354,6 @@ def test_the_step_is_one_graph_that_serves_all_that_come_and_go(cases: list[str]
     """
     run = subprocess.run([sys.executable, step_graph.__file__, *cases], capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in run.stdout.splitlines()]
-    counts = {"compiled": 1, "drafts": 2, "layers": 3}
+    counts = {"compiled": 1, "split": 1, "drafts": 2, "layers": 3}
     graphs = [{case: {"same": True, "graphs": counts.get(case.split(":")[-1], 0)}} for case in cases]
     assert found == graphs, run.stderr[-2000:]

@@ -30,6 +30,17 @@ def test_features_are_the_models_hidden_states(name: str) -> None:
     torch.testing.assert_close(target.embeddings.logits(found.last), theirs.logits, rtol=near, atol=near)
 
 
+def test_a_dynamic_rope_is_that_of_the_model_as_it_came_up_to_the_contexts_end() -> None:
+    target = toys.target("dynamic rope", torch.float64)
+    torch.manual_seed(1)
+    theirs = LlamaForCausalLM(toys.ROUTED["dynamic rope"]).double().eval()
+    assert theirs.model.rotary_emb.rope_type == "dynamic"
+    token = torch.tensor([toys.prompt(3, target.context)])
+    with torch.no_grad():
+        before, found = theirs(token).logits, target.model(token).logits
+    torch.testing.assert_close(found, before, rtol=1e-9, atol=1e-9)
+
+
 def test_what_auto_chose_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log) -> None:
     LlamaForCausalLM(LlamaConfig(**toys.SIZES)).save_pretrained(tmp_path)
     toys.tokenizer().save_pretrained(tmp_path)
