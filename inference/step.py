@@ -137,6 +137,7 @@ class DeviceStep:
         laps.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
+        self.drafts.begin(len(sessions), longest)
         result, tree, out, accepted = self.run(slots, self.reach(longest), settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
@@ -262,6 +263,7 @@ class DeviceStep:
             slots.seen.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
         laps.mark("other")
         if not self.drafts.deepest:
+            self.drafts.defer(token, out, accepted.committed)
             return
         rows = Features(token, out.hidden[row, path], out.last[row, path], torch.zeros_like(token))
         self.drafts.extend(rows, token, accepted.committed)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from heads.base import Features
 from inference.protocol import Context, DraftBatch, Drafter, DrafterState, Proposal
+from inference.target.model import TargetOutput
 from inference.verification.tree import DraftTree, root
 
 
@@ -42,14 +43,16 @@ class PlainBatch(DraftBatch):
     def __init__(self, plain: Plain) -> None:
         self.plain = plain
 
+    def begin(self, running: int, longest: int) -> None:
+        """Do nothing: no step drafts."""
+
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Return the roots alone."""
         return [self.plain.propose(context) for context in contexts]
 
     def ranked(self, roots: Any, room: Int[Tensor, "B"], *, waits: bool) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
         """Return the roots alone."""
-        token = roots.token
-        return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool)
+        return alone(roots.token)
 
     def reserve(self, capacity: int) -> None:
         """Do nothing: there is no state."""
@@ -60,5 +63,13 @@ class PlainBatch(DraftBatch):
     def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
         """Do nothing."""
 
+    def defer(self, token: Int[Tensor, "B 1"], features: TargetOutput, count: Int[Tensor, "B"]) -> None:
+        """Do nothing."""
+
     def catch_up(self, lengths: Sequence[int]) -> None:
         """Do nothing."""
+
+
+def alone(token: Int[Tensor, "B 1"]) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
+    """Return the trees of roots alone, and their nodes' ancestors."""
+    return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool)
