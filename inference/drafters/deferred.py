@@ -1,8 +1,11 @@
 """Committed rows that a head has not taken in yet, while nothing is drafted.
 
-To take in a row at every step costs a pass of the head over one row of each sequence; many rows of each cost little
-more. Nothing here is read by the host, and no buffer moves.
+To take in a row at every step costs a pass of the head over one row of each sequence, and many rows in one pass cost
+less. Rows of a sequence that ends before anything is drafted again cost nothing. Nothing here is read by the host, and
+no buffer moves.
 """
+
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Int
@@ -12,21 +15,24 @@ from heads.base import Features
 from heads.modules.kv_cache import SPARE
 from inference.target.model import TargetOutput
 
-MOST = SPARE  # rows of a sequence that may wait: as many as a KV cache's ring takes in at once
+BYTES = 1 << 28  # of all rows that may wait; a sequence may have `SPARE` of them in any case
 
 
 class DeferredRows:
     """The rows of all slots of a batch that wait for the head.
 
     Attributes:
+        most: how many a slot may have.
         count: how many each slot has.
         waiting: at least the largest of them, known without asking the device; who adds rows counts it.
     """
 
-    def __init__(self, size: int, token: Int[Tensor, "B T"], features: TargetOutput) -> None:
-        self.count = torch.zeros(size, dtype=torch.long, device=token.device)
+    def __init__(self, size: int, token: Int[Tensor, "B T"], features: TargetOutput, capacity: int) -> None:
         like = token, features.hidden, features.last
-        self.rows = tuple(tensor.new_zeros(size, MOST, *tensor.shape[2:]) for tensor in like)
+        row = size * sum(tensor[0, 0].nbytes for tensor in like)
+        self.most = max(SPARE, min(capacity, BYTES // row))
+        self.count = torch.zeros(size, dtype=torch.long, device=token.device)
+        self.rows = tuple(tensor.new_zeros(size, self.most, *tensor.shape[2:]) for tensor in like)
         self.waiting = 0
 
     def add(self, token: Int[Tensor, "B 1"], features: TargetOutput, count: Int[Tensor, "B"]) -> None:
@@ -36,13 +42,18 @@ class DeferredRows:
             buffer[slot, waiting] = new[:, 0]
         waiting += count
 
-    def take(self, sequences: int) -> tuple[Features, Int[Tensor, "B T"], Int[Tensor, "B"]]:
-        """Return the first sequences' rows, padded, with how many each has; none waits any longer."""
-        token, hidden, last = (buffer[:sequences, : self.waiting] for buffer in self.rows)
-        count = self.count[:sequences].clone()
+    def take(self, sequences: int) -> Iterator[tuple[Features, Int[Tensor, "B T"], Int[Tensor, "B"]]]:
+        """Yield the first sequences' rows, padded, with how many each has, as many as a KV cache's ring takes at once.
+
+        Then none waits any longer.
+        """
+        for first in range(0, self.waiting, SPARE):
+            some = slice(first, min(first + SPARE, self.waiting))
+            token, hidden, last = (buffer[:sequences, some] for buffer in self.rows)
+            count = (self.count[:sequences] - first).clamp(0, SPARE)
+            yield Features(token, hidden, last, torch.zeros_like(token)), token, count
         self.count.zero_()
         self.waiting = 0
-        return Features(token, hidden, last, torch.zeros_like(token)), token, count
 
     def clear(self, slot: int) -> None:
         """Drop a slot's rows: another sequence takes it."""

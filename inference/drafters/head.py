@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from heads.base import DraftHead, Features, Level
 from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, tree_of
-from heads.modules.kv_cache import KVCache
-from inference.drafters.deferred import MOST, DeferredRows
+from heads.modules.kv_cache import SPARE, KVCache
+from inference.drafters.deferred import DeferredRows
 from inference.drafters.plain import alone
 from inference.drafters.policy import CONFIDENT, TreeConfig, check_masks, check_tree, expanded, grow, most_nodes, ranked
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, fill_vacant, vacant
@@ -149,15 +149,15 @@ class HeadBatch:
         """Choose a step's tree; commit what was deferred before it is needed, or before it is too much."""
         self.choose(running)
         if self.deferred is not None:
-            if self.policy is not None or self.deferred.waiting == MOST:
+            if self.policy is not None or self.deferred.waiting == self.deferred.most:
                 self.commit_deferred(longest)
             self.deferred.waiting += self.policy is None
 
     def commit_deferred(self, longest: int) -> None:
-        """Commit the rows that were deferred, if there are any, in one call."""
-        if self.deferred is not None and self.deferred.waiting:
+        """Commit the rows that were deferred, if there are any."""
+        for rows in self.deferred.take(len(self.states)) if self.deferred is not None else ():
             self.hold(longest)
-            self.extend(*self.deferred.take(len(self.states)))
+            self.extend(*rows)
 
     def level(self, count: int) -> Level:
         """Return the roots' level of the first sequences."""
@@ -172,7 +172,7 @@ class HeadBatch:
             window = getattr(self.head.config, "length", None)
             self.cache = KVCache(self.size, window, token.device, self.capacity, self.spare)
         if self.deferred is None and self.schedule.pauses:
-            self.deferred = DeferredRows(self.size, token, commit.features)
+            self.deferred = DeferredRows(self.size, token, commit.features, self.capacity)
         features = Features(token, *commit.features[:2], torch.zeros_like(token))
         cache = None if self.cache is None else self.cache.alone(slot)
         _, level = self.head.extend(cache, features, token)
@@ -189,7 +189,7 @@ class HeadBatch:
         trees = self.schedule.trees
         drafted = max([self.head.max_depth + 1, *map(expanded, trees)])
         committed = [min(tree.deepest, self.head.max_depth) + 1 for tree in trees]
-        return drafted + max([*committed, MOST] if self.schedule.pauses else committed)
+        return drafted + max([*committed, SPARE] if self.schedule.pauses else committed)
 
     def leave(self, state: BatchedState) -> None:
         """Let a sequence go."""

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from heads.formats.store import save_head, save_tree
+from heads.modules.kv_cache import SPARE
 from inference.batch import batch_of
 from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.deferred import MOST
+from inference.drafters import deferred
 from inference.drafters.head import HeadDrafter, load_drafter
 from inference.protocol import Proposal
 from inference.session import Session
@@ -99,11 +100,15 @@ def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, s
     assert any(toys.lively(one.tokens) for one in made)
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_many_rows_wait_no_longer_than_a_ring_takes_in_at_once(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("static", "bytes_"), [(False, 0), (True, 0), (False, 1 << 20)])
+def test_rows_that_waited_are_taken_in_as_many_as_a_ring_takes_at_once(
+    static: bool, bytes_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the fewest bytes they do not all wait until a sequence is alone again."""
+    monkeypatch.setattr(deferred, "BYTES", bytes_)
     target = toys.target("llama", DOUBLE)
     source, calls = drafter("eagle", target, scheduled([(1, CHAIN), (2, None)])), list[int]()
-    requests = [(toys.prompt(i, 5 + i), Settings(count, GREEDY)) for i, count in enumerate((MOST + 20, MOST + 40))]
+    requests = [(toys.prompt(i, 5 + i), Settings(count, GREEDY)) for i, count in enumerate((SPARE + 20, SPARE + 40))]
     extend = type(source.head).extend
 
     def counted(self: Any, state: Any, features: Any, token: Any, count: Any = None) -> Any:
@@ -112,8 +117,8 @@ def test_many_rows_wait_no_longer_than_a_ring_takes_in_at_once(static: bool, mon
 
     monkeypatch.setattr(type(source.head), "extend", counted)
     made, taken = decoded(target, source, requests, 2, static)
-    assert max(calls) == MOST
-    assert any(10 < rows < MOST for rows in calls), "what was left when a sequence was alone again"
+    assert max(calls) == SPARE
+    assert 10 < calls[calls.index(SPARE) + 1] < SPARE
     for one, request, its in zip(made, requests, taken, strict=True):
         assert facts(one) == facts(reference(target, source, *request, its))
 
@@ -134,9 +139,9 @@ def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.Monkey
     batch.step()
     before = addresses()
     with reads(monkeypatch) as noted:
-        for _ in range(MOST + 5):
+        for _ in range(SPARE + 5):
             batch.step()
-    assert noted == ["tolist"] * (MOST + 5)
+    assert noted == ["tolist"] * (SPARE + 5)
     assert addresses() == before
 
 
