@@ -168,9 +168,9 @@ class PlaybackBatch(HeadBatch):
         super().ranked(roots, room, waits=waits)
         source.draft[draft_key(self.policy)].append(source.clock() - start)
         states = [state for state in self.states if isinstance(state, BatchedPlayback)]
-        made = [state.planted(self.accepted, source.size, self.chain, source.target) for state in states]
-        made += made[:1] * (len(room) - len(made))
-        tree = DraftTree(*(torch.stack(rows) for rows in zip(*made, strict=True)))
+        drafts = [state.planted(self.accepted, source.size, self.chain, source.target) for state in states]
+        drafts += drafts[:1] * (len(room) - len(drafts))
+        tree = DraftTree(*(torch.stack(rows) for rows in zip(*drafts, strict=True)))
         return tree, trees.ancestors(tree)
 
     def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
