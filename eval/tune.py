@@ -224,10 +224,10 @@ def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatc
     best = [(at.batch, None if at.best is None else at.best.tree) for at in results]
     schedule, tree = scheduled(best) if len(best) > 1 else None, best[0][1]
     done = "nothing is written" if tree is None and schedule is None else keep(tree, schedule, run, folder)
-    done_at = [done, *[""] * (len(results) - 1)]
-    return [
-        replace(at, verdict=conclude(at.batch, at.candidates, one)) for at, one in zip(results, done_at, strict=True)
-    ]
+    first, *others = results
+    verdicts = [conclude(first.batch, first.candidates, done)]
+    verdicts += [conclude(at.batch, at.candidates, "") for at in others]
+    return [replace(at, verdict=verdict) for at, verdict in zip(results, verdicts, strict=True)]
 
 
 def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: Path) -> str:
