@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.config import DecodingConfig, TunerConfig
 from eval.inputs.texts import Text
-from eval.measures.cost_model import Costs, cycled, predict, stops_paying
+from eval.measures.cost_model import Costs, cycled, mean, predict, stops_paying
 from eval.tuning import costs as costing
 from eval.tuning.grid import OWN, SIZES, Tried, distinct, sizes_for
 from inference.decode import Settings
@@ -26,7 +26,7 @@ def price(
 ) -> dict[int, Costs]:  # fmt: skip
     """Measure the costs of the trees' steps at the batch sizes of `tuner.batch_sizes`.
 
-    Drafts cost a sequence in a batch as much as alone; verification is measured again.
+    In a batch the draft of each family's best tree is timed, and the others' are taken to cost as much more.
     """
     samples = tuner.samples
     settings = Settings(min(TIMED, decoding.max_new_tokens), decoding.sampling(0.0), seed=decoding.seed)
@@ -34,10 +34,18 @@ def price(
     sizes = sizes_for(trees, sorted({*SIZES, *tuner.nodes}))
     source = HeadDrafter(drafter.head, drafter.policy, "head")
     costs = {1: costing.measure(target, source, short, distinct(trees), sizes, samples, settings)}
+    best = {one.family: one for one in sorted(trees, key=lambda one: _speedup(one, costs, 1))}
     for batch in sorted({*tuner.batch_sizes} - {1}) if target.takes_trees else ():
-        batched = costing.measure(target, None, short, [], sizes, samples, settings, batch)
-        costs[batch] = replace(batched, draft=costs[1].draft, commit=costs[1].commit)
+        some = distinct(list(best.values()))
+        batched = costing.measure(target, source, short, some, sizes, samples, settings, batch)
+        costs[batch] = replace(batched, draft=scaled(costs[1].draft, batched.draft))
     return costs
+
+
+def scaled(alone: Mapping[str, float], batched: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of all drafts in a batch, given those of some."""
+    slower = mean([seconds / alone[key] for key, seconds in batched.items()])
+    return {key: slower * seconds for key, seconds in alone.items()} | dict(batched)
 
 
 def explained(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> dict[str, Any]:

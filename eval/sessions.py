@@ -102,7 +102,7 @@ def along_texts(
     replay_rows = replayed(config, config.seed, target, materials) if REPLAY in tiers else []
     if TEACHER_FORCED not in tiers:
         return replay_rows, {}
-    forced_rows, along = forced(config, config.budget, target, drafters, materials)
+    forced_rows, along = forced(config, target, drafters, materials)
     priced = set(drafters) - set(not_lossless) if LIVE in tiers else set()
     others = other_trees(config.tuner, config, target, drafters, materials, priced)
     return replay_rows + forced_rows, {"teacher_forced": along, "other_trees": others}

@@ -5,7 +5,7 @@ serves for all sources: the one that autoregressive decoding has just written, o
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,9 +124,8 @@ def replayed(config: SourcesConfig, seed: int, reads: Reads, materials: Sequence
 
 
 def forced(
-    config: DecodingConfig, budget: int | None, target: Target, drafters: Mapping[str, Drafter],
-    materials: Sequence[Material],
-) -> tuple[list[Row], dict[str, Any]]:  # fmt: skip
+    config: DecodingConfig, target: Target, drafters: Mapping[str, Drafter], materials: Sequence[Material]
+) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of the heads along the texts, and the statistics of one pass over them by head.
 
     A tree whose siblings are sampled has no row above temperature 0: the text does not say what its nodes were.
@@ -139,7 +138,7 @@ def forced(
     rows: list[Row] = []
     by_head: dict[str, Any] = {}
     for name, drafter in heads_of(drafters).items():
-        tree = drafter.policy if budget is None else within(drafter.policy, budget)
+        tree = drafter.policy
         for material in materials:
             is_sampled = material.temperature > 0 and tree.kind in SAMPLED
             if is_sampled and tree.kind != "chain":
@@ -177,18 +176,12 @@ def other_trees(
 
 
 def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
-    """Return the heads among the sources, without the budget that they may be within."""
+    """Return the heads among the sources, each under the tree of one sequence."""
     return {
         name: HeadDrafter(drafter.head, drafter.policy, name)
         for name, drafter in drafters.items()
         if drafter.head is not None and drafter.policy is not None
     }
-
-
-def within(tree: TreeConfig, depth: int) -> TreeConfig:
-    """Return a tree cut to a depth."""
-    paths = [path for path in tree.paths if len(path) <= depth]
-    return replace(tree, depth=min(tree.depth, depth), paths=paths, widths=tree.widths[:depth])
 
 
 def _along(

@@ -3,7 +3,8 @@
 Each kind of tree is a family. All of its trees are replayed on the target's recorded text and priced with the costs
 measured in the engine; the most promising are priced again from more samples, and the best one of each family, and the
 one predicted best of all, are timed against autoregressive decoding beside the head's present tree. At further batch
-sizes the best chain and the best tree are. A family that is not as fast as predicted is not chosen.
+sizes the best chain and the best tree are, and the winners make a schedule. A family that is not as fast as predicted
+is not chosen.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from eval.tuning.grid import SIZES, Tried, distinct, halves, hopeful, simulate, 
 from eval.tuning.results import AtBatch, Candidate, Measured, Tuning, conclude, fastest
 from heads.formats.hub import resolve_head
 from heads.formats.published import is_published
-from heads.formats.store import load_head, read_config, save_tree
+from heads.formats.store import SCHEDULE, load_head, read_config, save_tree
 from inference.batch import Batch
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter, saved_tree
@@ -32,6 +33,7 @@ from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
 from inference.target.target import Target
+from inference.tree_config import Schedule, scheduled
 
 FINALISTS = 3  # of each family, priced again
 AGAIN = 8  # factor of the samples for that
@@ -72,8 +74,8 @@ class TunePlan:
 def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str) -> Tuning:
     """Find the best tree for the head of a run at every batch size; `engine` is the engine's name in reports.
 
-    The one for the smallest is written into the head's config where it beats autoregressive decoding. Half of the
-    prompts choose; the choice is predicted for the other half, and measured on it.
+    The one for the smallest is written into the head's config where it beats autoregressive decoding; of several sizes
+    the schedule is too. Half of the prompts choose; the choice is predicted for the other half, and measured on it.
 
     Raises:
         ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot
@@ -87,7 +89,6 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
         raise ValueError(
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
-    saved = read_config(folder)["tree"]
     head: Any = load_head(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
     answered = [(prompt, text) for prompt in prompts for text in write(target, [prompt.token], plan.settings)]
     if not answered:
@@ -108,10 +109,8 @@ def tune(plan: TunePlan, target: Target, prompts: Sequence[Prompt], engine: str)
             finalists = [one for members in ranked(trees, costs, batch, group) for one in members[:FINALISTS]]
             costs[batch] = bench.costs(finalists, AGAIN * grid.samples, batch, costs[batch])
             candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch, contexts, here)
-            best = fastest(candidates)
-            done = keep(best.tree, run, folder, saved) if best and not results else ""
-            results.append(AtBatch(batch, costs[batch], candidates, best, conclude(batch, candidates, done)))
-    return Tuning(settings_of(plan, target, texts, engine), table.tolist(), contexts, results)
+            results.append(AtBatch(batch, costs[batch], candidates, fastest(candidates), ""))
+    return Tuning(settings_of(plan, target, texts, engine), table.tolist(), contexts, concluded(results, run, folder))
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
@@ -220,14 +219,32 @@ def step_seconds(row: Row) -> dict[str, float]:
     return {name: total / max(row.steps, 1) for name, total in row.seconds.items()}
 
 
-def keep(tree: TreeConfig, run: str, folder: Path, saved: Mapping[str, Any]) -> str:
-    """Write the tree into the head's config.json unless it has it or is the Hub's; return a message that says so."""
-    if asdict(tree) == dict(saved):
-        return "it is the tree that the head has"
+def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatch]:
+    """Write what is best into the head's config; return the results with their verdicts, of which the first says so."""
+    best = [(at.batch, None if at.best is None else at.best.tree) for at in results]
+    schedule, tree = scheduled(best) if len(best) > 1 else None, best[0][1]
+    done = "nothing is written" if tree is None and schedule is None else keep(tree, schedule, run, folder)
+    first, *others = results
+    verdicts = [conclude(first.batch, first.candidates, done)]
+    verdicts += [conclude(at.batch, at.candidates, "") for at in others]
+    return [replace(at, verdict=verdict) for at, verdict in zip(results, verdicts, strict=True)]
+
+
+def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: Path) -> str:
+    """Write the tree, or the schedule with it, into the head's config.json; return a message that says so.
+
+    Nothing is written where the head has them or is the Hub's. A tree of None leaves the head its own.
+    """
+    saved = read_config(folder)
+    values = saved["tree"] if tree is None else asdict(tree)
+    lines = None if schedule is None else asdict(schedule)["lines"]
+    name = "" if schedule is None else f", with the schedule {schedule.label}"
+    if (values, lines) == (saved["tree"], saved.get(SCHEDULE)):
+        return f"it is the tree that the head has{name}"
     if not Path(run).expanduser().is_dir():
         return "the head is the Hub's, so nothing is written: give its values as tree.…=…, or tune a copy of the head"
-    save_tree(folder, asdict(tree))
-    return f"written to {folder}"
+    save_tree(folder, values, lines)
+    return f"written to {folder}{name}"
 
 
 def settings_of(plan: TunePlan, target: Target, texts: Sequence[Text], engine: str) -> dict[str, Any]:

@@ -14,5 +14,5 @@ decode.py         speculate() and autoregress(), one engine
 text_stream.py    tokens to text as they come
 run.py            the command: generate or chat, printed while it is made in the colour of who wrote each token
 protocol.py       what a draft source is: the protocol and its records
-tree_config.py    the configuration of a tree policy
+tree_config.py    the configuration of a tree policy, and which one is drafted by how many sequences
 """

@@ -103,10 +103,12 @@ class DraftBatch(Protocol):
 
     Attributes:
         feature_layers: the target layers whose outputs `extend` reads.
-        deepest: the depth of the deepest node of any tree.
-        nodes: the most nodes of a tree, the root included.
-        chain: whether all trees are chains, so that an accepted path is their beginning.
-        sampled: the shape whose children are sampled where roots say so; None where all trees are filled by rank.
+        deepest: the depth of the deepest node of a tree in the step at hand; 0 where nothing is drafted.
+        nodes: the most nodes of a tree in any step, the root included.
+        chain: whether the step's trees are chains, so that an accepted path is their beginning.
+        sampled: the shape whose children are sampled in the step where roots say so; None where all trees are filled by
+            rank.
+        form: what tells the step's trees from those of other steps; None where steps cannot be compiled or captured.
     """
 
     feature_layers: tuple[int, ...]
@@ -114,10 +116,20 @@ class DraftBatch(Protocol):
     nodes: int
     chain: bool
     sampled: SampledShape | None
+    form: int | None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its keys and values, on the target's device, for as many rows as `reserve` was told."""
+        ...
+
+    def begin(self, running: int, longest: int) -> None:
+        """Choose the tree of a step of so many sequences, which `ranked` and what follows keep to.
+
+        Args:
+            running: the first sequences.
+            longest: how many rows the longest of them has.
+        """
         ...
 
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
@@ -152,6 +164,10 @@ class DraftBatch(Protocol):
 
     def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
         """Commit the first `count` of T verified rows of each sequence; they are those of the verification pass."""
+        ...
+
+    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Take note of the rows of a step without a draft, one of each sequence or, where its `count` is 0, none."""
         ...
 
     def catch_up(self, lengths: Sequence[int]) -> None:

@@ -124,7 +124,6 @@ class DeviceStep:
         static: whether shapes stay the same from step to step, as graphs want it: attention reads up to a stride's end,
             all slots take part, and the host reads what was committed when everything is done. Else it reads first,
             and no more is computed than was committed.
-        compiles: whether the head's stages are compiled. Their shapes then stay the same too, and take in all slots.
         graphs: what captures the stages, None: they run as they are.
     """
 
@@ -132,7 +131,6 @@ class DeviceStep:
         self.target, self.cache, self.drafts = target, cache, drafts
         on_cuda = target.device.type == "cuda"
         self.static = on_cuda if static is None else static
-        self.compiles = target.compiles_drafts and drafts.deepest > 0
         self.graphs = Graphs() if on_cuda else None
         self.slots: Slots | None = None
         self.ends: Tensor | None = None  # which tokens "V" end an answer
@@ -187,6 +185,7 @@ class DeviceStep:
         laps.mark(None)
         slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
         longest = max(session.cache.length for session in sessions)
+        self.drafts.begin(len(sessions), longest)
         result, out, accepted = self.run(slots, self.reach(longest), settings, laps)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
@@ -210,16 +209,23 @@ class DeviceStep:
         end, capacity = longest + self.drafts.nodes, self.cache.storage.capacity
         return end if end > capacity else min(roomy(end), capacity)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the head's stages are compiled. Their shapes then stay the same too, and take in all slots."""
+        return self.target.compiles_drafts and self.drafts.deepest > 0 and self.drafts.form is not None
+
     def launch(self, key: tuple[Any, ...], stage: Stage, *args: Any) -> Any:
         """Run a stage of a step that this key tells from others of other shapes."""
         run = compiled(stage) if self.compiles and stage in HEADS_OWN else stage
-        return run(self, *args) if self.graphs is None else self.graphs((stage, *key), run, self, *args)
+        if self.graphs is None or self.drafts.form is None:
+            return run(self, *args)
+        return self.graphs((stage, *key), run, self, *args)
 
     def run(
         self, slots: Slots, reach: int, settings: Settings, laps: Laps
     ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step on the device; return what the host reads, and what is left to commit."""
-        key = (reach, settings.sampling, settings.rule, settings.gaps, self.late)
+        key = (reach, settings.sampling, settings.rule, settings.gaps, self.late, self.drafts.form)
         # Of compiled shapes there are few: a head reads all columns that its rows may come to.
         held = roomy(self.cache.storage.capacity) if self.compiles and not self.static else reach
         drafted = self.launch(key, DeviceStep.draft, self.slots if self.compiles else slots, held, settings)
@@ -361,7 +367,7 @@ class DeviceStep:
         """
         features, count = self.launch(key, DeviceStep.advance, slots, out, accepted, most), accepted.committed
         laps.mark("other")
-        if not self.drafts.deepest:
+        if features is None:
             return
         if (idle := self.cache.storage.size - len(count)) and self.compiles:
             features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features))
@@ -369,8 +375,8 @@ class DeviceStep:
         self.launch(key, DeviceStep.extend, features, count)
         laps.mark("draft")
 
-    def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, most: int) -> Features:
-        """Compact the cache to the accepted paths and move the slots on; return the accepted rows."""
+    def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, most: int) -> Features | None:
+        """Compact the cache to the accepted paths and move the slots on; return the rows that drafts learn of."""
         step = torch.arange(most, device=accepted.path.device)
         path, token = accepted.path[:, :most], accepted.token[:, :most]
         row = torch.arange(len(path), device=step.device)[:, None]
@@ -384,11 +390,16 @@ class DeviceStep:
         slots.lacking.sub_(accepted.committed)
         if slots.seen.shape[1]:
             slots.seen.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
+        if self.drafts.nodes == 1:  # of the baseline
+            return None
         return Features(token, out.hidden[row, path], out.last[row, path], torch.zeros_like(token))
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Hand the drafts the accepted rows."""
-        self.drafts.extend(features, features.token, count)
+        if self.drafts.deepest:
+            self.drafts.extend(features, features.token, count)
+        else:
+            self.drafts.defer(features, count)
 
     def emit(self, session: Session, row: list[int], rule: str) -> Step:
         """Emit what a sequence has committed by a rule; return its step, without seconds."""

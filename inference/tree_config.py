@@ -1,8 +1,13 @@
-"""The configuration of a tree policy: which nodes a draft tree has, and checks that they make a tree."""
+"""The configuration of a tree policy: which nodes a draft tree has, and checks that they make a tree.
+
+A schedule says which tree is drafted by how many sequences share a pass.
+"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from heads.common.ranges import Count
 from heads.common.untrusted import shown
 from inference.verification import tree as trees
 
@@ -61,6 +66,11 @@ class TreeConfig:
         """The greatest depth of a node."""
         return min(self.depth, self.nodes) if self.kind in CONFIDENT else max(map(len, self.shape()))
 
+    def within(self, depth: int) -> "TreeConfig":
+        """Return the tree cut to a depth."""
+        paths = [path for path in self.paths if len(path) <= depth]
+        return replace(self, depth=min(self.depth, depth), paths=paths, widths=self.widths[:depth])
+
     def shape(self) -> list[tuple[int, ...]]:
         """Return the rank paths of a fixed shape, by depth and then in order."""
         if self.kind == "static":
@@ -90,3 +100,69 @@ def expanded(tree: TreeConfig) -> int:
     if tree.kind in CONFIDENT:
         return tree.depth * (tree.top_k if tree.kind == "dynamic" else tree.nodes)
     return most_nodes(tree)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A line of a schedule: from `batch_size` running sequences on, `tree` is drafted; None: nothing is."""
+
+    batch_size: Count
+    tree: TreeConfig | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which tree is drafted by how many sequences share a pass: the line of the largest size that is reached holds."""
+
+    lines: list[Scheduled]
+
+    def __post_init__(self) -> None:
+        sizes = [line.batch_size for line in self.lines]
+        if sizes[:1] != [1] or sizes != sorted({*sizes}):
+            raise ValueError(f"schedule has the batch sizes {shown(sizes)}: give them in ascending order, from 1 on")
+
+    @property
+    def trees(self) -> list[TreeConfig]:
+        """Its trees, without the lines that have none."""
+        return [line.tree for line in self.lines if line.tree is not None]
+
+    @property
+    def pauses(self) -> bool:
+        """Whether nothing is drafted at some size."""
+        return any(line.tree is None for line in self.lines)
+
+    @property
+    def label(self) -> str:
+        """A short name for tables: the tree of one sequence, then the others, each with its size."""
+        names = [
+            ("none" if line.tree is None else line.tree.label)
+            + (f" from {line.batch_size}" if line.batch_size > 1 else "")
+            for line in self.lines
+        ]
+        return ", ".join(names)
+
+    def within(self, depth: int) -> "Schedule":
+        """Return the schedule with its trees cut to a depth."""
+        return Schedule([replace(line, tree=line.tree and line.tree.within(depth)) for line in self.lines])
+
+    def at(self, running: int) -> TreeConfig | None:
+        """Return the tree for so many sequences, None where nothing is drafted."""
+        return next(line.tree for line in reversed(self.lines) if line.batch_size <= running)
+
+
+def always(tree: TreeConfig) -> Schedule:
+    """Return the schedule of one tree, whatever the number of sequences."""
+    return Schedule([Scheduled(1, tree)])
+
+
+def scheduled(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
+    """Return the schedule of the best trees at some batch sizes: a size's tree holds up to the next, the first's below.
+
+    Args:
+        best: size and tree, by size; None where no tree pays.
+    """
+    lines: list[Scheduled] = []
+    for size, tree in best:
+        if not lines or lines[-1].tree != tree:
+            lines.append(Scheduled(size if lines else 1, tree))
+    return Schedule(lines)

@@ -28,7 +28,8 @@ from eval.inputs.workloads import read_workload
 from eval.report.reading import read_report, report_of
 from heads.common.typed import typed
 from heads.formats.published import load_published
-from heads.formats.store import load_head, read_config, save_head
+from heads.formats.store import load_head, save_head, save_tree
+from inference.drafters.head import saved_trees
 from inference.drafters.policy import TreeConfig
 from inference.target.checkpoint import check_index
 from tests import toys
@@ -93,8 +94,8 @@ def lines(value: Any) -> bytes:
 def head(folder: Path) -> object:
     target = toys.target()
     loaded = load_head(folder, target.embeddings, target.spec)
-    tree = typed(TreeConfig, read_config(folder)["tree"])
-    return loaded, tree.label, tree.deepest
+    tree, schedule = saved_trees(folder, {})
+    return loaded, tree.label, tree.deepest, schedule and (schedule.label, schedule.at(2))
 
 
 def tree(file: Path) -> object:
@@ -127,6 +128,8 @@ def heads_of(root: Path) -> dict[str, Reader]:
     target = toys.target()
     for name in ("config", "header"):
         save_head(root / name, toys.head("medusa", target), target.spec, TREE)
+    scheduled = [{"batch_size": 1, "tree": TREE}, {"batch_size": 4, "tree": None}]
+    save_tree(root / "config", TREE, scheduled)
     config, weights = root / "config" / "config.json", root / "header" / "model.safetensors"
     size = 8 + struct.unpack("<Q", weights.read_bytes()[:8])[0]
     _, held, said = eagle3_authors()

@@ -10,7 +10,7 @@ from typing import Any
 from eval.config import SourcesConfig
 from eval.inputs.runs import find_heads
 from heads.common.typed import build
-from inference.drafters.head import load_drafter, saved_tree
+from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
 from inference.protocol import COLD, Commit, Context, Drafter, DrafterState, Proposal
@@ -78,11 +78,18 @@ def in_states(drafters: Drafters, cold: bool, depth: int | None) -> Drafters:
     """Return the sources within a budget of depth, each that remembers past requests followed by a cold clone."""
     sources: Drafters = {}
     for name, drafter in drafters.items():
-        sources[name] = drafter if depth is None else WrappedDrafter(drafter, drafter.name, depth, cold=False)
+        sources[name] = drafter if depth is None else limited(drafter, depth)
         if cold and drafter.remembers:
             label = f"{name} {COLD}"
             sources[label] = WrappedDrafter(drafter.clone(), label, depth, cold=True)
     return sources
+
+
+def limited(drafter: Drafter, depth: int) -> Drafter:
+    """Return a source that drafts no deeper: a head under smaller trees, so that it drafts for a batch as before."""
+    if isinstance(drafter, HeadDrafter):
+        return drafter.within(depth)
+    return WrappedDrafter(drafter, drafter.name, depth, cold=False)
 
 
 class WrappedDrafter(Drafter):
@@ -95,7 +102,6 @@ class WrappedDrafter(Drafter):
         self.inner, self.name, self.depth, self.cold = inner, name, depth, cold
         self.tree = inner.tree if depth is None else f"{inner.tree} within {depth}"
         self.feature_layers, self.remembers = inner.feature_layers, inner.remembers
-        self.head, self.policy = inner.head, inner.policy
 
     @property
     def memory(self) -> str:

@@ -48,10 +48,10 @@ class Costs:
     Attributes:
         plain: an autoregressive step of all sequences together.
         verify: the target's forward pass over all sequences, by the most nodes drafted for one.
-        settle: choosing one sequence's path and closing its cache's gaps, by its drafted nodes: where the path is a
-            prefix of the nodes, and where it leaves gaps.
-        draft: one sequence's proposal, by the tree's `draft_key`.
-        commit: the head's forward pass over one sequence's committed tokens, by their number.
+        settle: choosing all paths and closing the cache's gaps, by the most nodes drafted for one: where paths are
+            prefixes of the nodes, and where they leave gaps.
+        draft: all proposals, by the tree's `draft_key`.
+        commit: the head's forward pass over all committed tokens, by the most of one sequence.
     """
 
     batch: int
@@ -118,12 +118,12 @@ def step_seconds(
     cells: dict[str, Counter[Cell]] = {name: Counter() for name in ("draft", "verify", "settle", "commit")}
     for active in passes([list(zip(text, [*text[1:], None], strict=True)) for text in texts], batch):
         size = len(active)
-        cells["draft"][Cell(size)] += size
-        cells["verify"][Cell(size, max(step.nodes for step, _ in active))] += 1
-        for step, following in active:
-            cells["settle"][Cell(size, step.nodes, branches and step.accepted > 1)] += 1
-            if following is not None:  # after a sequence's last step nothing is drafted
-                cells["commit"][Cell(size, step.accepted + 1)] += 1
+        nodes = max(step.nodes for step, _ in active)
+        cells["draft"][Cell(size)] += 1
+        cells["verify"][Cell(size, nodes)] += 1
+        cells["settle"][Cell(size, nodes, branches)] += 1
+        if any(following is not None for _, following in active):  # after the last step nothing is drafted
+            cells["commit"][Cell(size, 1 + max(step.accepted for step, _ in active))] += 1
     prices: dict[str, Callable[[Cell, Costs], float]] = {
         "draft": lambda _, one: one.draft[key],
         "verify": lambda cell, one: between(one.verify, cell.rows),

@@ -2,6 +2,7 @@
 
 A draft source plays a recorded text back to the engine: the trees that it hands over have the sizes to be measured and
 hold as many of the text's tokens as are to be accepted, and before each it times a proposal that it then throws away.
+Where steps are decoded on the device the head drafts for all sequences at once, as it does in use.
 So every part is timed between the others, as in decoding: a loop over one part alone finds its weights still in the
 processor's cache, and reports less than the part costs.
 """
@@ -11,20 +12,25 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 from eval.inputs.texts import Text
 from eval.measures.cost_model import Costs, draft_key, rising
 from eval.measures.machine import synchronize
+from heads.base import DraftHead, Features
 from inference.batch import Batch, batch_of
 from inference.decode import Settings, Step
-from inference.drafters.head import HeadDrafter, HeadState
+from inference.drafters.head import BatchedState, HeadBatch, HeadDrafter, HeadState
 from inference.drafters.plain import Plain
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
+from inference.tree_config import Schedule, Scheduled
+from inference.verification import tree as trees
 from inference.verification.tree import DraftTree
 
 ROUNDS = 20  # over the texts, at most: sizes that are rare in them then keep fewer samples
@@ -42,9 +48,10 @@ class Playback(Drafter):
     All sequences of a batch share its schedule and its times. Without a head nothing is timed.
 
     Attributes:
+        batch: what drafts for all sequences at once; None where their sessions decode them one after another.
         size: the nodes that every sequence drafts in the current pass.
         draft: seconds of a proposal, by the tree's `draft_key`.
-        commit: seconds of the head's forward pass over committed tokens, by their number.
+        commit: seconds of the head's forward pass over committed tokens, by the most of any sequence.
     """
 
     name, tree = "playback", "playback"
@@ -60,12 +67,14 @@ class Playback(Drafter):
     ) -> None:
         shuffle = random.Random(seed)
         deepest = max((tree.deepest for tree in measured), default=max(sizes))
-        self.target, self.inner = target, head
+        self.target, self.inner, self.measured = target, head, measured
+        self.batch: PlaybackBatch | None = None
         self.feature_layers = () if head is None else head.feature_layers
         self.texts = {tuple(text.prompt): text for text in texts}
         self.next_tree = rotation(measured, shuffle)
         self.next_size, self.next_accepted = rotation(sizes, shuffle), rotation(range(deepest + 1), shuffle)
-        self.size = 0
+        self.next_chain = rotation([False, True], shuffle)
+        self.size, self.largest = 0, max(sizes)
         self.draft: defaultdict[str, list[float]] = defaultdict(list)
         self.commit: Samples = defaultdict(list)
 
@@ -73,8 +82,16 @@ class Playback(Drafter):
         """Choose the size of the next pass."""
         self.size = next(self.next_size)
 
-    def start(self, prompt: list[int]) -> "PlaybackState":
+    def clones(self, size: int) -> "tuple[Sequence[Drafter], PlaybackBatch | None]":
+        """Return itself for every sequence, and what drafts for all where steps are decoded on the device."""
+        if self.inner is not None and self.target.takes_trees and self.target.switch is None:
+            self.batch = PlaybackBatch(self, self.inner.head, size)
+        return [self] * size, self.batch
+
+    def start(self, prompt: list[int]) -> DrafterState:
         """Begin the text with this prompt."""
+        if self.batch is not None:
+            return BatchedPlayback(self.batch, self.texts[tuple(prompt)])
         return PlaybackState(self, None if self.inner is None else self.inner.start(prompt), self.texts[tuple(prompt)])
 
     def clock(self) -> float:
@@ -113,10 +130,69 @@ class PlaybackState(DrafterState):
         return Proposal(planted(context.token[-1], following[:accepted], size, target))
 
 
-def planted(root: int, tokens: Sequence[int], size: int, target: Target) -> DraftTree:
+class BatchedPlayback(BatchedState):
+    """State of one recorded text in a batch; the root is the token at `position`."""
+
+    def __init__(self, batch: "PlaybackBatch", text: Text) -> None:
+        super().__init__(batch)
+        self.text, self.position = text, text.start
+
+    def planted(self, accepted: int, size: int, chain: bool, target: Target) -> DraftTree:
+        """Return a tree that holds the next `accepted` tokens; behind the text's end any will do."""
+        tokens = [*self.text.token[self.position :], *[0] * (accepted + 1)][: accepted + 1]
+        return planted(tokens[0], tokens[1:], size, target, chain)
+
+
+class PlaybackBatch(HeadBatch):
+    """A head that drafts for several recorded texts at once, timed; what is verified are trees of given sizes."""
+
+    def __init__(self, source: Playback, head: DraftHead, size: int) -> None:
+        # One line a tree, so that there is room for the largest.
+        super().__init__(head, Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(source.measured)]), size)
+        self.source, self.accepted = source, 0
+        self.nodes = max(self.nodes, 1 + source.largest)
+
+    def begin(self, running: int, longest: int) -> None:
+        """Choose the head's tree, and the depth of the planted ones."""
+        source = self.source
+        self.policy, self.chain = next(source.next_tree), next(source.next_chain)
+        self.accepted = min(next(source.next_accepted), source.size)
+        self.deepest = source.size if self.chain else min(source.size, max(self.accepted, 1))
+        self.form = None
+
+    def ranked(
+        self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
+    ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], None]:
+        """Time the head's trees, and return the planted ones; an idle slot's is the first sequence's."""
+        source = self.source
+        assert self.policy is not None
+        start = source.clock()
+        super().ranked(roots, room, waits=waits)
+        source.draft[draft_key(self.policy)].append(source.clock() - start)
+        states = [state for state in self.states if isinstance(state, BatchedPlayback)]
+        drafts = [state.planted(self.accepted, source.size, self.chain, source.target) for state in states]
+        drafts += drafts[:1] * (len(room) - len(drafts))
+        tree = DraftTree(*(torch.stack(rows) for rows in zip(*drafts, strict=True)))
+        return tree, trees.ancestors(tree), None
+
+    def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
+        """Commit rows, timed, and move on in the texts."""
+        start = self.source.clock()
+        super().extend(features, token, count)
+        self.source.commit[token.shape[1]].append(self.source.clock() - start)
+        for state, taken in zip(self.states, count.tolist(), strict=False):
+            assert isinstance(state, BatchedPlayback)
+            state.position += taken
+
+    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Commit the rows of a pass of size 0 at once."""
+        self.extend(features, features.token, count)
+
+
+def planted(root: int, tokens: Sequence[int], size: int, target: Target, chain: bool = False) -> DraftTree:
     """Return a tree of `size` drafted nodes, level by level, that has these tokens as a path of first children.
 
-    All other nodes are wrong: siblings of the tokens, or after them if the target takes chains alone.
+    All other nodes are wrong: siblings of the tokens, or after them in a chain or if the target takes chains alone.
     """
     vocabulary, device = target.embeddings.vocab_size, target.device
     token, parent = [root], [-1]
@@ -125,7 +201,7 @@ def planted(root: int, tokens: Sequence[int], size: int, target: Target) -> Draf
     above = 0
     for level in range(levels):
         right = list(tokens[level : level + 1])
-        wrong = spare // levels + (level < spare % levels) if target.takes_trees else 0
+        wrong = spare // levels + (level < spare % levels) if target.takes_trees and not chain else 0
         first = right[0] if right else token[above]
         row = right + [(first + 1 + i) % vocabulary for i in range(wrong)]
         token += row
@@ -164,7 +240,7 @@ def measure(
     plain: list[float] = []
     keys = {draft_key(tree) for tree in measured}
     baseline = decode(batch_of(target, Plain(target.device), batch), texts, settings, lambda: None)
-    played = decode(Batch(target, [player] * batch), texts, settings, player.begin)
+    played = decode(batch_of(target, player, batch), texts, settings, player.begin)
     for _ in sizes:  # the first passes of every size cost more than later ones
         next(baseline)
         next(played)
@@ -175,10 +251,12 @@ def measure(
         for steps in itertools.islice(baseline, STRETCH):
             plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in steps))
         for steps in itertools.islice(played, STRETCH):
-            verify[max(step.drafted for step in steps)].append(sum(step.verify_s for step in steps))
-            for step in steps:
-                other[step.accepted > 1][step.drafted].append(step.other_s)
-                left -= step.committed
+            size, bent = max(step.drafted for step in steps), any(step.accepted > 1 for step in steps)
+            if player.batch is not None:  # whatever room each has
+                size, bent = player.size, not player.batch.chain
+            verify[size].append(sum(step.verify_s for step in steps))
+            other[bent][size].append(sum(step.other_s for step in steps))
+            left -= sum(step.committed for step in steps)
         drafts = [player.draft[key] for key in keys]
         fewest = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
         # Rare sizes may keep fewer samples, but a tree whose draft was never timed has no price.

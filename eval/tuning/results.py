@@ -159,14 +159,14 @@ def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
     among = " of those predicted well" if off else ""
     apart = f"predicted and measured more than {OFF:.0%} apart (tune again while nothing else runs)"
     tail = f"; not chosen, {apart}: {', '.join(named)}" if off else ""
+    then = f"; {done}" if done else ""
     if best is not None:
-        then = f"; {done}" if done else ""
         gain = f"{best.gain:.2f} times the baseline"
         return f"batch size {batch}: {best.tree.label} is fastest{among}, {gain}{then}{tail}"
     closest = max(candidates, key=lambda one: one.gain)
     gain = f"{closest.tree.label} at {closest.gain:.2f}" if closest.gain else "none is lossless"
     verdict = f"no tree{among} beats the baseline (best{' of all' if off else ''}: {gain})"
-    return f"batch size {batch}: {verdict}; decode plainly, nothing is written{tail}"
+    return f"batch size {batch}: {verdict}; decode plainly{then}{tail}"
 
 
 def cost_table(batches: Sequence[AtBatch], contexts: Mapping[int, Mapping[int, float]]) -> Table:

@@ -16,7 +16,7 @@ from heads.common.errors import one_line
 from heads.common.resolvers import ROOT
 from heads.formats.published import format_of, is_published, load_published
 from heads.formats.published.files import INDEX, SAFE, further_files
-from heads.formats.store import CONFIG, TargetSpec, last_good, load_head, read_config
+from heads.formats.store import CONFIG, SCHEDULE, TargetSpec, last_good, load_head, read_config
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,12 @@ def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder}: a head of another project brings no tree: give tree=chain, tree=dynamic or another"
         )
     return chosen
+
+
+def schedule_of(folder: Path, given: Mapping[str, Any]) -> Any:
+    """Return the lines of the schedule that a head was saved with; None without one, or where a tree is given."""
+    given_tree = any(value is not None for value in given.values())
+    return None if given_tree or is_published(folder) else read_config(folder).get(SCHEDULE)
 
 
 def on_hub(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A head on disk: a folder with config.json (head, target, tree) and model.safetensors (the head's own tensors alone).
+"""A head on disk: a folder with config.json (head, target, tree, schedule) and model.safetensors (its own tensors).
 
 Saving swaps a finished folder for the old one, so that at every moment, also after a crash or on a full disk, one
 whole head can be loaded.
@@ -31,6 +31,7 @@ __all__ = ["flush", "last_good", "replacing"]  # re-exported for writers of head
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+SCHEDULE = "schedule"  # the key of which tree is drafted by how many sequences; most heads have none
 # The defaults of keys for heads saved before the key existed.
 EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
@@ -112,14 +113,21 @@ def write_files(
         ) from error
 
 
-def save_tree(folder: Path, tree: dict[str, Any]) -> None:
-    """Write another draft tree into a head's config.json, whole or not at all; everything else stays.
+def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]] | None = None) -> None:
+    """Write another draft tree into a head's config.json, whole or not at all; the head and its target stay.
+
+    Args:
+        folder: of the head.
+        tree: that of one sequence.
+        schedule: the lines of `inference.tree_config.Schedule`; None: the tree holds for any number of sequences.
 
     Raises:
         ValueError: no head is there.
         OSError: the file cannot be written.
     """
-    content = {**read_config(folder), "tree": tree}
+    content = {**read_config(folder), "tree": tree, SCHEDULE: schedule}
+    if schedule is None:
+        del content[SCHEDULE]
     path = last_good(folder) / CONFIG
     new = path.with_name(f".{CONFIG}.new")
     try:
@@ -181,17 +189,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: no such folder, not a head's folder, or a key that is missing, unknown or of the wrong type.
     """
-    content = read_folder(folder, "head", ("head", "target", "tree"))
+    content = read_folder(folder, "head", ("head", "target", "tree"), (SCHEDULE,))
     if not isinstance(content["tree"], dict):
         raise ValueError(f"{folder}/{CONFIG}: tree is {shown(content['tree'])}, expected a mapping")
     head_config(folder, content)
     return content
 
 
-def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
+def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a folder's config.json, checked for its format, its target and these keys beside the format.
 
-    `kind` is also the folder's name in a run's folder.
+    `kind` is also the folder's name in a run's folder; it may lack the `optional` keys.
 
     Raises:
         ValueError: no such folder, nothing of the kind in it, or another content.
@@ -207,7 +215,7 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any
         raise ValueError(f"{path}: damaged ({error}); save or download it again") from None
     if code := names_code(content):
         raise ValueError(f"{path}: names code to run by the key {code}, which is refused; remove the key")
-    if not isinstance(content, dict) or set(content) != {"format", *keys}:
+    if not isinstance(content, dict) or set(content) - {*optional} != {"format", *keys}:
         expected = ", ".join(("format", *keys[:-1])) + " and " + keys[-1]
         raise ValueError(f"{path}: not the config of kind {kind}, whose keys are {expected}")
     if content["format"] != FORMAT:

@@ -11,9 +11,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from heads.base import DraftHead, Features, Level
 from heads.common.typed import typed
-from heads.formats.hub import load_found, tree_of
-from heads.modules.kv_cache import KVCache
+from heads.formats.hub import load_found, schedule_of, tree_of
+from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import Attention
+from inference.drafters.deferred import DeferredRows
+from inference.drafters.plain import alone
 from inference.drafters.policy import (
     CONFIDENT,
     TreeConfig,
@@ -27,21 +29,26 @@ from inference.drafters.policy import (
 )
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, fill_vacant, vacant
 from inference.target.target import Target
-from inference.verification.tree import DraftTree
+from inference.tree_config import Schedule, always
+from inference.verification.tree import DraftTree, root
 
 
 class HeadDrafter(Drafter):
-    """A head, and the policy by which its trees grow."""
+    """A head, and the policy by which its trees grow; with a schedule, one for each number of sequences.
+
+    `policy` is then that of a sequence that is decoded by its session alone.
+    """
 
     redraws = True
     head: DraftHead
     policy: TreeConfig
 
-    def __init__(self, head: DraftHead, policy: TreeConfig, name: str) -> None:
+    def __init__(self, head: DraftHead, policy: TreeConfig, name: str, schedule: Schedule | None = None) -> None:
         self.head, self.policy, self.name = head, policy, name
-        self.tree = policy.label
+        self.schedule = always(policy) if schedule is None else schedule
+        self.tree = self.schedule.label
         self.feature_layers = head.feature_layers
-        self.shape = None if policy.kind in CONFIDENT else policy.shape()
+        self.shape = None if schedule is not None or policy.kind in CONFIDENT else policy.shape()
 
     def start(self, prompt: list[int]) -> "HeadState":
         """Begin a sequence; its first commit brings the prompt's features."""
@@ -49,8 +56,15 @@ class HeadDrafter(Drafter):
 
     def clones(self, size: int) -> tuple[Sequence[Drafter], "HeadBatch"]:
         """Return sources whose sequences lie side by side in one KV cache, and are drafted for by one head at once."""
-        batch = HeadBatch(self.head, self.policy, size)
+        batch = HeadBatch(self.head, self.schedule, size)
         return [BatchedHead(self, batch) for _ in range(size)], batch
+
+    def within(self, depth: int) -> "HeadDrafter":
+        """Return the same head with trees that are no deeper."""
+        limited = HeadDrafter(self.head, self.policy.within(depth), self.name, self.schedule.within(depth))
+        limited.tree = f"{self.tree} within {depth}"
+        limited.shape = self.shape and limited.policy.shape()
+        return limited
 
 
 class HeadState(DrafterState):
@@ -119,17 +133,43 @@ class HeadBatch:
     """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root.
 
     Both are buffers of all slots, written in place.
+
+    Attributes:
+        policy: of the step at hand; None where nothing is drafted. Its rows are then deferred.
     """
 
-    def __init__(self, head: DraftHead, policy: TreeConfig, size: int) -> None:
-        self.head, self.policy, self.size = head, policy, size
+    def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
+        self.head, self.schedule, self.size = head, schedule, size
         self.feature_layers = head.feature_layers
-        self.deepest, self.nodes = min(policy.deepest, head.max_depth), most_nodes(policy)
-        self.chain, self.capacity = policy.kind == "chain", 0
-        self.sampled = sampled_shape(policy, head.max_depth)
+        self.nodes = max(map(most_nodes, schedule.trees), default=1)
+        self.capacity = 0
         self.states: list[BatchedState | None] = []  # by slot
         self.cache: KVCache | None = None
         self.buffers: Level | None = None
+        self.deferred: DeferredRows | None = None
+        self.form: int | None = None
+        self.choose(1)
+
+    def choose(self, running: int) -> None:
+        """Choose the tree for so many sequences."""
+        self.policy = self.schedule.at(running)
+        self.deepest = 0 if self.policy is None else min(self.policy.deepest, self.head.max_depth)
+        self.chain, self.form = self.policy is None or self.policy.kind == "chain", id(self.policy)
+        self.sampled = None if self.policy is None else sampled_shape(self.policy, self.head.max_depth)
+
+    def begin(self, running: int, longest: int) -> None:
+        """Choose a step's tree; commit what was deferred before it is needed, or before it is too much."""
+        self.choose(running)
+        if self.deferred is not None:
+            if self.policy is not None or self.deferred.waiting == self.deferred.most:
+                self.commit_deferred(longest)
+            self.deferred.waiting += self.policy is None
+
+    def commit_deferred(self, longest: int) -> None:
+        """Commit the rows that were deferred, if there are any."""
+        for rows in self.deferred.take(len(self.states)) if self.deferred is not None else ():
+            self.hold(longest)
+            self.extend(*rows)
 
     def level(self, count: int) -> Level:
         """Return the roots' level of the first sequences."""
@@ -142,6 +182,8 @@ class HeadBatch:
         token, slot = commit.token[None], vacant(self.states)
         if self.cache is None and self.head.keeps_rows:
             self.cache = self.new_cache(token.device)
+        if self.deferred is None and self.schedule.pauses:
+            self.deferred = DeferredRows(self.size, token, commit.features, self.capacity)
         features = Features(token, *commit.features[:2], torch.zeros_like(token))
         cache = None if self.cache is None else self.cache.alone(slot)
         _, level = self.head.extend(cache, features, token)
@@ -149,19 +191,27 @@ class HeadBatch:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
                 self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
         self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
+        if self.deferred is not None:
+            self.deferred.clear(slot)
         self.states[slot : slot + 1] = [state]
 
     def new_cache(self, device: torch.device) -> KVCache:
         """Return an empty cache with room for the texts' rows and a tree's."""
-        # A tree's rows, or a block's slots, behind rows of which not all are accepted.
-        tree = max(expanded(self.policy), self.head.max_depth + 1) + self.deepest + 1
-        return KVCache(self.size, getattr(self.head.config, "length", None), device, self.capacity, tree)
+        return KVCache(self.size, getattr(self.head.config, "length", None), device, self.capacity, self.spare)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the head's keys and values, whether they are allocated yet or not."""
         head: Any = self.head
         return self.new_cache(torch.device("meta")).nbytes(head) if self.head.keeps_rows else 0
+
+    @property
+    def spare(self) -> int:
+        """How many rows a tree, or a block's slots, take behind committed ones of which not all are accepted."""
+        trees = self.schedule.trees
+        drafted = max([self.head.max_depth + 1, *map(expanded, trees)])
+        committed = [min(tree.deepest, self.head.max_depth) + 1 for tree in trees]
+        return drafted + max([*committed, SPARE] if self.schedule.pauses else committed)
 
     def leave(self, state: BatchedState) -> None:
         """Let a sequence go."""
@@ -174,6 +224,8 @@ class HeadBatch:
             assert self.buffers is not None
             if self.cache is not None:
                 self.cache.move(source, slot)
+            if self.deferred is not None:
+                self.deferred.move(source, slot)
             for buffer in (self.buffers.logits, self.buffers.hidden, *self.buffers.root):
                 buffer[slot].copy_(buffer[source])
 
@@ -181,7 +233,11 @@ class HeadBatch:
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Commit what was accepted since the last draft, and grow a tree for each sequence."""
         lengths = [len(context.token) - 1 for context in contexts]
+        self.choose(len(contexts))
+        self.commit_deferred(max(lengths))
         self.catch_up(lengths)
+        if self.policy is None:
+            return [Proposal(root(context.token[-1], self.level(1).logits.device)) for context in contexts]
         self.hold(max(lengths))
         return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
 
@@ -189,6 +245,8 @@ class HeadBatch:
         self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
+        if self.policy is None:
+            return *alone(roots.token), None
         return ranked(self.head, self.cache, self.level(len(room)), self.policy, roots, room, waits=waits)
 
     def catch_up(self, lengths: Sequence[int]) -> None:
@@ -214,7 +272,8 @@ class HeadBatch:
         own: Any = self.head
         tables = [module.rotary.table for module in own.modules() if isinstance(module, Attention)]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
-        return [*level, *tables, *([] if self.cache is None else self.cache.tensors())]
+        caches = [] if self.cache is None else self.cache.tensors()
+        return [*level, *tables, *caches, *([] if self.deferred is None else self.deferred.tensors())]
 
     def hold(self, longest: int) -> None:
         """Tell the KV cache how long the longest sequence is."""
@@ -232,6 +291,11 @@ class HeadBatch:
         assert self.buffers is not None
         self.buffers.each(write, level)
 
+    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Keep rows for later; `begin` has counted them."""
+        assert self.deferred is not None
+        self.deferred.add(features, count)
+
 
 def _joined(commits: list[Commit | None], counts: list[int]) -> tuple[Features, Tensor, Tensor]:
     """Return each sequence's committed rows, padded, with how many each has."""
@@ -246,11 +310,21 @@ def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:
     """Return the tree that a head was saved with, but for what is given; a None gives nothing.
 
     Raises:
-        ValueError: a published head, which brings no tree, and none is given; or it is none.
+        ValueError: as `saved_trees`.
     """
-    values = tree_of(folder, given)
+    return saved_trees(folder, given)[0]
+
+
+def saved_trees(folder: Path, given: Mapping[str, Any]) -> tuple[TreeConfig, Schedule | None]:
+    """Return the tree of `saved_tree`, and the schedule that a head was saved with, which a given tree replaces.
+
+    Raises:
+        ValueError: a published head, which brings no tree, and none is given; or one of them is none.
+    """
+    values, lines = tree_of(folder, given), schedule_of(folder, given)
     try:
-        return typed(TreeConfig, values, "tree")
+        tree = typed(TreeConfig, values, "tree")
+        return tree, None if lines is None else typed(Schedule, {"lines": lines}, "schedule")
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 
@@ -268,7 +342,8 @@ def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: s
         ValueError: it is damaged or of another target, or the target cannot verify its tree.
     """
     head: Any = load_found(folder, target.embeddings, target.spec).to(device=target.device, dtype=target.dtype).eval()
-    tree = saved_tree(folder, given)
-    check_tree(target, tree, name)
-    check_masks(target, tree)
-    return HeadDrafter(head, tree, name)
+    tree, schedule = saved_trees(folder, given)
+    for one in [tree] if schedule is None else schedule.trees:
+        check_tree(target, one, name)
+        check_masks(target, one)
+    return HeadDrafter(head, tree, name, schedule)

@@ -37,10 +37,13 @@ class PlainBatch(DraftBatch):
     """No drafting for several sequences."""
 
     feature_layers: tuple[int, ...] = ()
-    deepest, nodes, chain, nbytes, sampled = 0, 1, True, 0, None
+    deepest, nodes, chain, nbytes, sampled, form = 0, 1, True, 0, None, 0
 
     def __init__(self, plain: Plain) -> None:
         self.plain = plain
+
+    def begin(self, running: int, longest: int) -> None:
+        """Do nothing: no step drafts."""
 
     def propose(self, contexts: Sequence[Context]) -> list[Proposal]:
         """Return the roots alone."""
@@ -50,8 +53,7 @@ class PlainBatch(DraftBatch):
         self, roots: Any, room: Int[Tensor, "B"], *, waits: bool
     ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
         """Return the roots alone."""
-        token = roots.token
-        return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool), None
+        return *alone(roots.token), None
 
     def reserve(self, capacity: int) -> None:
         """Do nothing: there is no state."""
@@ -66,5 +68,13 @@ class PlainBatch(DraftBatch):
     def extend(self, features: Features, token: Int[Tensor, "B T"], count: Int[Tensor, "B"]) -> None:
         """Do nothing."""
 
+    def defer(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Do nothing."""
+
     def catch_up(self, lengths: Sequence[int]) -> None:
         """Do nothing."""
+
+
+def alone(token: Int[Tensor, "B 1"]) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
+    """Return the trees of roots alone, and their nodes' ancestors."""
+    return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool)

@@ -11,7 +11,7 @@ import torch
 from eval.inputs.texts import write
 from eval.measures.cost_model import draft_key
 from eval.tuning import costs as costing
-from eval.tuning.costs import measure, planted, typical, verification
+from eval.tuning.costs import PlaybackBatch, measure, planted, typical, verification
 from inference.batch import Batch
 from inference.decode import Settings
 from inference.drafters.head import HeadDrafter
@@ -84,7 +84,16 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
         sessions.append(session)
         prefill(session)
 
+    shapes: list[torch.Size] = []
+    ranked = PlaybackBatch.ranked
+
+    def noted(self: PlaybackBatch, *args: Any, **named: Any) -> Any:
+        tree, above = ranked(self, *args, **named)
+        shapes.append(tree.token.shape)
+        return tree, above
+
     monkeypatch.setattr(costing, "decode", kept)
+    monkeypatch.setattr(PlaybackBatch, "ranked", noted)
     monkeypatch.setattr(Session, "prefill", begun)
     target = toys.target()
     texts = write(target, [toys.prompt(seed) for seed in range(2)], SETTINGS)
@@ -97,7 +106,7 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
         assert known[tuple(prompt)][: len(session.generation.tokens)] == session.generation.tokens
     rows = [row for name, row in made if name == "playback"]
     assert {len(row) for row in rows} == {batch}
-    assert all(len({step.drafted for step in row}) == 1 for row in rows if min(step.drafted for step in row))
+    assert {*shapes} == {(batch, 1 + size) for size in SIZES}
     assert max(step.accepted for row in rows for step in row) > 1
     assert {step.drafted for row in rows for step in row} >= set(SIZES)
 
@@ -116,6 +125,31 @@ def test_passes_of_a_batch_are_of_all_its_sequences_and_their_seconds_add_up(mon
     assert (found.batch, found.draft[draft_key(chain)], set(found.commit.values())) == (3, 1.0, {1.0})
     assert set(found.verify.values()) == {1.0}
     assert found.plain == 5.0
+
+
+def test_the_head_drafts_for_all_sequences_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that a level moves on by 1, and the committed rows of however many sequences by 10."""
+    target, now, batches = toys.target(), [0.0], set[int]()
+    own: Any = toys.head("eagle", target)
+    extend, expand = type(own).extend, type(own).expand
+
+    def extended(self: Any, state: Any, features: Any, token: Any, count: Any = None) -> Any:
+        now[0] += 10 if count is not None else 0  # a prompt has none
+        return extend(self, state, features, token, count)
+
+    def expanded(self: Any, state: Any, level: Any, token: Any, *args: Any) -> Any:
+        now[0] += 1
+        batches.add(len(token))
+        return expand(self, state, level, token, *args)
+
+    monkeypatch.setattr(type(own), "extend", extended)
+    monkeypatch.setattr(type(own), "expand", expanded)
+    monkeypatch.setattr(costing.time, "perf_counter", lambda: now[0])
+    texts = write(target, [toys.prompt(seed) for seed in range(3)], SHORT)
+    found = measure(target, HeadDrafter(own, MEASURED[0], "head"), texts, MEASURED[:2], SIZES, 1, SHORT, batch=3)
+    assert found.draft == {draft_key(tree): 3.0 for tree in MEASURED[:2]}
+    assert set(found.commit.values()) == {10.0}
+    assert batches == {3}
 
 
 def test_a_draft_that_costs_nothing_needs_no_head() -> None:

@@ -14,7 +14,6 @@ from eval.inputs.workloads import load_workload
 from eval.measures.results import LIVE, REPLAY, TEACHER_FORCED
 from eval.report.columns import flattened
 from eval.run import evaluate
-from eval.tiers import within
 from inference.decode import Settings
 from inference.drafters.policy import TreeConfig
 from inference.verification.sample import GREEDY
@@ -170,8 +169,8 @@ def test_a_budget_cuts_the_trees_of_every_tier(runs: Path, tmp_path: Path) -> No
     assert rows["eagle"][TEACHER_FORCED]["tau"] == pytest.approx(rows["eagle"][LIVE]["tau"])
     assert len(rows["eagle"][TEACHER_FORCED]["accepted_by_depth"]) == 1
     wide = TreeConfig("static", 0, 0, 0, [[0], [1], [0, 0]], [])
-    assert within(wide, 1).paths == [[0], [1]]
-    assert within(toys.TREES["sampled"], 2).shape() == replace(toys.TREES["sampled"], widths=[3, 2]).shape()
+    assert wide.within(1).paths == [[0], [1]]
+    assert toys.TREES["sampled"].within(2).shape() == replace(toys.TREES["sampled"], widths=[3, 2]).shape()
 
 
 def test_trees_that_the_context_cannot_hold_are_not_tried(runs: Path, tmp_path: Path) -> None:

@@ -17,17 +17,18 @@ from eval.live import interleaved
 from eval.live.interleaved import PLAIN
 from eval.measures.cost_model import Costs, Prediction, Replayed, ReplayedStep, draft_key
 from eval.run import main, tuned
-from eval.tune import Bench, TunePlan, halves, keep, merged, ranked
+from eval.tune import Bench, TunePlan, concluded, halves, keep, merged, ranked
 from eval.tuning import costs, grid
 from eval.tuning.grid import OWN, Tried, hopeful, proposed, sizes_for
-from eval.tuning.results import OFF, Candidate, Measured, conclude, fastest
+from eval.tuning.results import OFF, AtBatch, Candidate, Measured, conclude, fastest
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from heads.formats.store import save_head, save_tree
 from inference.decode import Generation
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import HeadDrafter, saved_trees
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
+from inference.tree_config import scheduled
 from tests import toys
 
 REPORTED = {"prompts": 2, "batch_sizes": [1]}
@@ -170,9 +171,9 @@ def test_a_target_that_takes_chains_alone_gets_chains() -> None:
 
 def test_a_head_of_the_hub_and_a_tree_that_is_there_are_not_written(run: Path) -> None:
     before = (run / "head" / "config.json").read_bytes()
-    own = config_of(run)["tree"]
-    assert "the tree that the head has" in keep(OWN_TREE, str(run), run / "head", own)
-    assert "nothing is written" in keep(toys.TREES["chain"], "me/mine", run / "head", own)
+    assert "the tree that the head has" in keep(OWN_TREE, None, str(run), run / "head")
+    assert "nothing is written" in keep(toys.TREES["chain"], None, "me/mine", run / "head")
+    assert "nothing is written" in keep(None, scheduled([(1, None)]), "me/mine", run / "head")
     assert (run / "head" / "config.json").read_bytes() == before
 
 
@@ -190,7 +191,7 @@ def test_a_write_that_breaks_off_leaves_the_config_as_it_was(run: Path, monkeypa
     assert sorted(path.name for path in (run / "head").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_is_written(
+def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_and_a_schedule_are_written(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faster(monkeypatch, lambda batch: {1: 0.5, 2: 0.8, 3: 2.0}[batch])
@@ -202,14 +203,35 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_is_written
     assert config_of(run)["tree"] == first["best"]["tree"]
     assert second["best"] is not None
     assert third["best"] is None
+    trees = [typed(TreeConfig, each["best"]["tree"]) for each in (first, second)]
+    schedule = scheduled([(1, trees[0]), (2, trees[1]), (3, None)])
+    assert saved_trees(run / "head", {}) == (trees[0], schedule)
     for each in (second, third):
         kinds = [one["tree"]["kind"] == "chain" for one in each["candidates"] if one["measured"]]
         assert sorted(kinds) == [False, True]
     assert {kind: each["measured"] for kind, each in told["stops_paying"].items()} == {"chain": 3, "tree": 3}
     out = capsys.readouterr().out
+    assert f"written to {run / 'head'}, with the schedule {schedule.label}" in out.replace("\n", "")
     assert "batch size 2:" in out
     assert "batch size 3: no tree beats the baseline" in out
     assert "batch size from which on a tree no longer pays: predicted" in out
+
+
+def test_where_no_tree_pays_at_several_sizes_the_schedule_says_so_and_one_size_alone_ends_it(run: Path) -> None:
+    own = config_of(run)["tree"]
+    slow = [candidate("chain", "chain", 0.5, 0.5)]
+    at = AtBatch(2, costs_of(toys.TREES["chain"], {0: 1.0}), slow, None, "")
+    first, second = concluded([at, replace(at, batch=4)], str(run), run / "head")
+    assert config_of(run)["schedule"] == [{"batch_size": 1, "tree": None}]
+    assert config_of(run)["tree"] == own
+    assert "decode plainly; written to" in first.verdict
+    assert second.verdict.endswith("decode plainly")
+    won = candidate("chain", "chain", 1.5, 1.5)
+    (alone,) = concluded([replace(at, candidates=[won], best=won)], str(run), run / "head")
+    assert saved_trees(run / "head", {}) == (toys.TREES["chain"], None)
+    assert "1.50 times the baseline; written to" in alone.verdict
+    (none,) = concluded([at], str(run), run / "head")
+    assert "decode plainly; nothing is written" in none.verdict
 
 
 def test_a_target_that_cannot_share_a_pass_says_so_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def captured(step: DeviceStep) -> None:
 
 def drafts_compiled(step: DeviceStep) -> None:
     """Compile the head's stages alone, as on a CPU: all slots take part in them, and in nothing else."""
-    step.static, step.compiles, launching.BACKEND = False, True, "eager"
+    step.static, step.target.compiles_drafts, launching.BACKEND = False, True, "eager"
 
 
 def layers_compiled(step: DeviceStep) -> None:
@@ -216,6 +216,7 @@ def main() -> None:
             WAYS[way](graphed.device_step)
             found = [answer.tokens for answer in decoded(graphed, requests)]
             graphed.device_step.target.compiled = None
+            graphed.device_step.target.compiles_drafts = False
         layers.count_pieces = count_pieces
         count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         if isinstance(graphed.device_step.graphs, Recorded):

@@ -194,7 +194,8 @@ def _row(head: Examined, kind: str, workload: str | None) -> Row | None:
 
 
 def _tree(head: Examined, label: str) -> TreeConfig | None:
-    """Return the tree of a label: one from the head's files, or one parsed from the label."""
+    """Return the tree of a label, of a schedule's the first: one from the head's files, or one parsed from it."""
+    label, *_ = label.split(", ")
     for values in (head.part("tree") if head.form == OWN else {}, head.run.get("tree")):
         try:
             if values and (config := typed(TreeConfig, values)).label == label:

@@ -1,0 +1,228 @@
+"""A schedule of trees: the text stays, and what is drafted after a pause is what a head that never paused drafts."""
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.formats.store import save_head, save_tree
+from heads.modules.kv_cache import SPARE
+from inference.batch import batch_of
+from inference.decode import Generation, Settings, autoregress, speculate
+from inference.drafters import deferred
+from inference.drafters.head import HeadDrafter, load_drafter
+from inference.protocol import Proposal
+from inference.session import Session
+from inference.target.target import Target
+from inference.tree_config import Schedule, Scheduled, TreeConfig, scheduled
+from inference.verification import tree as trees
+from inference.verification.sample import GREEDY, Sampling
+from tests import toys
+from tests.inference.test_step import WAYS, facts, reads
+
+DOUBLE = torch.float64
+CHAIN, DYNAMIC, STATIC = (toys.TREES[name] for name in ("chain", "dynamic", "static"))
+# Wide enough for most of a toy's 40 tokens, so that the ranks of the accepted ones show what the head has taken in.
+WIDE = [TreeConfig("dynamic", 2, 30, 36, [], []), TreeConfig("best_first", 2, 0, 34, [], [])]
+SWITCHING = scheduled([(1, WIDE[0]), (2, None), (3, WIDE[1]), (4, None)])
+Taken = list[TreeConfig | None]
+
+
+def drafter(name: str, target: Target, schedule: Schedule) -> HeadDrafter:
+    own: Any = toys.head(name, target)
+    return HeadDrafter(own, CHAIN, name, schedule)
+
+
+def decoded(
+    target: Target, source: HeadDrafter, requests: list[tuple[list[int], Settings]], size: int, static: bool
+) -> tuple[list[Generation], list[Taken]]:
+    """Decode requests that come and go; return with each the trees of its steps."""
+    batch = batch_of(target, source, size, requests)
+    assert batch.device_step is not None
+    batch.device_step.static = static
+    waiting, made, taken = list(enumerate(requests)), dict[int, Generation](), [Taken() for _ in requests]
+    for turn in itertools.count():
+        if waiting and batch.free and turn % 5 < 2:  # else the batch would be full all the time
+            number, request = waiting.pop(0)
+            made[number] = batch.admit(number, *request)
+        tree = source.schedule.at(len(batch.running) or 1)
+        for running in batch.running:
+            taken[running.number].append(tree)
+        if batch.running:
+            batch.step()
+            batch.release()
+        elif not waiting:
+            break
+    return [made[number] for number in range(len(requests))], taken
+
+
+def reference(target: Target, source: HeadDrafter, prompt: list[int], settings: Settings, taken: Taken) -> Generation:
+    """Decode a prompt alone under the trees of its steps, by a head that takes in every row at once."""
+    with torch.inference_mode():
+        session = Session(target, source, prompt, settings)
+        session.prefill()
+        state: Any = session.state
+        for tree in taken:
+            context = session.begin()
+            alone = Proposal(trees.root(context.token[-1], target.device))
+            session.verify(alone if tree is None else state.grow(tree, context))
+    return session.generation
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "eagle:greedy", "medusa:penalised", "eagle3 injected:coupled",
+        *(pytest.param(case, marks=pytest.mark.slow)
+          for case in ("eagle3:coupled", "mtp:greedy", "block:penalised", "hydra:coupled")),
+    ],
+)  # fmt: skip
+def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, static: bool) -> None:
+    name, way = case.split(":")
+    target, (sampling, rule) = toys.target("llama", DOUBLE), WAYS[way]
+    source = drafter(name, target, SWITCHING)
+    requests = [(toys.prompt(i, 3 + 5 * i), Settings(5 + (17 * i) % 29, sampling, seed=i, rule=rule)) for i in range(8)]
+    made, taken = decoded(target, source, requests, 4, static)
+    for one, request, its in zip(made, requests, taken, strict=True):
+        assert facts(one) == facts(reference(target, source, *request, its))
+        assert len(one.steps) == len(its)
+        assert all(
+            (step.drafted, step.rule) == (0, "none") for step, tree in zip(one.steps, its, strict=True) if not tree
+        )
+    switched = [sum(a is not b for a, b in itertools.pairwise(its)) for its in taken]
+    assert max(switched) > 1
+    assert sum(step.accepted for one in made for step in one.steps) > 5
+    assert any(toys.lively(one.tokens) for one in made)
+
+
+@pytest.mark.parametrize(("static", "bytes_"), [(False, 0), (True, 0), (False, 1 << 20)])
+def test_rows_that_waited_are_taken_in_as_many_as_a_ring_takes_at_once(
+    static: bool, bytes_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the fewest bytes they do not all wait until a sequence is alone again."""
+    monkeypatch.setattr(deferred, "BYTES", bytes_)
+    target = toys.target("llama", DOUBLE)
+    source, calls = drafter("eagle", target, scheduled([(1, CHAIN), (2, None)])), list[int]()
+    requests = [(toys.prompt(i, 5 + i), Settings(count, GREEDY)) for i, count in enumerate((SPARE + 20, SPARE + 40))]
+    extend = type(source.head).extend
+
+    def counted(self: Any, state: Any, features: Any, token: Any, count: Any = None) -> Any:
+        calls.append(token.shape[1])
+        return extend(self, state, features, token, count)
+
+    monkeypatch.setattr(type(source.head), "extend", counted)
+    made, taken = decoded(target, source, requests, 2, static)
+    assert max(calls) == SPARE
+    assert 10 < calls[calls.index(SPARE) + 1] < SPARE
+    for one, request, its in zip(made, requests, taken, strict=True):
+        assert facts(one) == facts(reference(target, source, *request, its))
+
+
+def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = toys.target("llama")
+    source = drafter("eagle3", target, scheduled([(1, CHAIN), (2, None)]))
+    batch = batch_of(target, source, 2, [([0] * 9, Settings(90, GREEDY))])
+    step: Any = batch.device_step
+    step.static = True
+    for slot in range(2):
+        batch.admit(slot, toys.prompt(slot, 5 + slot), Settings(90, GREEDY))
+
+    def addresses() -> list[int]:
+        kept = [step.drafts.cache.length, step.drafts.deferred.count, *step.drafts.deferred.rows]
+        return [each.data_ptr() for each in (*kept, *(half for pair in step.drafts.cache.layers for half in pair))]
+
+    batch.step()
+    before = addresses()
+    with reads(monkeypatch) as noted:
+        for _ in range(SPARE + 5):
+            batch.step()
+    assert noted == ["tolist"] * (SPARE + 5)
+    assert addresses() == before
+
+
+def test_what_is_sampled_otherwise_keeps_to_the_schedule() -> None:
+    target = toys.target("llama", DOUBLE)
+    source = drafter("eagle", target, SWITCHING)
+    requests = [
+        (toys.prompt(i, 4 + i), Settings(8 + 9 * i, GREEDY if i != 1 else Sampling(0.9, 0, 1.0), seed=i))
+        for i in range(4)
+    ]
+    made, taken = decoded(target, source, requests, 2, static=False)
+    for i in (0, 2, 3):
+        assert facts(made[i]) == facts(reference(target, source, *requests[i], taken[i]))
+    for one, its in zip(made, taken, strict=True):
+        assert all(step.drafted == 0 for step, tree in zip(one.steps, its, strict=True) if tree is None)
+
+
+def test_a_head_that_never_drafts_decodes_as_the_baseline_does() -> None:
+    target = toys.target("llama", DOUBLE)
+    source = drafter("eagle", target, scheduled([(4, None)]))
+    assert (source.tree, source.schedule.lines) == ("none", [Scheduled(1, None)])
+    request = toys.prompt(1, 9), Settings(20, GREEDY)
+    assert facts(speculate(target, source, *request))[:1] == facts(autoregress(target, *request))[:1]
+
+
+def test_best_trees_by_size_make_a_schedule() -> None:
+    made = scheduled([(2, DYNAMIC), (8, CHAIN), (16, CHAIN), (32, None)])
+    assert made.lines == [Scheduled(1, DYNAMIC), Scheduled(8, CHAIN), Scheduled(32, None)]
+    assert [made.at(running) for running in (1, 7, 8, 31, 32, 99)] == [DYNAMIC, DYNAMIC, CHAIN, CHAIN, None, None]
+    assert made.label == "dynamic-d4k3n9, chain-4 from 8, none from 32"
+    assert made.within(2).label == "dynamic-d2k3n9, chain-2 from 8, none from 32"
+    assert (made.trees, made.pauses) == ([DYNAMIC, CHAIN], True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    target = toys.target()
+    save_head(tmp_path / "head", toys.head("eagle", target), target.spec, asdict(DYNAMIC))
+    return tmp_path / "head"
+
+
+def test_a_saved_schedule_is_drafted_by_unless_a_tree_is_given(folder: Path) -> None:
+    target = toys.target()
+    assert load_drafter(folder, {}, target, "eagle").schedule.lines == [Scheduled(1, DYNAMIC)]
+    schedule = scheduled([(1, DYNAMIC), (4, STATIC), (9, None)])
+    save_tree(folder, asdict(DYNAMIC), asdict(schedule)["lines"])
+    loaded = load_drafter(folder, {"kind": None}, target, "eagle")
+    assert (loaded.schedule, loaded.policy, loaded.shape) == (schedule, DYNAMIC, None)
+    given = load_drafter(folder, {"kind": "chain", "depth": 2}, target, "eagle")
+    assert (given.tree, given.schedule.lines[1:]) == ("chain-2", [])
+    save_tree(folder, asdict(CHAIN))
+    assert load_drafter(folder, {}, target, "eagle").tree == "chain-4"
+    assert "schedule" not in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ("often", r"schedule.lines is 'often', expected a list"),
+        ([3], r"schedule.lines\[0\] is 3, expected a mapping"),
+        ([], r"schedule has the batch sizes \[\]: give them in ascending order, from 1 on"),
+        ([{"batch_size": 2, "tree": None}], r"batch sizes \[2\]"),
+        ([{"batch_size": 1, "tree": None}, {"batch_size": 1, "tree": None}], r"batch sizes \[1, 1\]"),
+        ([{"batch_size": 1, "tree": {"kind": "bush"}}], r"schedule.lines\[0\].tree.depth, .* are missing"),
+        ([{"batch_size": 0, "tree": None}], r"schedule.lines\[0\].batch_size is 0: give 1 or more"),
+        ([{"batch_size": 1, "tree": asdict(CHAIN) | {"depth": 0}}], "tree.depth is 0"),
+        ([{"batch_size": 1}], r"schedule.lines\[0\].tree is missing"),
+    ],
+)
+def test_a_bad_schedule_is_refused_in_a_line(folder: Path, lines: Any, named: str) -> None:
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**content, "schedule": lines}), encoding="utf-8")
+    with pytest.raises(ValueError, match=named) as error:
+        load_drafter(folder, {}, toys.target(), "eagle")
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(str(folder))
+
+
+def test_a_schedules_trees_must_be_what_the_target_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = toys.target()
+    save_tree(folder, asdict(CHAIN), asdict(scheduled([(1, CHAIN), (2, DYNAMIC)]))["lines"])
+    monkeypatch.setattr(target, "takes_trees", False)
+    with pytest.raises(ValueError, match="give tree=chain"):
+        load_drafter(folder, {}, target, "eagle")
