@@ -15,8 +15,8 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import fingerprint, pack
-from data.features.store_files import write_whole
 from data.text.masks import Sample
+from heads.common.files import write_whole
 from heads.common.untrusted import visible
 from inference.text_stream import TextStream
 

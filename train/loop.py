@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from data.features.store_files import write_whole
 from heads.common.errors import one_line
+from heads.common.files import write_whole
 from heads.formats.store import load_head, save_head
 from inference.drafters.policy import TreeConfig
 from inference.target.embeddings_only import EmbeddingsOnly

@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from heads.common.command import command
 from heads.common.errors import user_errors
+from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
-from heads.formats.store import CONFIG, last_good, read_config
+from heads.formats.store import CONFIG, read_config
 from train.release import doctor
 from train.release.card.engines import misleading
 from train.release.config import DoctorConfig, PublishConfig

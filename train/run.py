@@ -29,7 +29,6 @@ from rich.console import Console
 
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
 from data.features.source import FeatureSource
-from data.features.store_files import write_whole
 from data.text.prompts import Prompt, load_training, save_prompts
 from data.text.sources import source_records
 from data.text.template import template_sha256
@@ -39,6 +38,7 @@ from eval.run import evaluate
 from heads.base import frozen_count, parameter_count
 from heads.common.command import command
 from heads.common.errors import user_errors
+from heads.common.files import write_whole
 from heads.common.redact import redacted_values, redacted_words
 from heads.common.resolvers import register_resolvers
 from heads.common.typed import bracketed

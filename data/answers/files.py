@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from data.answers.chats import CAUSES, Outcome
-from data.features.store_files import claim, write_whole
 from data.text.files import META, PARTS, SETTINGS
+from heads.common.files import claim, write_whole
 from heads.common.typed import fits
 from heads.common.untrusted import DEEPEST, inside, parse_json
 

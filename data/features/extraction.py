@@ -21,11 +21,11 @@ from data.config import DataConfig
 from data.features.coding import compute, join, to_row
 from data.features.source import FeaturesConfig
 from data.features.store import META, FeatureStore, Row, StoreSpec, packed_fingerprint
-from data.features.store_files import claim
 from data.features.vllm_features import VllmFiles, write_prompts
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
+from heads.common.files import claim
 from heads.common.target_config import check_rows, context_of
 from inference.target.config import ModelConfig
 from inference.target.embeddings import final_norm

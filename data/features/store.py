@@ -25,7 +25,7 @@ from torch import Tensor
 
 from data.batches import Packed
 from data.features.quantize import DTYPES, size
-from data.features.store_files import claim, read_checked, write_checked, write_whole
+from heads.common.files import claim, read_checked, write_checked, write_whole
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import fits, typed
 from heads.common.untrusted import inside

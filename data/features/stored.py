@@ -20,7 +20,7 @@ from data.batches import Batch, Batches
 from data.features.coding import FeatureRequest, decode_rows, join, split
 from data.features.source import MicroBatch, TrainingInput
 from data.features.store import DamagedError, FeatureStore, Row
-from data.features.store_files import claim
+from heads.common.files import claim
 
 log = logging.getLogger(__name__)
 

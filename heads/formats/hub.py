@@ -13,10 +13,11 @@ from torch import nn
 
 from heads.base import Embeddings
 from heads.common.errors import one_line
+from heads.common.files import last_good
 from heads.common.resolvers import ROOT
 from heads.formats.published import format_of, is_published, load_published
 from heads.formats.published.files import INDEX, SAFE, further_files
-from heads.formats.store import CONFIG, TargetSpec, last_good, load_head, read_config
+from heads.formats.store import CONFIG, TargetSpec, load_head, read_config
 
 log = logging.getLogger(__name__)
 

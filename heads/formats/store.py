@@ -6,7 +6,6 @@ whole head can be loaded.
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,14 +19,12 @@ from torch import Tensor, nn
 from heads import HEADS
 from heads.base import DraftVocabulary, Embeddings
 from heads.common.errors import one_line
-from heads.common.files import flush, last_good, replacing
+from heads.common.files import last_good, replacing, write_whole
 from heads.common.typed import typed
 from heads.common.untrusted import names_code, parse_json, shown
 from heads.formats.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
-
-__all__ = ["flush", "last_good", "replacing"]  # re-exported for writers of heads
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -121,16 +118,9 @@ def save_tree(folder: Path, tree: dict[str, Any]) -> None:
     """
     content = {**read_config(folder), "tree": tree}
     path = last_good(folder) / CONFIG
-    new = path.with_name(f".{CONFIG}.new")
     try:
-        new.unlink(missing_ok=True)  # one that was left, or a link in an untrusted folder
-        with new.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-        flush(new)
-        os.replace(new, path)
-        flush(path.parent)
+        write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise OSError(f"{path}: could not be written ({error}); the tree in it is the one of before") from error
 
 

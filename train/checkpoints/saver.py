@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from heads.common.errors import one_line
-from heads.formats.store import flush
+from heads.common.files import flush
 from train.checkpoints import format
 from train.checkpoints.state import TrainState
 from train.distributed.control import ProcessControl

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 
-from data.features.store_files import claim, write_whole
+from heads.common.files import claim, write_whole
 from inference.target.config import ModelConfig, device_named, fast_dtype
 from train.config import LauncherConfig, TrainerConfig
 

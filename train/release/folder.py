@@ -21,12 +21,13 @@ from data.text.files import content_hash
 from eval.live.extras import METRICS
 from eval.report.reading import read_report
 from heads.common.errors import one_line
+from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
 from heads.common.untrusted import parse_json, parse_yaml
 from heads.formats.custom_generate import bundle
 from heads.formats.hub import on_hub, target_path
 from heads.formats.published.export import Served, export
-from heads.formats.store import CONFIG, WEIGHTS, last_good, load_head, read_config, read_tensors, replacing
+from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from inference.target.config import DTYPES
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly

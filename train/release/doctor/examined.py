@@ -16,13 +16,14 @@ from data.text.files import content_hash
 from eval.report.reading import read_report
 from heads.base import Embeddings
 from heads.common.errors import one_line
+from heads.common.files import last_good
 from heads.common.target_config import context_of, read_target_config
 from heads.common.untrusted import parse_json, parse_yaml, regular
 from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published import FORMATS
 from heads.formats.published.files import stored_tensors, without_prefix
 from heads.formats.published.plan import positions_of
-from heads.formats.store import CONFIG, WEIGHTS, TargetSpec, last_good
+from heads.formats.store import CONFIG, WEIGHTS, TargetSpec
 from heads.formats.weights import read_weights
 from heads.modules.rope import Rope
 from inference.target.embeddings_only import EmbeddingsOnly
