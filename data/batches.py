@@ -66,11 +66,7 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
 
 
 def check_known(packed: Packed, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-    """Check that a target knows all tokens of its data: a tokenizer may have some that its embedding lacks.
-
-    Raises:
-        ValueError: a token is outside its vocabulary.
-    """
+    """Refuse data with a token that the target does not know: a tokenizer may have some that its embedding lacks."""
     last = int(packed.token.max())
     if last >= vocabulary:
         raise ValueError(

@@ -150,11 +150,7 @@ def answerer_of(job: JobConfig, settings: AnswerSettings) -> Answerer:
 
 
 def check_early(job: JobConfig) -> None:
-    """Check before anything is loaded: the data, the folders that are written, the draft source.
-
-    Raises:
-        ValueError: naming the key and the remedy.
-    """
+    """Refuse data, folders to write and draft sources that will not do, before anything is loaded."""
     check_sources(job.data)
     written = {"answers": job.answers, "vllm_prompts": job.vllm_prompts, "inspect_html": job.inspect_html}
     for key, file in written.items():

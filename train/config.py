@@ -205,11 +205,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
 
 
 def checked(run: RunConfig) -> RunConfig:
-    """Return a run after checking its sections against each other.
-
-    Raises:
-        ValueError: two of them contradict each other.
-    """
+    """Return a run; refuse one whose sections contradict each other."""
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
         raise ValueError(
             f"trainer.optimizer=muon does not run under launcher.strategy={run.launcher.strategy}, which cuts matrices "
@@ -221,11 +217,7 @@ def checked(run: RunConfig) -> RunConfig:
 
 
 def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None:
-    """Check that a run's name stays within the folder of runs, and that its batches hold a row of `length` tokens.
-
-    Raises:
-        ValueError: one does not.
-    """
+    """Refuse a name that leads out of the folder of runs, and batches that hold no row of `length` tokens."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(
             f"name is {shown(name)}, a folder below outputs: give it without .., and another folder by out"

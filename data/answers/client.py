@@ -80,11 +80,7 @@ class EndpointConfig:
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuse a URL that is no endpoint's, or that carries a secret.
-
-    Raises:
-        ValueError: the URL is refused; the message names `key`, the option that held it.
-    """
+    """Refuse a URL that is no endpoint's, or that carries a secret; `key` is the option that held it."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{key}={url}: give a URL such as http://localhost:8000")
@@ -280,11 +276,7 @@ class Client:
 
 
 def _pieces(response: HTTPResponse) -> Iterator[bytes]:
-    """Yield the body's bytes as they arrive.
-
-    Raises:
-        EndpointError: the body is shorter than announced.
-    """
+    """Yield the body's bytes as they arrive; refuse a body that is shorter than announced."""
     while piece := response.read1(CHUNK):  # without a limit, read1 allocates whatever size a chunk announces
         yield piece
     if response.length:

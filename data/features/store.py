@@ -164,11 +164,7 @@ class FeatureStore:
         return store
 
     def check(self, spec: StoreSpec, keys: Iterable[str] = MUST_AGREE) -> None:
-        """Check that the store agrees with a spec in these keys; it may hold more layers.
-
-        Raises:
-            ValueError: naming the difference.
-        """
+        """Refuse a spec that differs from the store's in one of these keys, but for layers that it has beside."""
         for key in keys:
             held, expected = getattr(self.spec, key), getattr(spec, key)
             if held != expected and not (key == "layers" and set(expected) <= set(held)):

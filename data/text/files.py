@@ -85,11 +85,7 @@ class Unpacked(RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read what comes next.
-
-        Raises:
-            ValueError: it is a bomb.
-        """
+        """Read what comes next; refuse a bomb."""
         count: int = self.file.readinto(buffer)
         self.left -= count
         if self.left < 0:

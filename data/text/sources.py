@@ -151,11 +151,7 @@ def open_source(name: str, split: str, streaming: bool = False) -> Source:
 
 
 def check_sources(config: DataConfig) -> None:
-    """Check that the data and its prompts are there.
-
-    Raises:
-        ValueError: as `check_source`.
-    """
+    """Refuse data or prompts that are not there, as `check_source` does."""
     for name in config.paths:
         check_source(name, config.split)
     if config.prompts:
@@ -163,12 +159,10 @@ def check_sources(config: DataConfig) -> None:
 
 
 def check_source(name: str, split: str = "") -> None:
-    """Check what can be known of a source without reading it whole.
+    """Refuse a source of which it is known, without reading it whole, that it cannot be read.
 
-    Its files are there, can be read and are of a known format, and the first one's first line is a record.
-
-    Raises:
-        ValueError: naming what is not. What a Hub data set holds is not asked.
+    Its files are there, can be read and are of a known format, and the first one's first line is a record. What a Hub
+    data set holds is not asked.
     """
     if not Path(name).expanduser().exists() and not glob.has_magic(name):
         _check_hub_name(name)

@@ -197,11 +197,7 @@ class Server:
         return ([answers[0]._replace(passes=total)] if len(answers) == 1 else answers), total
 
     def refuse_drafts(self) -> None:
-        """Check that the server, as a baseline, counts no drafts.
-
-        Raises:
-            ValueError: it does: it speculates.
-        """
+        """Refuse a baseline that counts drafts: it speculates."""
         counters = self.counters()
         if counters is not None and counters.drafts is not None:
             raise ValueError(self._speculates())

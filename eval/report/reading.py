@@ -138,11 +138,7 @@ def _is_odd(value: Any) -> bool:
 
 
 def _check_breakdowns(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Check that the numbers of rows that are compared with each other are consistent.
-
-    Raises:
-        ValueError: they give no finite speedup breakdown; the file is named.
-    """
+    """Refuse rows whose numbers contradict each other, so that they give no finite speedup breakdown."""
     try:
         right = not any(_is_odd(value) for row in with_breakdowns(rows) for _, value in _nested(row["ladder"]))
     except ArithmeticError:
@@ -152,11 +148,7 @@ def _check_breakdowns(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def _check_extras(content: dict[str, Any], file: Path) -> None:
-    """Check the extras of a report: known keys, values of their type, and none that names code.
-
-    Raises:
-        ValueError: the file and the key are named.
-    """
+    """Refuse extras of a report under unknown keys, of another type, and those that name code."""
     if code := names_code(content):
         raise ValueError(f"report {file} names code to run by the key {code}, which is refused: evaluate again")
     for key in content.keys() - {*REPORT_KEYS}:

@@ -30,11 +30,7 @@ def _aside(folder: Path) -> Path:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that a folder can be written, or created; nothing is left there.
-
-    Raises:
-        ValueError: it cannot; `key` is the setting that names it.
-    """
+    """Refuse a folder that cannot be written or created, leaving nothing there; `key` is the setting that names it."""
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=parent):

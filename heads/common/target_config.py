@@ -105,21 +105,13 @@ def row_length(path: str, length: int) -> int:
 
 
 def check_rows(length: int, context: int, name: str) -> None:
-    """Check that a target can read rows of this length.
-
-    Raises:
-        ValueError: the rows are longer than its context.
-    """
+    """Refuse rows that are longer than a target's context."""
     if length > context:
         raise ValueError(f"data.length is {length}, but {name} reads at most {context} tokens: give {context} or less")
 
 
 def _check(values: Any, trust_remote_code: bool) -> None:
-    """Check the values of a config.json before transformers reads it.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Refuse values of a config.json that transformers must not read, naming the key."""
     if not isinstance(values, dict):
         raise ValueError(f"its config.json is {shown(values)}, expected a mapping")
     for key, value in entries(values):

@@ -62,11 +62,7 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
 
 
 def kind_of(folder: Path) -> str:
-    """Return the kind of a folder's head.
-
-    Raises:
-        ValueError: it holds none.
-    """
+    """Return the kind of a folder's head; refuse a folder without one."""
     return format_of(folder) if is_published(folder) else str(read_config(folder)["head"]["name"])
 
 

@@ -242,11 +242,7 @@ def head_config(folder: Path, content: dict[str, Any]) -> Any:
 
 
 def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> None:
-    """Refuse a head of another target; warn where quantised weights leave that open.
-
-    Raises:
-        ValueError: naming both targets and where they differ.
-    """
+    """Refuse a head of another target, naming both; warn where quantised weights leave that open."""
     for field, what in MUST_AGREE.items():
         theirs, ours = getattr(saved, field), getattr(target, field)
         if theirs != ours and field == "fingerprint" and QUANTISED in (theirs + ours):

@@ -72,12 +72,9 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
 
 
 def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
-    """Check the size of the process group, `here`, and the number of `started` processes against the launcher's.
+    """Refuse a process group, of `here` processes of the `started` ones, that is not the launcher's or the strategy's.
 
     A launcher of one process accepts any number that the user's own command started.
-
-    Raises:
-        ValueError: the numbers differ, or are too small for the strategy.
     """
     configured = launcher.num_processes * launcher.num_nodes
     if here != started or configured not in (1, started):
@@ -93,11 +90,7 @@ def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
 
 
 def check_machine(launcher: LauncherConfig, model: ModelConfig) -> None:
-    """Check that this machine can run the launcher's settings, before anything is started or written.
-
-    Raises:
-        ValueError: it has too few devices, or lacks a library.
-    """
+    """Refuse settings of the launcher that this machine cannot run, before anything is started or written."""
     processes = max(launcher.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if device_named(model.device).type == "cuda" and processes > torch.cuda.device_count():
         raise ValueError(

@@ -129,11 +129,7 @@ def portable(text: str) -> str:
 
 
 def _safe(run: Path, name: str, text: str) -> str:
-    """Return a file's text as it may be published.
-
-    Raises:
-        ValueError: it holds a token of the Hub.
-    """
+    """Return a file's text as it may be published; refuse one that holds a token of the Hub."""
     if TOKEN.search(text):
         raise ValueError(f"{run}: {name} would hold an access token; remove it from the run's files")
     return portable(text)
@@ -189,11 +185,7 @@ def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
 
 @torch.no_grad()
 def _assert_plain(embeddings: TargetEmbeddings, path: str) -> None:
-    """Check that embedding and lm_head are plain table look-ups, for engines read the tables.
-
-    Raises:
-        ValueError: the embedding is scaled, or the logits have a bias or a cap.
-    """
+    """Refuse an embedding that is scaled and logits with a bias or a cap: engines read the plain tables."""
     few = torch.arange(min(embeddings.vocab_size, 64))
     state = torch.randn(4, embeddings.hidden_size, generator=torch.Generator().manual_seed(0)) * 9
     embedded, logits = embeddings.embed(few), embeddings.logits(state)

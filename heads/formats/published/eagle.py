@@ -34,11 +34,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
 
 
 def engines(source: Export) -> Foreign:
-    """Return the head for vLLM and SGLang.
-
-    Raises:
-        ValueError: it has options that they do not run.
-    """
+    """Return the head for vLLM and SGLang; refuse options that they do not run."""
     _refuse(source)
     tensors = source.tensors
     bias = tensors.get("fc.bias")
@@ -59,8 +55,7 @@ def engines(source: Export) -> Foreign:
 def authors(source: Export) -> Foreign:
     """Return the head for the authors' code, which loads strictly and so expects the target's embedding too.
 
-    Raises:
-        ValueError: it has options that their code does not run.
+    Options that their code does not run are refused.
     """
     _refuse(source)
     config = {

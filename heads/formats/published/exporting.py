@@ -88,11 +88,7 @@ class Export(NamedTuple):
         return ValueError(f"format={self.form}: the head has {what}, {why}")
 
     def refuse(self, **expected: Any) -> None:
-        """Check values of the head's configuration that have no other form in the format.
-
-        Raises:
-            ValueError: one is another.
-        """
+        """Refuse values of the head's configuration that have no other form in the format."""
         for key, value in expected.items():
             if (actual := getattr(self.config, key)) != value:
                 remedy = f"which the format cannot say; train with head.{key}={written(value)}"
@@ -226,11 +222,7 @@ def put(folder: Path, foreign: Foreign, dtype: torch.dtype) -> None:
 
 
 def check(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Check that the tensors of an exported folder are those of the format and no others.
-
-    Raises:
-        ValueError: naming the tensor, and what is expected of it.
-    """
+    """Refuse an exported folder whose tensors are not those of the format and no others, naming the tensor."""
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     tensors = load_file(folder / WEIGHTS)
     missing, unknown = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())

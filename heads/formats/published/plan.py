@@ -34,11 +34,7 @@ class Source(NamedTuple):
     tensors: dict[str, Tensor]
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor.
-
-        Raises:
-            ValueError: it is not there.
-        """
+        """Return one tensor; refuse a folder that lacks it."""
         if name not in self.tensors:
             raise self.error(f"the tensor {name} is missing; download it again")
         return self.tensors[name]
@@ -166,11 +162,7 @@ def are_masked(ids: Tensor, mask: Tensor, full: int) -> bool:
 
 
 def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
-    """Check that a head's states, the rows of one of its tensors, are as wide as the target's.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Refuse a head whose states, the rows of one of its tensors, are not as wide as the target's."""
     width = source.tensor(name).shape[0]
     if width != embeddings.hidden_size:
         raise source.error(
