@@ -65,13 +65,7 @@ register_resolvers()
 
 @dataclass(frozen=True)
 class StreamsRunConfig:
-    """One training run of streams, as conf/streams.yaml composes it.
-
-    Attributes:
-        every: one in so many of the target's own rows is an anchor.
-        decay: the weight of stream j's loss is this to the power j - 1.
-        tree: the tree that acceptance is measured with.
-    """
+    """One training run of streams; conf/streams.yaml says what each key means."""
 
     name: str
     out: str

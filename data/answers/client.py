@@ -24,6 +24,7 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandl
 
 from data.answers.chats import Reply
 from data.text.files import CHUNK
+from heads.common.ranges import Amount, Count, Number, Positive
 from heads.common.redact import HIDDEN, redacted
 from heads.common.untrusted import parse_json
 
@@ -46,37 +47,17 @@ DONE = b"[DONE]"  # the last event of a complete stream
 
 @dataclass(frozen=True)
 class EndpointConfig:
-    """Configuration of the requests to an endpoint.
-
-    Attributes:
-        model: the served name of the target; None takes the only model.
-        concurrency: chats in flight.
-        timeout: seconds for a whole reply, to its last byte.
-        retries: attempts after a request's first temporary failure.
-        backoff: seconds before the first retry, doubled for each further one, with jitter; Retry-After overrides it.
-        max_wait: longest pause before a retry in seconds; where the server wants more, the chat fails.
-        max_failures: consecutive failed chats after which the job stops.
-        api_key_env: the environment variable that holds the key; without it, no key is sent.
-        extra: further fields of every request, such as top_k.
-    """
+    """Configuration of the requests to an endpoint; conf/data.yaml says what each key means."""
 
     model: str | None
-    concurrency: int
-    timeout: float
-    retries: int
-    backoff: float
-    max_wait: float
-    max_failures: int
+    concurrency: Count
+    timeout: Positive
+    retries: Number
+    backoff: Amount
+    max_wait: Amount
+    max_failures: Count
     api_key_env: str
     extra: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        """Refuse counts and times out of range."""
-        for name in ("concurrency", "timeout", "max_failures"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"endpoint.{name}={getattr(self, name)}: must be positive")
-        if min(self.retries, self.backoff, self.max_wait) < 0:
-            raise ValueError("endpoint.retries, endpoint.backoff and endpoint.max_wait must not be negative")
 
 
 def check_url(key: str, url: str) -> None:

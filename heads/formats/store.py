@@ -26,6 +26,8 @@ from heads.formats.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
 
+__all__ = ["last_good"]  # re-exported for readers of streams
+
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # The defaults of keys for heads saved before the key existed.
