@@ -122,11 +122,6 @@ class Batches:
         self.rows_per_step, self.micro_rows = rows_per_step, micro_rows
         self._order: tuple[int, Int[Tensor, " R"]] | None = None
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every row was seen once."""
-        return -(-len(self.packed.token) // self.rows_per_step)
-
     def rows(self, step: int) -> Int[Tensor, " S"]:
         """Return the row numbers of a step's global batch, of all ranks."""
         size = len(self.packed.token)

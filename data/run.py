@@ -34,17 +34,13 @@ from data.text.sources import check_sources
 from heads import head_config
 from heads.base import HeadConfig
 from heads.common.command import command
-from heads.common.errors import user_errors
 from heads.common.files import check_writable
 from heads.common.ranges import Count, Number
-from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from inference.target.config import ModelConfig, device_named
 from inference.target.loading import load_tokenizer
 from inference.target.placement import check_alone
 from inference.target.target import Target
-
-register_resolvers()
 
 PATIENCE = timedelta(days=30)  # for which a process that has answered its chats waits for the others
 URLS = ("http://", "https://")
@@ -137,8 +133,7 @@ def check_early(job: JobConfig) -> None:
 @command("data")
 def main(cfg: DictConfig) -> None:
     """Run the command on its configuration."""
-    with user_errors():
-        run(typed(JobConfig, cfg, ready={"head": head_config(cfg.head)}))
+    run(typed(JobConfig, cfg, ready={"head": head_config(cfg.head)}))
 
 
 def run(job: JobConfig) -> None:

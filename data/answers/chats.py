@@ -81,23 +81,14 @@ class Reply(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a chat.
+    """Outcome of a chat."""
 
-    Attributes:
-        id: the record's id.
-        chat: the record to train on; None if it is left out.
-        answers: number of answers in the chat.
-        cause: why the chat ends early, a key of CAUSES or an answerer's failure; empty for a complete chat.
-        failed: whether the answerer failed: then nothing of the chat is kept, and a later call answers it anew.
-        detail: the failure's message.
-    """
-
-    id: str
-    chat: dict[str, Any] | None
-    answers: int = 0
-    cause: str = ""
-    failed: bool = False
-    detail: str = ""
+    id: str  # the record's id
+    chat: dict[str, Any] | None  # the record to train on; None if it is left out
+    answers: int = 0  # number of answers in the chat
+    cause: str = ""  # why the chat ends early, a key of CAUSES or an answerer's failure; empty for a complete chat
+    failed: bool = False  # whether the answerer failed: nothing is kept, and a later call answers it anew
+    detail: str = ""  # the failure's message
 
 
 class Conversation:

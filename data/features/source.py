@@ -73,15 +73,10 @@ class Forward(Protocol):
 
 @runtime_checkable
 class FeatureSource(Protocol):
-    """The micro-batches of a step with the features to train on.
+    """The micro-batches of a step with the features to train on."""
 
-    Attributes:
-        batches: which rows a step takes.
-        stall: seconds that the caller has waited for features to be read.
-    """
-
-    batches: Batches
-    stall: float
+    batches: Batches  # which rows a step takes
+    stall: float  # seconds that the caller has waited for features to be read
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step, whose features are read when they are asked for."""

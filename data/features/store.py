@@ -50,31 +50,21 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """The contents of a store.
+    """The contents of a store."""
 
-    Attributes:
-        target, name: the target's fingerprint, and its name for people; quantize: how its weights were quantised.
-        layers: the feature layers, as `heads.base` counts them.
-        width, vocab: of the target.
-        data, rows, length: the fingerprint of the packed rows, how many they are, and their tokens.
-        dtype: of the hidden states, a key of `data.features.quantize.DTYPES`.
-        teacher: "state", the last hidden state, or "top_k", the log-probs of the top `k` tokens.
-        shard_rows: rows of a shard at most.
-    """
-
-    target: str
-    name: str
-    quantize: str | None
-    layers: tuple[int, ...]
-    width: Count
-    vocab: Count
-    data: str
-    rows: Number
-    length: Count
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]
-    teacher: Annotated[str, OneOf(("state", "top_k"))]
+    target: str  # the target's fingerprint
+    name: str  # the target's, for people
+    quantize: str | None  # how the target's weights were quantised
+    layers: tuple[int, ...]  # the feature layers, as `heads.base` counts them
+    width: Count  # of the target
+    vocab: Count  # of the target
+    data: str  # the fingerprint of the packed rows
+    rows: Number  # how many packed rows there are
+    length: Count  # tokens of a packed row
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]  # of the hidden states
+    teacher: Annotated[str, OneOf(("state", "top_k"))]  # the last hidden state, or the top k log-probs
     k: Number
-    shard_rows: Count
+    shard_rows: Count  # of a shard at most
 
     @property
     def row_bytes(self) -> int:

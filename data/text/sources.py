@@ -67,7 +67,10 @@ class Files:
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
     def provenance(self) -> dict[str, Any]:
-        """Return the number of files, their hash if they are read to their end, and who wrote answers in them."""
+        """Return the number of files, their hash if they are read to their end, and the settings of answers in them.
+
+        The hash of several is that of the list of theirs. The settings are those in the metadata beside a file.
+        """
         record: dict[str, Any] = {"name": self.name, "files": len(self.files)}
         if not self.streaming:
             hashes = [content_hash(file) for file in self.files]
@@ -219,20 +222,6 @@ def _hub(name: str, split: str, streaming: bool) -> Hub:
         missing = "neither a file here nor a Hub dataset, name or name:config, that loads"
         raise ValueError(f"{name}: {missing}: {one_line(error)}") from error
     return Hub(name, table, f"{revision}/{split}")
-
-
-def source_records(config: DataConfig) -> list[dict[str, Any]]:
-    """Return the provenance of each source of `data.path`, for provenance.json.
-
-    Returns:
-        for each its `name`; a Hub data set's `revision`, or the files' `sha256` (of several, that of the list of
-        theirs; none of streamed ones, which are not read to their end); `answers`: the settings that data/run.py wrote
-        them with, from the metadata beside the file.
-
-    Raises:
-        ValueError: a source or the metadata beside it cannot be read.
-    """
-    return [source.provenance() for source in open_sources(config)]
 
 
 def _answer_settings(file: Path) -> dict[str, Any]:

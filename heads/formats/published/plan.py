@@ -64,23 +64,14 @@ class Source(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The mapping of a published folder to a head.
+    """The mapping of a published folder to a head."""
 
-    Attributes:
-        head: which of HEADS.
-        config: its configuration but for the name and the size of its vocabulary.
-        rename: a tensor's name in the head to its name in the file.
-        filled: tensors of the head that the file does not hold as they are.
-        unread: names in the file that the head has no use for.
-        ids: the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary.
-    """
-
-    head: str
-    config: dict[str, Any]
-    rename: Callable[[str], str]
-    filled: dict[str, Tensor]
-    unread: set[str]
-    ids: Tensor | None
+    head: str  # which of HEADS
+    config: dict[str, Any]  # its configuration but for the name and the size of its vocabulary
+    rename: Callable[[str], str]  # a tensor's name in the head to its name in the file
+    filled: dict[str, Tensor]  # tensors of the head that the file does not hold as they are
+    unread: set[str]  # names in the file that the head has no use for
+    ids: Tensor | None  # the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary
 
 
 def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:

@@ -53,29 +53,18 @@ SIDES: dict[str, Callable[[Path], Any]] = {
 
 @dataclass(frozen=True)
 class Examined:
-    """A head's folder with the files beside it.
+    """A head's folder with the files beside it; of what is missing the value is empty."""
 
-    Attributes:
-        name: as the user gave it.
-        folder: the head's.
-        config: its config.json, empty where that cannot be read.
-        tensors: by their names in the files.
-        report: report.json; reference: tokenizer_reference.json; origin: provenance.json; run: config.yaml; each empty
-            where it is missing.
-        prompts: the file of held-out prompts that its run keeps here, None if there is none.
-        trouble: the error of each file that cannot be read, by its name.
-    """
-
-    name: str
-    folder: Path
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    report: dict[str, Any]
-    reference: dict[str, Any]
-    origin: dict[str, Any]
-    run: dict[str, Any]
-    prompts: str | None
-    trouble: dict[str, str]
+    name: str  # as the user gave it
+    folder: Path  # the head's
+    config: dict[str, Any]  # its config.json, empty where that cannot be read
+    tensors: dict[str, Tensor]  # by their names in the files
+    report: dict[str, Any]  # report.json
+    reference: dict[str, Any]  # tokenizer_reference.json
+    origin: dict[str, Any]  # provenance.json
+    run: dict[str, Any]  # config.yaml
+    prompts: str | None  # the file of held-out prompts that its run keeps here, None if there is none
+    trouble: dict[str, str]  # the error of each file that cannot be read, by its name
 
     @cached_property
     def stripped(self) -> dict[str, Tensor]:
@@ -167,27 +156,16 @@ def read(run_or_repo: str) -> Examined:
 
 @dataclass(frozen=True)
 class Against:
-    """The target.
+    """The target."""
 
-    Attributes:
-        path: folder or Hub id.
-        config: its text model's config.json.
-        layers: how many decoder layers it has.
-        width: its hidden size.
-        context: the most tokens that a text may have, UNBOUNDED where it does not say.
-        tokenizer: None where none loads.
-        model: the whole of it, its embedding and lm_head alone, or None where neither loads.
-        why: the reason that not all of it loads.
-    """
-
-    path: str
-    config: dict[str, Any]
-    layers: int
-    width: int
-    context: int
-    tokenizer: PreTrainedTokenizerBase | None
-    model: Target | EmbeddingsOnly | None
-    why: str
+    path: str  # folder or Hub id
+    config: dict[str, Any]  # its text model's config.json
+    layers: int  # how many decoder layers it has
+    width: int  # its hidden size
+    context: int  # the most tokens that a text may have, UNBOUNDED where it does not say
+    tokenizer: PreTrainedTokenizerBase | None  # None where none loads
+    model: Target | EmbeddingsOnly | None  # whole, its embedding and lm_head alone, or None where neither loads
+    why: str  # the reason that not all of it loads
 
     @property
     def whole(self) -> Target | None:
