@@ -146,8 +146,7 @@ def from_log(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
 def tuned(config: EvalConfig) -> bool:
     """Find the best tree for a run's head on this device, in the dtype that speed is measured in; print and write it.
 
-    Returns:
-        Whether every tree that was timed is lossless.
+    Returns whether every tree that was timed is lossless.
 
     Raises:
         ValueError: no such run, model or workload, a head of another target, or a target that answers nothing.

@@ -61,10 +61,7 @@ CHECKS = {
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Examine a head.
-
-    Returns:
-        The findings of every check, in order.
+    """Return the findings of every check on a head, in order.
 
     Raises:
         ValueError: there is no head, no target, or no workload of the name that is given.
