@@ -32,7 +32,7 @@ from data.text.files import (
 from data.text.records import Record, parse, readable
 from heads.common.errors import one_line
 from heads.common.redact import redacted_values
-from heads.common.untrusted import parse_json, regular
+from heads.common.untrusted import parsed_file, regular
 from heads.formats.hub import cache_alone_without_connection
 
 T = TypeVar("T")
@@ -229,10 +229,7 @@ def _answer_settings(file: Path) -> dict[str, Any]:
     meta = file.with_name(file.name + META)
     if not meta.is_file():
         return {}
-    try:
-        metadata = parse_json(meta.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{meta}: damaged ({error}); restore it, or remove it") from None
+    metadata = parsed_file(meta, "restore it, or remove it")
     settings = metadata.get("settings") if isinstance(metadata, dict) else None
     if not isinstance(settings, dict):
         return {}

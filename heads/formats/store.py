@@ -21,7 +21,7 @@ from heads.base import DraftVocabulary, Embeddings
 from heads.common.errors import one_line
 from heads.common.files import last_good, replacing, write_whole
 from heads.common.typed import typed
-from heads.common.untrusted import names_code, parse_json, shown
+from heads.common.untrusted import names_code, parsed_file, shown
 from heads.formats.weights import check_fit, outline, read_weights
 
 log = logging.getLogger(__name__)
@@ -193,10 +193,7 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any
         raise ValueError(f"{folder}: no such folder; give one that training or publishing has written")
     if not path.is_file():
         raise ValueError(f"{folder}: not a folder of kind {kind}, it holds no {CONFIG}; a run keeps it in {kind}/")
-    try:
-        content = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); save or download it again") from None
+    content = parsed_file(path, "save or download it again")
     if code := names_code(content):
         raise ValueError(f"{path}: names code to run by the key {code}, which is refused; remove the key")
     if not isinstance(content, dict) or set(content) != {"format", *keys}:

@@ -23,7 +23,7 @@ from eval.report.reading import read_report
 from heads.common.errors import one_line
 from heads.common.files import last_good, replacing
 from heads.common.resolvers import ROOT
-from heads.common.untrusted import parse_json, parse_yaml
+from heads.common.untrusted import parse_json, parse_yaml, parsed_file
 from heads.formats.custom_generate import bundle
 from heads.formats.hub import on_hub, target_path
 from heads.formats.published.export import Served, export
@@ -139,10 +139,7 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     """Return a file's mapping, empty where the run has none."""
     if not path.is_file():
         return {}
-    try:
-        content = parse(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); write it again by evaluating the run, or remove it") from None
+    content = parsed_file(path, "write it again by evaluating the run, or remove it", parse)
     return content if isinstance(content, dict) else {}
 
 

@@ -35,7 +35,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
 
 def engines(source: Export) -> Foreign:
     """Return the head for vLLM and SGLang; refuse options that they do not run."""
-    _refuse(source)
+    source.refuse(lm_head="shared", draft_vocab=None)
     tensors = source.tensors
     bias = tensors.get("fc.bias")
     if source.form == "vllm" and bias is not None and bool(bias.any()):
@@ -57,7 +57,7 @@ def authors(source: Export) -> Foreign:
 
     Options that their code does not run are refused.
     """
-    _refuse(source)
+    source.refuse(lm_head="shared", draft_vocab=None)
     config = {
         "model_type": "llama",
         "torch_dtype": source.dtype,
@@ -78,7 +78,3 @@ def shapes(config: dict[str, Any]) -> Shapes:
     for i in range(config["num_hidden_layers"]):
         expected |= layer_shapes(config, f"layers.{i}.", width, NORMS[i == 0 :])
     return expected
-
-
-def _refuse(source: Export) -> None:
-    source.refuse(lm_head="shared", draft_vocab=None)

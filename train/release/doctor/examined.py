@@ -18,7 +18,7 @@ from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.target_config import context_of, read_target_config
-from heads.common.untrusted import parse_json, parse_yaml, regular
+from heads.common.untrusted import parse_yaml, parsed_file
 from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published import FORMATS
 from heads.formats.published.files import stored_tensors, without_prefix
@@ -38,16 +38,10 @@ BY_ARCHITECTURE = {"Eagle3": "eagle3", "EAGLE3": "eagle3", "Eagle": "eagle", "Me
                    "DSpark": "dflash"}  # fmt: skip
 
 
-def _parsed(parse: Callable[[bytes], Any], path: Path) -> Any:
-    try:
-        return parse(regular(path).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); download or write it again") from None
-
-
+_parsed = partial(parsed_file, remedy="download or write it again")
 SIDES: dict[str, Callable[[Path], Any]] = {
-    "report.json": read_report, "tokenizer_reference.json": partial(_parsed, parse_json),
-    "provenance.json": partial(_parsed, parse_json), "config.yaml": partial(_parsed, parse_yaml),
+    "report.json": read_report, "tokenizer_reference.json": _parsed, "provenance.json": _parsed,
+    "config.yaml": partial(_parsed, parse=parse_yaml),
 }  # fmt: skip
 
 
@@ -144,7 +138,7 @@ def read(run_or_repo: str) -> Examined:
         path = next((parent / name for parent in folders if (parent / name).is_file()), None)
         return {} if path is None else taken(name, parse, path)
 
-    config = taken(CONFIG, partial(_parsed, parse_json), last_good(folder) / CONFIG)
+    config = taken(CONFIG, _parsed, last_good(folder) / CONFIG)
     is_own = "format" in config
     weights, parent = (read_weights, last_good(folder) / WEIGHTS) if is_own else (stored_tensors, folder)
     tensors = taken(WEIGHTS, weights, parent)
