@@ -197,7 +197,7 @@ def test_a_row_has_what_its_requests_waited() -> None:
 
 def test_categories_have_the_latencies_of_their_own_requests() -> None:
     rows = {(row.drafter, row.category): row for row in loaded(GREEN, categories={"a": [0], "b": [1]})}
-    assert rows["eagle", "a"].speedup == 10 / 3
+    assert rows["eagle", "a"].speedup == pytest.approx(10 / 3)
     assert rows["eagle", "b"].speedup == 2
 
 
