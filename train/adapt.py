@@ -41,11 +41,7 @@ METHODS: dict[str, type[AdaptConfig]] = {"none": WholeConfig, "lora": LoraAdapte
 
 
 def peft_config(values: DictConfig) -> AdaptConfig:
-    """Return a configuration of conf/peft as the Config of its method.
-
-    Raises:
-        ValueError: an unknown method or key, or a value out of range.
-    """
+    """Return a configuration of conf/peft as the Config of its method; refuse unknown methods and keys."""
     method = values.get("method")
     if method not in METHODS:
         raise ValueError(f"peft.method is {method!r}: choose one of {', '.join(METHODS)}")

@@ -51,11 +51,7 @@ class KeptHead:
         save_head(self.folder, decoding_copy(self.head, weights, None), self.target.spec, vars(self.tree))
 
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors that are there.
-
-        Raises:
-            ValueError: there is no head, or it is damaged or of another target.
-        """
+        """Return the tensors that are there; refuse a missing or damaged head, and one of another target."""
         return load_head(self.folder, self.target.embeddings, self.target.spec).state_dict()
 
 

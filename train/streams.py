@@ -179,11 +179,7 @@ class KeptStreams:
         save_streams(self.folder, self.config, weights, self.target.spec)
 
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors that are there.
-
-        Raises:
-            ValueError: there are none, or they are damaged.
-        """
+        """Return the tensors that are there; refuse missing and damaged ones."""
         return read_tensors(self.folder)
 
 

@@ -278,11 +278,7 @@ def _lines(response: HTTPResponse) -> Iterator[bytes]:
 
 
 def read_object(content: bytes) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        EndpointError: the text is not JSON, or another value.
-    """
+    """Parse a JSON object; anything else is an EndpointError."""
     text = content[:CHUNK].decode(errors="replace")
     try:
         value = parse_json(content)

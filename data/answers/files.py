@@ -145,11 +145,7 @@ class Answers:
 
     @contextmanager
     def part(self, rank: int, world: int) -> Iterator["Part"]:
-        """Open this process's part behind its last complete line.
-
-        Raises:
-            ValueError: the disk is full.
-        """
+        """Open this process's part behind its last complete line; refuse a full disk."""
         path = self.parts / f"{rank:05d}-of-{world:05d}.jsonl"
         with self._disk_errors(), inside(self.parts, path.name).open("ab") as file:
             file.truncate(complete_bytes(path))

@@ -108,11 +108,7 @@ class FeatureStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a store.
-
-        Raises:
-            ValueError: there is none, its meta file is damaged, or it is of another format.
-        """
+        """Open a store; refuse a folder without one, a damaged meta file, and another format."""
         self.folder = folder
         try:
             meta = read_checked(folder / META)
@@ -138,11 +134,7 @@ class FeatureStore:
 
     @classmethod
     def create(cls, folder: Path, spec: StoreSpec) -> "FeatureStore":
-        """Open the store in a folder, or create it.
-
-        Raises:
-            ValueError: there is one of other features, or the disk refused.
-        """
+        """Open the store in a folder, or create it; refuse one of other features, and a full disk."""
         with claim(folder / LOCKS / META, wait=True):
             if not (folder / META).exists():
                 try:
@@ -205,11 +197,7 @@ class FeatureStore:
         return sum(entry.bytes for entry in self.entries.values())
 
     def read(self, row: int) -> Row:
-        """Return a row's tensors, each with one row.
-
-        Raises:
-            DamagedError: its shard is gone, or the row is not what was written.
-        """
+        """Return a row's tensors, each with one row; a DamagedError where it is not what was written, or gone."""
         name, index = self._location[row]
         try:
             opened = self._opened(name)

@@ -118,11 +118,9 @@ def verified(passes: int, drafted: int | None, accepted: int, by_depth: tuple[in
 
 
 def of_reply(reply: Mapping[str, Any], decoded: int) -> Passes | None:
-    """Return the counts in a reply, or in an event of it; None where it has none, or inconsistent ones.
+    """Return the counts in a reply or an event of it, given its tokens after the first; None without consistent ones.
 
-    Args:
-        reply: with vLLM's `metrics.speculative_decoding`, or SGLang's `meta_info` in its only choice.
-        decoded: its tokens after the first.
+    vLLM has them in `metrics.speculative_decoding`, SGLang in `meta_info` of the only choice.
     """
     metrics, choices = reply.get("metrics"), reply.get("choices")
     record = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None

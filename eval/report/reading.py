@@ -159,11 +159,7 @@ def _check_extras(content: dict[str, Any], file: Path) -> None:
 
 
 def row_of(record: Any) -> Row:
-    """Return a row of report.json.
-
-    Raises:
-        ValueError: a key is unknown or missing, or its value of another type.
-    """
+    """Return a row of report.json; refuse unknown and missing keys, and values of other types."""
     if not isinstance(record, dict):
         raise ValueError(f"{shown(record)} is no row")
     for key, value in entries(record):

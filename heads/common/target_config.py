@@ -55,8 +55,7 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
 def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -> dict[str, Any]:
     """Return the values of a config.json alone: transformers takes two seconds to import what makes more of them.
 
-    Raises:
-        ValueError: there is none, or one is refused; in one line, without the path.
+    A missing or refused one is a ValueError in one line, without the path.
     """
     try:
         regular(Path(path))

@@ -138,11 +138,7 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
 
 
 def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> nn.Module:
-    """Load a head whose config.json is read already; whether it belongs to this target is not checked.
-
-    Raises:
-        ValueError: it is damaged, or its tensors do not fit.
-    """
+    """Load a head whose config.json is read already, of whatever target; refuse tensors that do not fit it."""
     kind, config = _kind(folder, content), head_config(folder, content)
     check_fit(last_good(folder) / WEIGHTS, outline(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
     head: nn.Module = kind(config, embeddings)
@@ -151,11 +147,7 @@ def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> 
 
 
 def fill(module: nn.Module, folder: Path) -> None:
-    """Load a folder's tensors into a module, which takes on their dtypes.
-
-    Raises:
-        ValueError: they are damaged, or not those that the module has.
-    """
+    """Load a folder's tensors into a module, which takes on their dtypes; refuse damaged ones, and others than its."""
     parameters: dict[str, Tensor] = module.state_dict(keep_vars=True)
     check_fit(last_good(folder) / WEIGHTS, parameters, CONFIG)
     tensors = read_tensors(folder)
@@ -211,11 +203,7 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...]) -> dict[str, Any
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return a folder's tensors.
-
-    Raises:
-        ValueError: the file is missing, truncated or damaged, or holds numbers that are not finite.
-    """
+    """Return a folder's tensors; refuse files that are missing or damaged, and numbers that are not finite."""
     tensors = read_weights(last_good(folder) / WEIGHTS)
     _assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors

@@ -151,11 +151,7 @@ def _check_state(path: Path) -> None:
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return the content of a checkpoint's state.json; refuse a damaged one."""
     try:
         return read_checked(path / STATE)
     except OSError as error:

@@ -62,11 +62,7 @@ class Saver:
         self.seconds += time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Wait until the pending checkpoint is written.
-
-        Raises:
-            ValueError: it could not be written.
-        """
+        """Wait until the pending checkpoint is written; refuse to go on if it could not be."""
         begin = time.perf_counter()
         failed = self._wait()
         self.seconds += time.perf_counter() - begin

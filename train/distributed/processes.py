@@ -115,11 +115,7 @@ class RunLock(ExitStack):
         self.out, self.held = out, False
 
     def take(self) -> None:
-        """Take the lock unless it is held already or the folder does not exist.
-
-        Raises:
-            ValueError: another process holds it; the message names it.
-        """
+        """Take the lock unless it is held already or there is no folder; refuse one that another process holds."""
         if self.held or not self.out.is_dir():
             return
         if not self.enter_context(claim(self.out / LOCK, wait=False)):

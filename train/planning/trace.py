@@ -158,11 +158,7 @@ _traced: dict[str, Trace] = {}
 
 
 def trace(job: Job) -> Trace:
-    """Return the trace of one micro-batch; traces are cached.
-
-    Raises:
-        ValueError: the head does not fit the target, for instance if its default layers coincide.
-    """
+    """Return the trace of one micro-batch; traces are cached, and a head that does not fit the target is refused."""
     key = repr(job)  # configurations are not hashable
     if key not in _traced:
         _traced[key] = _run_trace(job)

@@ -75,11 +75,7 @@ class Plan(NamedTuple):
 
 
 def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
-    """Return the head, each of its tensors in the file's dtype.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, of another shape or not finite.
-    """
+    """Return the head in the file's dtypes; refuse a tensor that is missing, unknown, misshapen or not finite."""
     checked = _checked_embeddings(source, embeddings)
     kind: Any = HEADS[plan.head]
     try:
@@ -116,11 +112,7 @@ def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
 
 
 def drafted(source: Source, ids: Tensor, what: str, embeddings: Embeddings) -> Tensor:
-    """Return the drafted tokens, checked.
-
-    Raises:
-        ValueError: they repeat, or are not of the target's vocabulary.
-    """
+    """Return the drafted tokens; refuse repeated ones, and those that are not of the target's vocabulary."""
     ids = ids.long()
     if not len(ids) or len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= embeddings.vocab_size:
         raise source.error(f"{what} does not name {len(ids)} different tokens of the target's {embeddings.vocab_size}")

@@ -84,11 +84,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
 
 
 def report(config: DoctorConfig) -> tuple[str, int]:
-    """Return the findings of an examination as text, and the exit status: 1 where something is wrong.
-
-    Raises:
-        ValueError: as `examine`.
-    """
+    """Return the findings of `examine` as text, and the exit status: 1 where something is wrong."""
     findings = examine(config)
     return written(findings), int(any(finding.verdict == WRONG for finding in findings))
 

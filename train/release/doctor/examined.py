@@ -110,11 +110,7 @@ class Examined:
 
 
 def read(run_or_repo: str) -> Examined:
-    """Read a head's folder, a run's folder or a repository.
-
-    Raises:
-        ValueError: there is no head, or the Hub does not give it.
-    """
+    """Read a head's folder, a run's folder or a repository; refuse one without a head."""
     folder = resolve_head(run_or_repo)
     local = Path(run_or_repo).expanduser().is_dir()
     if not local:
