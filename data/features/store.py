@@ -100,12 +100,7 @@ def packed_fingerprint(packed: Packed) -> str:
 
 
 class FeatureStore:
-    """The store in a folder, open for reading and writing.
-
-    Attributes:
-        spec: its contents.
-        damaged: the shards that are ignored, since they or their entries are damaged: name to reason.
-    """
+    """The store in a folder, open for reading and writing; `spec` is its contents."""
 
     def __init__(self, folder: Path) -> None:
         """Open a store; refuse a folder without one, a damaged meta file, and another format."""
@@ -125,7 +120,7 @@ class FeatureStore:
             self.spec = typed(StoreSpec, meta)
         except ValueError as error:
             raise ValueError(f"{folder / META}: {error}; put a copy in its place, or extract again elsewhere") from None
-        self.damaged: dict[str, str] = {}
+        self.damaged: dict[str, str] = {}  # shards that are ignored, and why: they or their entries are damaged
         self.entries: dict[str, Entry] = {}
         self._location: dict[int, tuple[str, int]] = {}  # of each row: its shard's name and its index in there
         # Closed with their last reference.

@@ -25,16 +25,12 @@ REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # by the disk
 
 
 class Saver:
-    """Write and find the checkpoints of a run; all processes make the same calls.
-
-    Attributes:
-        seconds: how long training has waited for saves.
-        saved: the step that was saved last, or loaded.
-    """
+    """Write and find the checkpoints of a run; all processes make the same calls."""
 
     def __init__(self, out: Path, control: ProcessControl, keep: int) -> None:
         self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
-        self.seconds, self.saved = 0.0, -1
+        self.seconds = 0.0  # that training has waited for saves
+        self.saved = -1  # the step that was saved last, or loaded
         self._name = control.share(f"{time.time_ns():x}")  # distinguishes this run's folders from an earlier attempt's
         self._count = 0
         self._pending: Future[None] | None = None
