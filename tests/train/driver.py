@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from heads.common.errors import user_errors
+from heads.common.resolvers import register_resolvers
 from train import acceptance
 from train.checkpoints import format
 from train.config import run_config
